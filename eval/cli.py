@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from .core.registry import MEASURES, run_measure
-from .measures import quality, speed, suites  # noqa: F401 - they register the built-in evaluations
+from .measures import quality, speed, suites  # noqa: F401 - these modules register the built-in evaluations
 
 
 def listing() -> str:
@@ -20,9 +20,10 @@ def listing() -> str:
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Run `arguments`: the name of an evaluation (or a Python file that registers one), followed by its arguments.
+    """Run an evaluation and return its exit code. `--help` lists all evaluations.
 
-    `--help` lists all evaluations. Returns the exit code. Raises ConfigError if the evaluation is missing or unknown.
+    `arguments` contains the name of an evaluation, or a Python file that registers one, followed by its arguments.
+    Raises ConfigError if the evaluation is missing or unknown.
     """
     if not arguments:
         raise ConfigError(f"name an evaluation: {', '.join(MEASURES)} (see offload-rt eval --help)")

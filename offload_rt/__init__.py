@@ -6,7 +6,7 @@ llm = LLM("reference")
 for event in llm.stream("It was a dark night", SamplingParams(max_tokens=100)):
     print(event.text, end="", flush=True)
 
-Importing the package is quick: torch and transformers are imported with `LLM` or `AsyncLLM`, on first use.
+The package itself imports quickly: torch and transformers are imported when `LLM` or `AsyncLLM` is first used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# torch counts the processors of the machine; the limit of a container may be lower. OpenMP reads this variable once.
+# torch uses one thread per processor of the machine, but the limit of a container may be lower. OpenMP reads this
+# variable only once, when torch is imported.
 if "torch" not in sys.modules and "OMP_NUM_THREADS" not in os.environ and (_limit := processor_limit()) is not None:
     os.environ["OMP_NUM_THREADS"] = str(_limit)
 

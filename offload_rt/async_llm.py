@@ -40,14 +40,17 @@ class AsyncLLM:
 
     Args:
         llm: The runtime. `close` closes it as well.
-        max_waiting: Maximum number of queued requests; one more raises QueueFullError. None means no limit.
-        store: Folder for the KV of all prompts, and for sessions (`generate(session=...)`). Later prompts with the same
-            beginning reuse the KV, also after a restart.
+        max_waiting: Maximum number of queued requests. If the queue is full, `generate` raises QueueFullError. None
+            means no limit.
+        store: Folder in which the KV of all prompts and the sessions (`generate(session=...)`) are stored. Later
+            prompts with the same beginning reuse stored KV, also after a restart. None stores no KV and allows no
+            sessions.
         store_options: Options of the store.
-        read_only: Reuse stored KV, store nothing, and refuse sessions. Another process may write to the store.
+        read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store at the
+            same time.
 
     Raises:
-        ConfigError, StoreError: See `LLM.session`.
+        ConfigError, StoreError: The store cannot be used. See `LLM.session`.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._arriving = 0
         self._closed = False
-        self._clients: dict[str, Client] = {}  # from here on: changed only by the engine thread
+        self._clients: dict[str, Client] = {}  # Only the engine thread changes the following attributes.
         self._by_number: dict[int, Client] = {}
-        self._tree_tokens = 0  # cached tokens of requests that the store does not count
+        # number of reused tokens that came from the prefix tree and that the store does not count
+        self._tree_tokens = 0
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
@@ -102,17 +106,17 @@ class AsyncLLM:
         trace: bool = False,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the output of one prompt as it grows; the last item has `finished` set.
+        """Yield the output of one prompt as it grows. The last item has `finished` set.
 
-        Each item holds all text so far. Leaving the iterator (break, a cancelled task, `aclose`) aborts the request. A
-        beam search yields its final item only.
+        Each item contains all text so far. If the iterator is left early (break, a cancelled task, `aclose`), the
+        request is aborted. A beam search yields its final item only.
 
         Args:
             prompt: Text or token ids.
             sampling_params: None uses the model's defaults.
             request_id: Name for `abort`; None generates one.
-            session: Name of a session in the store. Pass the whole conversation as `prompt` each time. KV that the
-                session has already computed is restored from host memory or disk, also after a restart.
+            session: Name of a session in the store. Pass the whole conversation as `prompt` each time. The KV of
+                earlier turns is restored from host memory or disk, also after a restart.
             trace: Add a `RequestTrace` to each item, and yield items during prefill as well, layer by layer.
             cache_salt: See `LLM.generate`. A session keeps the salt of its first turn.
 
@@ -136,7 +140,10 @@ class AsyncLLM:
                 self._calls.put(lambda: self._leave(client))
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request. Its iterator ends with finish reason "abort". Unknown ids are ignored."""
+        """Abort a request. Its iterator ends with finish reason "abort".
+
+        If there is no such request, do not raise an error.
+        """
         self._calls.put(lambda: self._abort(request_id))
 
     async def delete_session(self, name: str) -> bool:
@@ -153,7 +160,7 @@ class AsyncLLM:
         done: asyncio.Future[bool] = loop.create_future()
 
         def resolve(error: Exception | None, known: bool) -> None:
-            if not done.done():  # the client may have been cancelled
+            if not done.done():  # The client may have been cancelled.
                 done.set_exception(error) if error else done.set_result(known)
 
         def delete() -> None:
@@ -163,7 +170,7 @@ class AsyncLLM:
                     known = sessions.delete(name)
             except Exception as found:
                 error = found
-            with suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # The client's event loop may be closed.
                 loop.call_soon_threadsafe(resolve, error, known)
 
         with self._lock:
@@ -172,7 +179,10 @@ class AsyncLLM:
         return await done
 
     async def reset_prefix_cache(self) -> bool:
-        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
+        """Free the KV of prefixes that are not used by a request or an open session.
+
+        Return whether no prefix is left.
+        """
         return await asyncio.to_thread(self._llm.reset_prefix_cache)
 
     def load(self) -> EngineLoad:
@@ -210,7 +220,7 @@ class AsyncLLM:
         self._llm.close()
 
     def _end(self) -> None:
-        # Also registered with atexit: at interpreter exit a daemon thread would be stopped in the middle of a step.
+        # Also registered with atexit: otherwise, the daemon thread would be stopped in the middle of a step at exit.
         with self._lock:
             self._closed = True
             self._calls.put(self._abort_all)
@@ -241,13 +251,14 @@ class AsyncLLM:
             given = one_prompt(prompt)
             text = given if isinstance(given, str) else None
             ids = await asyncio.to_thread(self._llm.encode, given) if text is not None else self._llm.encode(given)
-            if params.structured_outputs is not None:  # compiling the first grammar of a tokenizer takes a second
+            # Compiling the first grammar of a tokenizer takes about a second.
+            if params.structured_outputs is not None:
                 await asyncio.to_thread(check_answerable, params, self._llm.runner.model)
             name = request_id or f"request-{next(self._ids)}"
             tracer = RequestTracer(len(ids), self._llm.geometry.layers) if trace else None
             client = Client(name, text, ids, params, Mailbox(), session, tracer, cache_salt=cache_salt)
             with self._lock:
-                self._check_open()  # the engine thread ignores calls after the last one
+                self._check_open()  # After `close`, the engine thread ignores queued calls.
                 self._calls.put(lambda: self._join(client))
             handed = True
             return client
@@ -266,7 +277,10 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """Run queued calls, then an engine step, until closed. Block while no call is queued and the engine is idle."""
+        """Run the engine thread: process queued calls and run an engine step, until closed.
+
+        If the engine is idle and no call is queued, the thread waits.
+        """
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -274,14 +288,14 @@ class AsyncLLM:
                 call = self._step
             try:
                 call()
-            except Exception as error:  # not caused by a single request: no output can be trusted
+            except Exception as error:  # The error was not caused by a single request, so no output can be trusted.
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
             self._device_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:
-            with self._llm.runner.pool.lock, _log_errors():  # an error affects idle sessions only
+            with self._llm.runner.pool.lock, _log_errors():  # An error here affects only idle sessions.
                 self._sessions.look_ahead()
         numbers = {event.request_id for event in self._engine.step()}
         for number in sorted(numbers & self._by_number.keys()):
@@ -354,11 +368,11 @@ class AsyncLLM:
     def _tell(self, client: Client, output: RequestOutput | Exception) -> None:
         try:
             client.mailbox.post(output)
-        except RuntimeError:  # the client's event loop is closed; leave after the current step
+        except RuntimeError:  # The client's event loop is closed, so remove the client after the current step.
             self._calls.put(lambda: self._leave(client))
 
     def _leave(self, client: Client) -> None:
-        """Cancel a request if it is still running, and remove it. A second call has no effect."""
+        """Remove a client. If its request is still running, cancel it. A second call has no effect."""
         request = client.request
         if request is None or self._by_number.pop(request.prompt.id, None) is None:
             return
@@ -380,7 +394,8 @@ class AsyncLLM:
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.
 
-        If the history of a finished turn cannot be written, the client already has the response: only log the error.
+        If the history of a finished turn cannot be written, the client already has the response. The error is then only
+        logged.
         """
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._leave(client)
@@ -404,7 +419,7 @@ class AsyncLLM:
             self._report(client)
 
     def _cancel(self, request: Request) -> None:
-        with _log_errors():  # for example if a session's history cannot be written
+        with _log_errors():  # Cancelling fails, for example, if a session's history cannot be written.
             self._engine.cancel(request)
 
     def _abort_all(self) -> None:
@@ -414,7 +429,7 @@ class AsyncLLM:
 
 @contextmanager
 def _log_errors() -> Iterator[None]:
-    """Log errors that must not fail another request."""
+    """Context that logs errors instead of raising them, so that they do not fail another request."""
     try:
         yield
     except StoreError as error:

@@ -23,10 +23,10 @@ DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Quantize = Literal["auto", "none", "int4", "int8"]
 
 Size = Annotated[int, "bytes"]
-"""Bytes; a configuration also takes text such as "200GiB"."""
+"""Size in bytes. A configuration also accepts text such as "200GiB"."""
 
 Duration = Annotated[float, "seconds"]
-"""Seconds; a configuration also takes text such as "7d"."""
+"""Duration in seconds. A configuration also accepts text such as "7d"."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class EvictionOptions:
 
     Attributes:
         policy: "fifo", "lru", or "counter". "counter" evicts the tokens with the lowest selection rate: a saturating
-            count of selections, divided by the steps in which the token could be selected.
-        protect: "window" never evicts sinks and recent tokens. "none" protects only recent tokens, like the
+            count of selections, divided by the number of steps in which the token could be selected.
+        protect: Tokens that are never evicted. "window": sinks and recent tokens. "none": only recent tokens, like the
             paper's FIFO.
     """
 
@@ -50,17 +50,17 @@ class EvictionOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Proposal of draft tokens in lossless mode (`exact`).
+    """Options for proposing draft tokens in lossless mode (`exact`).
 
     Attributes:
         method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
-            n-gram from the text (prompt lookup). "both": lookup or sparse, whichever has given more tokens per second.
-            "model": decode with a draft model. "lookup+model": lookup or the draft model. With `adaptive=False`, the
-            combined methods prefer a lookup if there is a match.
+            n-gram from the text (prompt lookup). "both": "lookup" or "sparse", whichever promises more tokens per
+            second. "model": decode with a draft model. "lookup+model": "lookup" or "model", whichever promises more
+            tokens per second. With `adaptive=False`, the two combined methods use a lookup if there is a match.
         tokens: Maximum number of draft tokens.
-        adaptive: Choose the number of draft tokens from the acceptance rate and the measured times. If False, always
-            draft `tokens`.
-        ngram: Maximum length of the n-gram that is looked up. At least two of its tokens must match.
+        adaptive: Choose the number of draft tokens from the acceptance rate and the measured times. If False, `tokens`
+            tokens are always drafted.
+        ngram: Maximum length in tokens of the n-gram that is looked up. At least two of its tokens must match.
         model: The draft model, as accepted by `LLM`. It must use the same tokenizer. It runs on the same device, in the
             same dtype and with full attention, and its KV cache counts towards `host_memory`. Setting it changes the
             default method to "model".
@@ -118,11 +118,11 @@ class EngineConfig:
         quantize: Format of the weights. "auto" keeps the format of the checkpoint; weights of GGUF files stay packed on
             a CPU and are dequantised on a GPU. "none" dequantises GGUF files on a CPU too. "int4" and "int8" quantise
             the linear layers of a 16-bit checkpoint when it is loaded.
-        device_memory: Hard limit on device memory in bytes: weights, approximate KV, resident and fetched KV entries,
-            activations. Decoder layers that do not fit stay in host memory and are copied to the device in every step.
-            If approximate KV still does not fit, scoring runs on the host. The tokens do not change. None uses all
-            device memory and keeps everything there.
-        experts_on_device: Number of experts per mixture-of-experts layer on the device (the most recently used ones).
+        device_memory: Hard limit in bytes on device memory for weights, approximate KV, resident and fetched KV
+            entries, and activations. Decoder layers that do not fit stay in host memory and are copied to the device in
+            every step. If approximate KV still does not fit, scoring runs on the host. The generated tokens do not
+            depend on the limit. None uses all device memory and keeps all weights and approximate KV on the device.
+        experts_on_device: Number of most recently used experts that stay on the device, per mixture-of-experts layer.
             All experts are in host memory, and chosen experts are copied on demand. None keeps all experts on the
             device, or with `device_memory` as many as fit.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
@@ -130,42 +130,47 @@ class EngineConfig:
         max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
-        snapshot_memory: Limit on snapshots of recurrent state in host memory in bytes (hybrid models). It is a part of
-            `host_memory`. None uses an eighth of it. Without room for a snapshot, prefixes are not shared.
+        snapshot_memory: Limit in bytes on snapshots of recurrent state in host memory (hybrid models). It is a part of
+            `host_memory`. None uses an eighth of `host_memory`. If the limit is too small for one snapshot, prefixes
+            are not shared.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
-            unnamed file there, which is deleted when the process ends. `host_memory` limits its cache. The tokens do
-            not change.
+            unnamed file there, which is deleted when the process ends. `host_memory` then limits the memory for caching
+            it. The generated tokens do not depend on this option.
         disk_limit: Hard limit on the file in `disk` in bytes. None uses 16 times `host_memory`, at most half of the
             free space.
         eviction: Token eviction for sequences that outgrow the KV cache. None raises an error instead.
-        skew: Skew artifact, or a folder written by `offload-rt skew` or `tune` (which also sets the policy's default
-            options). None calibrates once on a text in the package and caches the result by model fingerprint.
+        skew: Skew artifact file, or a folder written by `offload-rt skew` or `offload-rt tune`. A folder written by
+            `tune` also sets default options of the policy. None calibrates the model once on a text in the package and
+            caches the result.
         kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise it in host memory:
-            less memory and fewer transferred bytes. Prefill uses unquantised KV. Quantised prefixes are not shared.
-        enable_prefix_caching: Compute and store a common prefix of prompts once, also across calls. Shared KV is exact,
-            so results do not depend on earlier requests.
-        swap: Folder on a fast disk for KV of preempted requests, used if that is estimated to be faster than
-            recomputation. This KV is deleted when the process ends.
-        missed_mass_every: Decode steps between measurements of the missed attention mass; 0 disables them. None means
-            16 on a CPU, and 0 on a GPU or with `disk`. A measurement reads all keys in host memory.
+            less memory and fewer transferred bytes. Prefill uses unquantised KV. Prefixes with quantised KV are not
+            shared.
+        enable_prefix_caching: Compute and store a common prefix of prompts once, also for prompts in different calls.
+            Only KV of exact attention is shared, so results do not depend on earlier requests.
+        swap: Folder on a fast disk for the KV of preempted requests. It is used if reading is estimated to be faster
+            than recomputation. The files are deleted when the process ends.
+        missed_mass_every: Number of decode steps between measurements of the missed attention mass; 0 disables
+            measurements. None means 16 on a CPU, and 0 on a GPU or with `disk`. A measurement reads all keys in host
+            memory.
         working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device. Frequently
-            and recently used entries are kept, and only other entries are transferred. 0 disables it. The tokens do not
-            change. On a CPU this only simulates a device and is slower.
-        exact: Lossless mode: the text equals the text of full attention, but fewer passes read all KV. Draft tokens are
+            and recently used entries are kept, and only other entries are transferred. 0 disables it. The generated
+            tokens do not depend on this option. On a CPU, the working set only simulates a device and is slower.
+        exact: Lossless mode: the text equals the text of full attention, but fewer steps read all KV. Draft tokens are
             proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. True
             chooses the method ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions`
             is also accepted.
-        cuda_graphs: Capture decode steps as CUDA graphs and replay them if their launches can be repeated. None enables
-            it on CUDA unless `device_memory` is set. With `device_memory`, True reserves memory for one graph.
+        cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed, if their launches can be repeated.
+            None enables it on CUDA unless `device_memory` is set. With `device_memory`, True reserves memory for one
+            graph.
         prefill_chunk_size: Number of tokens whose attention and MLP are computed together in prefill. It bounds device
             memory. None means 512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
         max_num_batched_tokens: Number of prompt tokens prefilled per engine step while other requests decode. A step
             runs at least one layer.
         max_num_seqs: Maximum number of sequences decoded together by `generate`, `score` and `turns`.
         verify: Load-time verification: compare the model with transformers' own forward pass, layer by layer, on random
-            tokens. "auto" does so the first time a model is loaded (about a second, cached), "always" every time. A
-            model that differs is refused. "off" skips it and refuses architectures that are not declared.
-        tokenizer: Folder or hub id of a tokenizer. None uses the checkpoint's own.
+            tokens. A model that differs is refused. "auto" verifies a model the first time it is loaded (about a
+            second), "always" every time. "off" skips verification and refuses architectures that are not registered.
+        tokenizer: Folder or hub id of a tokenizer. None uses the tokenizer of the checkpoint.
         revision: Branch, tag or commit of a model on the hub.
         hf_token: Access token for the hub.
         download_dir: Cache folder for models from the hub.
@@ -380,10 +385,11 @@ class StoreOptions:
         policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
             recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
-        free_host: Fraction of the host KV cache kept free, so that loading a session need not wait for evictions.
+        free_host: Fraction of the KV cache in host memory that is kept free, so that loading a session does not wait
+            for evictions.
         overflow: Action if a turn would exceed the model's maximum length: "truncate" drops the oldest half of the
-            conversation except its first tokens, without recomputation; "error" refuses the turn. Models with absolute
-            positions are never truncated.
+            conversation except its first tokens, without recomputation; "error" refuses the turn. Conversations of
+            models with absolute positions are never truncated.
     """
 
     limit: Size | None = option(

@@ -1,4 +1,4 @@
-"""Types that all parts share: model geometry, block tables, visible tokens, selections.
+"""Types that all parts of the package use: model geometry, block tables, visible tokens, selections.
 
 Axes in docstrings
 
@@ -8,8 +8,12 @@ Axes in docstrings
     d    head dimension                r    columns of the scoring keys, r <= d
     N    tokens in a sequence's context, the newest included
     n    tokens of one selection, the same for every KV head
+    P = B * Hkv, the number of lists. A list is the data of one KV head of one sequence: keys, scores, selected tokens.
 
 A *token index* counts the slots of one sequence from 0. Without eviction it equals the token's position.
+
+A *dense* layer attends to all visible tokens, a *sparse* layer to the tokens that a policy selects and to resident
+tokens. *Resident* tokens (sinks and recent tokens, or a sliding window) stay on the device and are never selected.
 """
 
 from __future__ import annotations
@@ -26,12 +30,13 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class StateShape:
-    """Recurrent state that one decoder layer keeps per sequence. Its size does not depend on the sequence length.
+    """Shape of the recurrent state that one decoder layer has for each sequence.
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Index of the attention layer after which, or in which, it runs; -1 if before the first one.
-        conv: Shape (channels, kernel size) of the convolution's last inputs, which have the model's dtype.
+        after: Index of the attention layer after which, or in which, the decoder layer runs; -1 if it runs before the
+            first attention layer.
+        conv: Shape (channels, kernel size) of the convolution's last inputs, which are stored in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
 
@@ -41,7 +46,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the sizes of `recurrent` and `conv` of one sequence in bytes."""
+        """Return the sizes in bytes of `recurrent` and `conv` of one sequence."""
         recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
@@ -57,18 +62,20 @@ class ModelGeometry:
     `layers` counts attention layers. In hybrid models, decoder layers without attention run between them.
 
     Attributes:
-        scales: Factor of q·k per layer. Adapters return unscaled queries.
-        windows: Sliding window per layer in tokens, including the newest; None for full attention.
+        scales: Attention scale of each layer, by which q·k is multiplied. Adapters return unscaled queries.
+        windows: Length of each layer's sliding window in tokens, including the newest token; None for full attention.
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
-        softcap: Softcapping value c: scaled scores s become c tanh(s / c) before the softmax. None disables it.
-        sinks: Whether layers have learned attention sinks.
-        chunked: If True, windows do not slide: a token sees the tokens of its own window, starting at a multiple of its
-            size.
+        softcap: Value c of logit soft-capping: scaled scores s become c tanh(s / c) before the softmax. None means no
+            soft-capping.
+        sinks: Whether layers have learned attention sinks, which add to the softmax denominator.
+        chunked: Whether attention is chunked instead of sliding: windows start at multiples of their length, and a
+            token sees only earlier tokens of its own window.
         experts: Whether MLPs are mixtures of experts.
         states: Recurrent states per sequence (hybrid models).
-        attention_at: Index of each attention layer among the decoder layers; empty if all have attention.
+        attention_at: Index of each attention layer among the decoder layers; empty if all decoder layers have
+            attention.
         depth: Number of decoder layers; 0 if all decoder layers have attention.
     """
 
@@ -103,7 +110,7 @@ class ModelGeometry:
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Layers with a sliding window, in ascending order."""
+        """Indices of the layers with a sliding window, in ascending order."""
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
 
     def decoder_layer(self, layer: int) -> int:
@@ -111,7 +118,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether attention layer `layer`, or a decoder layer between it and the next, has recurrent state."""
+        """Return whether attention layer `layer` or a decoder layer between it and the next has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -119,15 +126,12 @@ class ModelGeometry:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return how many of the first tokens (sinks) and of the last tokens (window) stay on the device in `layer`.
-
-        A layer with full attention keeps the policy's `sinks` and `recent`. A sliding layer keeps its window.
-        """
+        """Return (sinks, window): how many of the first and of the last tokens stay on the device in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """Return how many tokens a token at `position` sees in a layer, including itself; None means all."""
+        """Return how many tokens a token at `position` can see in a layer, including itself. None means all."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
@@ -140,8 +144,8 @@ class ModelGeometry:
 class VisibleTokens:
     """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of token indices.
 
-    `sinks` and `recent` are resident on the device and always attended. A policy selects from the `candidates` between
-    them. The newest token is the last one of `recent`.
+    The tokens in `sinks` and `recent` are resident on the device and always attended. A policy selects from the
+    `candidates` between them. The newest token is the last one of `recent`.
     """
 
     sinks: range
@@ -173,13 +177,13 @@ class VisibleTokens:
 
 @dataclass(frozen=True)
 class Selection:
-    """Tokens that one layer of one sequence attends to in one step, in addition to the resident ones.
+    """Tokens that one layer of one sequence attends to in one step, in addition to the resident tokens.
 
     Attributes:
         tokens: int64 `[Hkv, n]`, distinct token indices within `VisibleTokens.candidates`, in any order.
-        counts: int32 `[Hkv]` on the device, the same value for every head. Only the first `counts[h]` entries of row h
-            are valid. The counts stay on the device so that the host does not wait for them. None means that all
-            entries are valid.
+        counts: int32 `[Hkv]` on the device, the same value for every head. Only the first `counts[h]` entries of
+            `tokens[h]` are valid. The counts stay on the device so that the host does not wait for them. None means
+            that all entries are valid.
     """
 
     tokens: torch.Tensor
@@ -187,11 +191,14 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """Number of tokens n per KV head; with `counts` an upper bound."""
+        """Number of tokens n per KV head. If `counts` is not None, this is an upper bound."""
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return the selection without `counts`. Waits for the device if there are any."""
+        """Return the selection without `counts` and without invalid entries.
+
+        If there are counts, wait for the device.
+        """
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -199,17 +206,17 @@ class Selection:
 class PagedRows:
     """KV entries of one sequence in one layer, in blocks of the host pool.
 
-    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The object covers the
-    resident tokens and `tokens`.
+    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The entries are those of
+    the resident tokens, followed by those of `tokens`.
 
     Attributes:
-        k: K `[R, d]`.
-        v: V `[R, d]`.
-        block_rows: int64 `[blocks]`. Row of the first token of block i, minus 64 i, so that a token index can be added
-            to it.
-        first: First row of the layer within a block.
+        k: K of all entries in the pool, `[R, d]`.
+        v: V of all entries in the pool, `[R, d]`.
+        block_rows: int64 `[blocks]`: row of the first token of block i, minus 64 i. The row of a token is this number
+            plus the token index.
+        first: Offset in rows of the layer within a block.
         head_rows: Distance in rows from one KV head to the next.
-        resident: Two ranges of token indices that every KV head attends to.
+        resident: The two ranges of resident token indices: sinks and recent tokens.
         tokens: Token indices of each KV head, int64 `[Hkv, n]`.
     """
 
@@ -223,13 +230,13 @@ class PagedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Hkv, and the number of entries of each KV head."""
+        """Hkv, and the number of entries of each KV head. The latter counts resident tokens and `tokens`."""
         kv_heads, n = self.tokens.shape
         return kv_heads, len(self.resident[0]) + len(self.resident[1]) + n
 
     @property
     def ids(self) -> torch.Tensor:
-        """Row indices, int64 `[Hkv, resident + n]`."""
+        """Row indices of all entries, int64 `[Hkv, resident + n]`."""
         resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
         tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
         heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
@@ -249,38 +256,42 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Hkv, n)."""
+        """Number of KV heads and number of entries per KV head, (Hkv, n)."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
     @property
     def runs(self) -> list[KVPart]:
-        """Return the entries as contiguous parts, in order."""
+        """Return the entries as parts that are contiguous in memory, in order."""
         return [self]
 
     @property
     def paged(self) -> PagedRows | None:
-        """Location of the entries in the host pool, for kernels that read them in place.
+        """Location of the entries in the host pool, for kernels that read KV in place.
 
         None if k and v are contiguous.
         """
         return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, from weights `[Hkv, G, n]`."""
+        """Return the weighted sum of values, `weights @ v` `[Hkv, G, d]`, in the dtype of v.
+
+        `weights` is `[Hkv, G, n]`.
+        """
         return torch.bmm(weights.to(self.v.dtype), self.v)
 
 
 @dataclass
 class BlockTable:
-    """Blocks of the host KV cache that a sequence holds. Only `HostPool` changes a block table.
+    """Blocks of the host KV cache that a sequence uses. Only `HostPool` changes a block table.
 
     Attributes:
         ids: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
         length: Number of tokens whose K and V are complete in every layer.
-        windows: Blocks of sliding layers (`layer_groups`): `windows[i]` holds tokens [64 i, 64 (i + 1)), with one block
-            id per group of sliding layers. Blocks that no window reaches are removed.
-        floor: First token that sliding layers can see. Earlier tokens were dropped by truncation.
+        windows: Blocks of sliding-window layers (`layer_groups`): `windows[i]` has the block ids for tokens [64 i, 64
+            (i + 1)), one per group of sliding-window layers. Blocks outside of all windows are removed.
+        floor: First token that sliding-window layers can see. Earlier tokens were removed by truncation of the
+            conversation.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -290,13 +301,16 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Number of token slots."""
+        """Number of token slots in all blocks."""
         return len(self.ids) * BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a request. `id` is unique in its engine. Requests with different `cache_salt`s share no KV."""
+    """Prompt of a request. `id` is unique in its engine.
+
+    KV is only shared between requests with the same `cache_salt`.
+    """
 
     id: int
     token_ids: tuple[int, ...]
@@ -318,7 +332,7 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """Round a batch size up to a power of two, above 8 to a multiple of 8, so that few CUDA graphs are captured."""
+    """Round a batch size up to a power of two (up to 8) or to a multiple of 8, so that few CUDA graphs are captured."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 

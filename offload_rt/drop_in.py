@@ -1,4 +1,4 @@
-"""Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
+"""Run transformers' `generate` with the KV cache in host memory. Use: `with offload(model, host_memory="64GiB"):`.
 
 Inside the block, calls of the model's forward with a cache are computed by this package: prompts with full attention,
 and each following token as a decode step with the policy. Generation modes, logits processors, stopping criteria,
@@ -27,7 +27,7 @@ from .errors import InputError
 from .llm import LLM
 from .model_runner.sequence import Sequence
 
-_AHEAD = 1024  # expected growth of a sequence in tokens; the pool prepares memory for it in advance
+_AHEAD = 1024  # Expected growth of a sequence in tokens. The pool prepares memory for this growth in advance.
 
 _UNSUPPORTED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
 
@@ -40,9 +40,10 @@ def offload(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **fields: Any,
 ) -> Iterator[LLM]:
-    """Inside the block, `model.generate` keeps its KV cache in host memory and decodes with the policy.
+    """Context in which `model.generate` keeps its KV cache in host memory and decodes with the policy.
 
-    To keep the cache between calls, for a conversation, pass `past_key_values=OffloadedCache(llm)` to `generate`.
+    To keep the cache between calls, for example in a conversation, pass `past_key_values=OffloadedCache(llm)` to
+    `generate`.
 
     Args:
         model: A loaded transformers model.
@@ -51,10 +52,10 @@ def offload(
         **fields: Fields of `EngineConfig` that override `config`.
 
     Yields:
-        An `LLM` with the same weights, whose methods can be used inside the block as well.
+        An `LLM` with the same weights. Its methods can also be used in this context.
 
     Raises:
-        InputError: `model` is not a transformers model, or is offloaded already.
+        InputError: `model` is not a transformers model, or is already offloaded.
         OffloadError: See `LLM`.
     """
     if not isinstance(model, PreTrainedModel):
@@ -77,7 +78,10 @@ def offload(
 
 
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
-    """Return a `forward` that handles calls with an `OffloadedCache` or with the empty cache that `generate` makes."""
+    """Return a `forward` that handles calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
+
+    All other calls run `own`, the model's forward.
+    """
     signature = inspect.signature(own)
 
     @wraps(own)
@@ -112,9 +116,10 @@ def _checked(given: dict[str, Any]) -> torch.Tensor:
 
 
 class OffloadedCache(Cache):
-    """A transformers cache that stores one sequence per row of the batch in the KV cache of an `LLM`.
+    """A transformers cache that stores each row of a batch as a sequence in the KV cache of an `LLM`.
 
-    A left-padded row has fewer tokens than the cache has columns. Memory is freed by `free`, or with the object.
+    If a row is left-padded, its sequence has fewer tokens than the cache has columns. Memory is freed by `free`, or
+    when the object is deleted.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -139,15 +144,15 @@ class OffloadedCache(Cache):
     is_croppable = True
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns so far, including padding."""
+        """Return the number of columns in the cache, including padding."""
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
-        """Return -1: the length is not limited."""
+        """Return -1, because the length is not limited."""
         return -1
 
     def activate_past_recording(self) -> None:
-        """No-op: `crop` truncates the KV directly and needs no recorded states.
+        """No-op, because `crop` truncates KV directly and needs no recorded states.
 
         transformers calls this method before assisted decoding.
         """
@@ -161,11 +166,11 @@ class OffloadedCache(Cache):
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row i with row `beam_idx[i]`. Rows that are used several times are forked."""
+        """Replace row i by row `beam_idx[i]`. Rows that are used several times are forked."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
+        """Keep only the rows `indices`."""
         self._select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -176,7 +181,7 @@ class OffloadedCache(Cache):
         """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: The last call computed fewer tokens.
+            InputError: The last call computed fewer tokens than should be removed.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:
@@ -193,7 +198,7 @@ class OffloadedCache(Cache):
                 del row.tokens[len(row.tokens) - count :]
                 rewind(self._runner, row, row.position - count)
                 row.exact = min(row.exact, row.position)
-                self._runner.reload(row)  # the resident window still holds the removed tokens
+                self._runner.reload(row)  # The resident KV on the device still contains the removed tokens.
         self._columns -= count
         self._takes_back -= count
 
@@ -213,13 +218,14 @@ class OffloadedCache(Cache):
     # ------------------------------------------------------------------------------------------------- computation
 
     def compute(self, ids: torch.Tensor, mask: torch.Tensor | None, keep: int) -> torch.Tensor:
-        """Compute the next tokens.
+        """Compute the next tokens of all rows.
 
-        One token per row is a decode step. Several tokens per row use full attention, like a prompt.
+        If `ids` has one token per row, compute a decode step. Otherwise, compute the tokens with full attention, like a
+        prompt.
 
         Args:
             ids: Token ids `[B, T]`.
-            mask: Attention mask of all columns `[B, n]`; 0 marks left padding.
+            mask: Attention mask of all columns `[B, n]`; 0 marks left padding. None means no padding.
             keep: Number of last tokens whose logits are returned; 0 means all.
 
         Returns:
@@ -237,7 +243,7 @@ class OffloadedCache(Cache):
                 if not self._rows:
                     return self._begin(ids, mask, keep)
                 return self._decode(ids) if ids.shape[1] == 1 else self._extend(ids, keep)
-        except BaseException:  # rows may be at different positions now, so none can be continued
+        except BaseException:  # Rows may have different lengths now, so the cache cannot be continued.
             self.free()
             raise
 
@@ -261,8 +267,8 @@ class OffloadedCache(Cache):
     def _exactly(self, columns: int, keep: int) -> torch.Tensor:
         """Compute the remaining tokens of all rows, in `columns` new columns. Return float32 logits `[B, keep, V]`.
 
-        `crop` can remove the last `keep` tokens, if every row has them. Earlier tokens may already be shared with other
-        sequences.
+        `crop` can then remove the last `keep` tokens, if every row has that many. Earlier tokens may already be shared
+        with other sequences.
         """
         kept = [min(keep, len(row.tokens)) for row in self._rows]
         logits = [self._row_exactly(row, count) for row, count in zip(self._rows, kept, strict=True)]
@@ -271,7 +277,7 @@ class OffloadedCache(Cache):
         return _stacked(logits, keep)
 
     def _row_exactly(self, row: Sequence, keep: int) -> torch.Tensor:
-        """Compute the remaining tokens of a row with full attention. Return float32 logits `[keep, V]`."""
+        """Compute the remaining tokens of one row with full attention. Return float32 logits `[keep, V]`."""
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
         runner.retry_after_reclaim(partial(runner.pool.reserve, row.blocks, len(row.tokens)))
@@ -289,7 +295,7 @@ class OffloadedCache(Cache):
         return logits
 
     def _all_logits(self, row: Sequence) -> torch.Tensor:
-        """Compute the remaining tokens of a row as a prompt. Return the float32 logits of all of them, `[n, V]`."""
+        """Compute the remaining tokens of one row as a prompt. Return the float32 logits of all n tokens, `[n, V]`."""
         found: list[torch.Tensor] = []
         stop = len(row.tokens)
         prefill = self._runner.begin_prefill(
@@ -310,7 +316,8 @@ class OffloadedCache(Cache):
         logits = runner.decode(self._rows)
         self._columns += 1
         self._takes_back = 0
-        return logits[:, None].clone()  # a normal tensor, because generation may write to it
+        # Clone, because generation may write to the logits, and inference tensors do not allow this.
+        return logits[:, None].clone()
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Raise InputError if the batch size differs, or if a row has padding after its prompt."""
@@ -329,7 +336,10 @@ def _padding(mask: Seq[int]) -> int:
 
 
 def _stacked(logits: Seq[torch.Tensor], keep: int) -> torch.Tensor:
-    """Stack rows `[n, V]`, n <= keep, to `[B, keep, V]`, padded with zeros in front."""
+    """Stack the logits `[n, V]` of each row, n <= keep, to `[B, keep, V]`.
+
+    Shorter rows are padded with zeros in front.
+    """
     return torch.stack([torch.nn.functional.pad(row, (0, 0, keep - len(row), 0)) for row in logits])
 
 

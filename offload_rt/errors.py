@@ -1,4 +1,4 @@
-"""The exceptions of offload_rt. Every message names the problem, the expected value and the remedy.
+"""The exceptions of offload_rt. Every message states the problem, the expected value and the remedy.
 
     OffloadError
     ├── ConfigError          (ValueError)   an option has an invalid value, or is unknown
@@ -37,7 +37,7 @@ class SessionBusyError(InputError):
 
 
 class ModelError(OffloadError, ValueError):
-    """The model cannot be loaded, or does not support the request.
+    """The model cannot be loaded, or the request exceeds what the model supports.
 
     Attributes:
         reason: Machine-readable name of an unsupported feature ("alibi", "latent_attention", ...), else "".
@@ -49,7 +49,7 @@ class ModelError(OffloadError, ValueError):
 
 
 class LogitsError(ModelError):
-    """The model's logits are NaN or infinite. The cause is its weights or dtype, not the request."""
+    """The model's logits are NaN or infinite. The cause is the model's weights or dtype, not the request."""
 
 
 class ArtifactError(OffloadError, ValueError):
@@ -65,7 +65,10 @@ class PoolFullError(MemoryLimitError):
 
 
 class DeviceFullError(PoolFullError):
-    """A sequence could need more device memory than `device_memory` leaves. It waits until others have ended."""
+    """A sequence could need more device memory than `device_memory` leaves.
+
+    The request waits until other requests end.
+    """
 
 
 class QueueFullError(OffloadError):

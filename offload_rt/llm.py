@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import EngineConfig, StoreOptions
 from .engine.build import build, build_beside
 from .engine.checks import (
-    check_keeps_no_state,
     check_token_ids,
     folder_path,
     max_length,
@@ -46,14 +45,15 @@ from .utils.units import format_size
 class LLM:
     """An offloading inference runtime for one model on one device.
 
-    Several threads may use one `LLM`; they take turns step by step. Use a session or queue in one thread at a time.
+    Several threads may use one `LLM`; their requests take turns step by step. A session or a queue may be used by only
+    one thread at a time.
 
     Args:
         model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
             model.
         config: Engine options; None uses the defaults.
-        tokenizer: Tokenizer of a loaded model, or a replacement for the checkpoint's own: an object, a folder or a hub
-            id. Without a tokenizer, prompts are lists of token ids.
+        tokenizer: Tokenizer of a loaded model, or a replacement for the checkpoint's tokenizer: an object, a folder or
+            a hub id. Without a tokenizer, prompts are lists of token ids.
         **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
 
     Attributes:
@@ -83,7 +83,7 @@ class LLM:
         self._begin(build(model, chosen, tokenizer), WeakValueDictionary())
 
     def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
-        # `family`: runtimes that share the weights, by number. Each has its own swap folder.
+        # `family` has all runtimes that share the weights, by number. Each has a separate swap folder.
         self._progress = Progress(enabled=runner.config.progress)
         self.runner, self._family, self.config, self.name = runner, family, runner.config, runner.model.name
         self.geometry, self.tokenizer = runner.adapter.geometry, runner.model.tokenizer
@@ -107,13 +107,13 @@ class LLM:
         return f"LLM({self.name!r}, {made}, host_memory={format_size(pool.limit_bytes)!r})"
 
     def close(self) -> None:
-        """Cancel running requests, then save and close all sessions, so that another process can open them.
+        """Cancel running requests. Then save and close all sessions, so that another process can open them.
 
         Later calls raise InputError. Memory is freed when no reference to this object is left. Closing twice has no
         effect.
 
         Raises:
-            StoreError: A session could not be saved. All others were saved.
+            StoreError: A session could not be saved. All other sessions were saved.
         """
         self._closed = True
         with ExitStack() as ends:
@@ -127,14 +127,15 @@ class LLM:
             raise InputError(f"{self!r} is closed: create another one")
 
     def under(self, policy: str, policy_options: Mapping[str, Any] | None = None, *, exact: object = None) -> LLM:
-        """Return an `LLM` with another policy on the same weights and the same KV cache.
+        """Return an `LLM` with another policy that shares the weights and the KV cache of this one.
 
-        Prompts prefilled under one policy are not prefilled again under the other. All other options are the same.
+        Prompts that were prefilled with one policy are not prefilled again with the other. All other options are the
+        same.
 
         Args:
             policy: Name of the policy.
             policy_options: Options of the policy.
-            exact: Replaces the option `exact`; None keeps it, False disables it.
+            exact: New value of the option `exact`. None keeps its current value, False disables lossless mode.
 
         Raises:
             ConfigError: An option is invalid, or `device_memory` is set.
@@ -150,20 +151,23 @@ class LLM:
         """Return the sampling parameters that are used if none are given.
 
         They come from the model's `generation_config.json` (temperature, top_k, top_p, min_p, repetition_penalty,
-        max_new_tokens). `fields` of `SamplingParams` override them. Raises ConfigError.
+        max_new_tokens). `fields` of `SamplingParams` override them. Raises ConfigError for invalid values.
         """
         return configured(SamplingParams, self.runner.model.sampling, fields)
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of prompt and output together. Limited by the model, host memory and device memory."""
+        """Maximum length of prompt and output together, in tokens.
+
+        Limited by the model, host memory and device memory.
+        """
         return max_length(self.geometry.max_positions, self.runner.check_fits)
 
     @property
     def last_stats(self) -> Stats | None:
         """Statistics of the latest `stream`, also while it runs or after it was interrupted.
 
-        None before the first `stream`, and after `generate` or `score`, whose results hold their own statistics.
+        None before the first `stream`, and after `generate` or `score`, whose results contain their statistics.
         """
         return self._last.stats(self.runner) if self._last is not None else None
 
@@ -200,7 +204,7 @@ class LLM:
                     self._check_open()
                     yield from engine.step()
             finally:
-                if not sys.is_finalizing():  # at interpreter exit, modules needed for freeing are gone
+                if not sys.is_finalizing():  # At interpreter exit, modules that are needed for freeing are gone.
                     engine.cancel(request)
 
     def generate(
@@ -217,8 +221,8 @@ class LLM:
         Args:
             prompts: One prompt or several, each a text or token ids.
             sampling_params: One for all prompts or one per prompt; None uses the model's defaults.
-            cache_salt: KV is shared only among requests with the same salt. Then latency and `num_cached_tokens` reveal
-                nothing about requests with other salts.
+            cache_salt: Text that separates users of the cache: KV is shared only among requests with the same salt.
+                Latency and `num_cached_tokens` then reveal no information about requests with other salts.
 
         Raises:
             InputError, ModelError, PoolFullError: See `stream`. If one prompt fails, no output is returned.
@@ -245,7 +249,7 @@ class LLM:
             sampling_params: See `generate`.
             tools: Tool definitions for the template.
             chat_template_kwargs: Variables for the template, such as `{"enable_thinking": False}`.
-            add_generation_prompt: Append the beginning of an assistant message.
+            add_generation_prompt: Append the beginning of an assistant message, which the model continues.
             continue_final_message: Continue the last message instead of starting a new one.
             cache_salt: See `generate`.
 
@@ -295,7 +299,7 @@ class LLM:
         return [request_output(request, ids, text) for request, ids, text in given]
 
     def make_engine(self, **callbacks: Any) -> Engine:
-        """Return an engine for front ends that add requests and run steps themselves. `callbacks`: see `Engine`."""
+        """Return an engine, for programs that add requests and run steps themselves. For `callbacks`, see `Engine`."""
         self._check_open()
         return Engine(self.runner, max_num_seqs=self.config.max_num_seqs, swap=self._swap, **callbacks)
 
@@ -312,8 +316,8 @@ class LLM:
         Args:
             prompts: Texts or token ids.
             continuations: Texts or token ids. Texts are tokenized on their own, without special tokens.
-            decode_from: Number of prompt tokens that are prefilled with full attention. The rest is decoded under the
-                policy. None prefills all but the last token.
+            decode_from: Number of prompt tokens that are prefilled with full attention. All later tokens are decoded
+                with the policy. None prefills all prompt tokens except the last one.
             batch: Maximum number of sequences per batch; None uses `max_num_seqs`.
 
         Raises:
@@ -341,12 +345,12 @@ class LLM:
         system: str | None = None,
         **fields: Any,
     ) -> Session:
-        """Open the conversation `name`, or create it. Its KV cache is restored from host memory or disk.
+        """Open the conversation `name`, or create it if it does not exist. Its KV is restored from host memory or disk.
 
         Between turns, the KV of a session stays in host memory until other requests need the space.
 
         Args:
-            name: Name of the session; any text.
+            name: Name of the session, an arbitrary text.
             store: Folder of the sessions. Only one process at a time can open it.
             options: Options of the store. They are in effect until the store's last session is closed.
             system: System message of a new session.
@@ -382,8 +386,9 @@ class LLM:
     ) -> TurnQueue:
         """Return a queue for turns of many sessions in one folder.
 
-        KV of queued turns is loaded from disk before they start, and is not evicted. At most `max_num_seqs` turns are
-        decoded together (None: as configured). For other arguments and errors, see `session`.
+        A session's KV is loaded from disk before its queued turn starts, and is not evicted until then. At most
+        `max_num_seqs` turns are decoded together; None uses the configured value. For other arguments and errors, see
+        `session`.
         """
         with self.runner.pool.lock:
             most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
@@ -392,11 +397,10 @@ class LLM:
     def session_store(
         self, store: str | Path, options: StoreOptions | None = None, *, read_only: bool = False, **fields: Any
     ) -> SessionStore:
-        """Return the store of a folder, for front ends. It is closed with its last session.
+        """Return the session store of a folder, for programs that manage sessions themselves.
 
-        For the arguments, see `session` and `SessionStore.on_disk`.
+        The store is closed with its last session. For the arguments, see `session` and `SessionStore.on_disk`.
         """
-        check_keeps_no_state("a session", self.runner.adapter.geometry)
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)
@@ -409,16 +413,20 @@ class LLM:
         return known
 
     def reset_prefix_cache(self) -> bool:
-        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
+        """Free the KV of prefixes that are not used by a request or an open session.
+
+        Return whether no prefix is left.
+        """
         self._check_open()
         with self.runner.pool.lock:
             return self.runner.pool.drop_prefixes()
 
     def encode(self, prompt: PromptLike | object, *, special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, or the ids themselves.
+        """Return the token ids of a text. If `prompt` already is a list of ids, return it.
 
         Raises:
-            InputError: `prompt` is empty or neither text nor ids, or an id is not in the vocabulary.
+            InputError: `prompt` is empty, is neither text nor token ids, or contains an id that is not in the
+                vocabulary.
         """
         ids = one_prompt(prompt)
         if isinstance(ids, str):

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: "stop" (stop string, stop token or end of text), "length" (`max_tokens`) or "abort"."""
+"""Reason why a completion ended: "stop" (stop string, stop token or end of text), "length" (`max_tokens`) or "abort".
+"""
 
 StopReason = str | int | None
-"""The stop string or stop token that ended a completion. None for an end-of-text token and other reasons."""
+"""Stop string or stop token that ended a completion. None if another reason ended it, such as an end-of-text token."""
 
-_SHOWN = 60  # characters of a text in a `repr`
+_SHOWN = 60  # number of characters of a text that `repr` shows
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Logprob:
 
     Attributes:
         logprob: Natural logarithm of the probability, before any sampling filter.
-        rank: 1 is the most probable token.
+        rank: Rank of the token by probability; 1 is the most probable token.
         decoded_token: Text of the token; None without a tokenizer.
     """
 
@@ -35,21 +36,21 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""Log-probabilities at one position by token id: the actual token and the most probable ones."""
+"""Log-probabilities at one position, by token id: those of the actual token and of the most probable tokens."""
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One new token of a request. A beam search yields only the final event of each beam, with all its text.
+    """One new token of a request, as yielded by `LLM.stream`. A beam search yields one item per beam.
 
     Attributes:
         request_id: Number of the request in its engine.
         text: Text that can be shown now. It may be empty or contain text of earlier tokens.
-        token_id: The token.
+        token_id: Id of the token.
         index: Position of the token in the completion, from 0.
-        finish_reason: Set on the last event.
-        sample: Number of the completion among the request's `n`.
-        stop_reason: Set on the last event.
+        finish_reason: Reason for the end of the completion, in its last item; None in all earlier items.
+        sample: Index of the completion among the request's `n` completions.
+        stop_reason: Stop string or stop token that ended the completion, in its last item; otherwise None.
         logprobs: Log-probabilities, if requested.
     """
 
@@ -68,14 +69,14 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
-        index: Number of the completion among the prompt's `n`.
-        text: Text before the stop string.
+        index: Index of the completion among the prompt's `n` completions.
+        text: Generated text, up to the stop string.
         token_ids: All new tokens, including the last one.
         logprobs: One mapping per new token, if requested.
         cumulative_logprob: Sum of the new tokens' log-probabilities, if requested.
-        finish_reason: None while the completion runs.
-        stop_reason: Stop string or token that ended it.
-        stats: None while the completion runs.
+        finish_reason: Reason for the end of the completion; None while it runs.
+        stop_reason: Stop string or stop token that ended the completion, or None.
+        stats: Cost of the completion; None while it runs.
     """
 
     index: int
@@ -95,7 +96,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one prompt and all its completions, as returned by `time.time()`; None for future events."""
+    """Times of one prompt with all its completions, as returned by `time.time()`.
+
+    None for events that have not happened.
+    """
 
     arrival_time: float = field(default_factory=time.time)
     first_scheduled_time: float | None = None
@@ -104,7 +108,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
     def record_token(self) -> None:
-        """Set the time of the newest token."""
+        """Record the current time as the time of the newest token."""
         self.last_token_time = time.time()
         self.first_token_time = self.first_token_time or self.last_token_time
 
@@ -119,9 +123,9 @@ class RequestTrace:
     """Progress and attention of the first completion of a request.
 
     Attributes:
-        layers_prefilled: Number of layers that have prefilled the prompt.
+        layers_prefilled: Number of layers that have been computed for the whole prompt.
         layers: Number of layers of the model.
-        attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
+        attended_by_step: Fraction of visible tokens that each decode step attended exactly, `[steps][layers]`.
         h2d_bytes: Bytes of KV copied to the device so far.
         selected: int64 `[prompt tokens]`: how often each prompt token was selected by a layer and KV head of a decode
             step. Sinks and recent tokens, which are always attended, are not counted.
@@ -142,12 +146,12 @@ class RequestOutput:
         request_id: Name of the request.
         prompt: Text of the prompt; None if token ids were given.
         prompt_token_ids: Token ids of the prompt.
-        prompt_logprobs: None for the first token, and a mapping for each other one, if requested.
-        outputs: The completions, `n` of them.
+        prompt_logprobs: One mapping per prompt token, if requested; None for the first token.
+        outputs: The `n` completions.
         finished: Whether all completions have ended.
         num_cached_tokens: Prompt tokens whose KV was reused instead of computed.
-        num_recomputed_tokens: Prompt tokens that were computed although their KV was cached, because no snapshot of the
-            recurrent state was nearer (hybrid models).
+        num_recomputed_tokens: Prompt tokens that were computed although their KV was cached, because the nearest
+            snapshot of the recurrent state was before them (hybrid models).
         metrics: Times of the request.
         trace: Progress and attention, if requested with `AsyncLLM.generate(trace=True)`.
     """
@@ -177,46 +181,49 @@ class Stats:
     so the sum over a batch equals the transferred bytes. On a CPU, transfers are counted as if there were a device.
 
     Attributes:
-        reused_tokens: Prompt tokens whose KV was taken from another sequence or from a session store, in blocks of 64.
-        recomputed_tokens: Prompt tokens whose KV was cached and that were computed again, because no snapshot of the
-            recurrent state was nearer (hybrid models).
-        diverged_at: First prompt token that differs from all cached prefixes. It may be larger than
+        reused_tokens: Number of prompt tokens whose KV was reused from another sequence or from a session store, in
+            whole blocks of 64 tokens.
+        recomputed_tokens: Number of prompt tokens whose KV was cached but that were computed again, because the nearest
+            snapshot of the recurrent state was before them (hybrid models).
+        diverged_at: Index of the first prompt token that differs from all cached prefixes. It may be larger than
             `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
         h2d_bytes: KV copied from host memory to the device.
         d2h_bytes: KV copied from the device to host memory.
         h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
         h2d_weight_bytes_steps: Part of `h2d_weight_bytes` that was copied for decode steps.
-        kv_bytes_host: KV of this sequence in host memory. With `disk`, all KV that the pool holds in host memory.
+        kv_bytes_host: KV of this sequence in host memory. With `disk`, KV of all sequences in host memory.
         kv_bytes_device: Resident KV entries and staging buffers on the device.
         kv_bytes_disk: KV of this sequence on disk.
         scoring_bytes_device: Scoring keys and approximate KV on the device.
         scoring_bytes_host: Scoring keys and approximate KV in host memory.
-        approximate_bytes_device: Approximate KV in `scoring_bytes_device`.
+        approximate_bytes_device: Approximate KV on the device, included in `scoring_bytes_device`.
         weight_bytes: All weights.
         weight_bytes_device: Weights on the device, including buffers for streamed weights.
-        peak_device_bytes: On CUDA the allocator's peak. On a CPU the sum of weights, KV and scoring keys.
+        peak_device_bytes: Peak memory of torch's allocator on CUDA. On a CPU, the sum of weights, KV and scoring keys.
         fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, all
             passes for a token are counted.
-        exact_fraction: Exactly attended fraction of the visible tokens, mean over layers and new tokens.
+        exact_fraction: Fraction of the visible tokens that were attended exactly, mean over layers and new tokens.
         sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
         sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
-        approximate_fraction: Fraction of the visible tokens attended through approximate KV, over layers that select.
+        approximate_fraction: Fraction of the visible tokens attended through approximate KV, mean over layers that
+            select tokens.
         missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
-            select. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
+            select tokens. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
             measured.
         missed_mass_worst_layer: Missed attention mass of the layer with the largest value, mean over sampled steps.
         working_set_rows: Capacity of the working set in KV entries per layer and KV head.
         working_set_bytes: Size of the working set, included in `kv_bytes_device`.
         working_set_hit_rate: Fraction of selected KV entries found in the working set.
-        drafted_tokens: Draft tokens (with `exact`).
-        accepted_tokens: Draft tokens that full attention accepted.
-        verifications: Verification passes. Each gives one token in addition to the accepted ones.
+        drafted_tokens: Number of draft tokens in lossless mode (`exact`).
+        accepted_tokens: Number of draft tokens that full attention accepted.
+        verifications: Number of verification passes. Each pass produces one token in addition to the accepted draft
+            tokens.
         draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
             drafts was measured.
-        attended_by_step: Fraction of visible tokens attended exactly, `[steps][layers]`.
+        attended_by_step: Fraction of visible tokens that each step attended exactly, `[steps][layers]`.
         missed_by_step: (step, missed attention mass of each layer) for each sampled step.
         disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
-        disk_bytes_written: Bytes written since the sequence began, for all sequences.
+        disk_bytes_written: Bytes written to the disk since the sequence began, for all sequences.
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
         expert_hit_rate: Fraction of chosen experts that were on the device.
         native_code: Processor level of the C code and its origin: prebuilt, compiled or missing.
@@ -281,17 +288,20 @@ class Stats:
 
     @property
     def decoded_tokens(self) -> int:
-        """Number of new tokens without the first, which prefill computes."""
+        """Number of new tokens except the first, which prefill computes."""
         return self.accepted_tokens + (self.verifications or len(self.attended_by_step))
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Fraction of draft tokens that were accepted; None if there were none."""
+        """Fraction of draft tokens that were accepted; None if no token was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Mean number of tokens per verification pass: accepted ones and one new token. None without `exact`."""
+        """Mean number of tokens per verification pass: accepted draft tokens and one new token.
+
+        None without `exact`.
+        """
         return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 

@@ -1,4 +1,4 @@
-"""`SamplingParams`, with vLLM's names. Values are validated at construction."""
+"""`SamplingParams`, with the field names of vLLM. Values are validated at construction."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .utils.config_fields import check, check_types
 
 EarlyStopping = bool | Literal["never"]
 
-# Values outside of these ranges would take logits or scores out of the range of float32.
+# With values outside of these ranges, logits or scores would overflow or underflow in float32.
 MIN_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e30
 
 REPETITION_PENALTIES = 1e-30, 1e30
-MAX_LENGTH_PENALTY = 1e25  # largest `max_tokens ** abs(length_penalty)`
+MAX_LENGTH_PENALTY = 1e25  # largest allowed value of `max_tokens ** abs(length_penalty)`
 
 ALL = -1
-"""As `top_k`: no filter. As `logprobs`: the whole vocabulary."""
+"""Value of `top_k` that disables the filter, and value of `logprobs` that requests the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StructuredOutputs:
     Attributes:
         json: JSON schema, as a mapping or a string.
         regex: Regular expression that the whole output matches.
-        choice: Strings. The output is one of them.
+        choice: Strings, one of which is the output.
         grammar: Context-free grammar in Lark notation, as read by llguidance.
     """
 
@@ -59,7 +59,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Maximum number of new tokens.
-        min_tokens: Number of new tokens before which neither end-of-text tokens nor stop strings end the output.
+        min_tokens: Minimum number of new tokens. Until then, end-of-text tokens and stop strings do not end the output.
         temperature: 0 is greedy decoding.
         top_k: Sample from the `top_k` most probable tokens; -1 or 0 disables it.
         top_p: Sample from the smallest set of tokens with this total probability; 1 disables it.
@@ -67,10 +67,10 @@ class SamplingParams:
         presence_penalty: Subtracted from the logits of tokens that occur in the output.
         frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in the output.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and output.
-        seed: Seed of the random numbers; None is random. The random number of a token depends on the seed and on the
-            token's position in the text. The first of n completions uses `seed`, and the others use seeds derived
-            from it.
-        stop: String or strings that end the output. They are not part of it.
+        seed: Seed of the random numbers; None chooses a random seed. The random number of a token depends on the seed
+            and on the token's position in the text. The first of n completions uses `seed`, and the others use seeds
+            derived from it.
+        stop: String or strings that end the output. The stop string is not part of the output.
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop string in the output.
         skip_special_tokens: Leave special tokens out of the text.
@@ -78,19 +78,20 @@ class SamplingParams:
         logprobs: Number of most probable tokens per position whose log-probabilities are returned, in addition to the
             sampled token. They are computed before any filter. 0 returns only the sampled token, -1 the whole
             vocabulary.
-        prompt_logprobs: The same for the prompt's tokens. The prompt is then computed without cached KV.
+        prompt_logprobs: Like `logprobs`, for the tokens of the prompt. The prompt is then computed without cached KV.
         bad_words: Strings that are never generated.
         logit_bias: Values added to logits, by token id.
         allowed_token_ids: The only tokens that may be generated.
         n: Number of completions per prompt. The prompt is computed once.
         logits_processors: transformers' `LogitsProcessor` objects. They are called with token ids `[1, T]` and logits
             `[1, V]` of one completion at a time.
-        structured_outputs: Format of the output.
+        structured_outputs: Format that the output must follow.
         num_beams: Above 1, beam search as in transformers' `generate`; needs `temperature=0`. The best `n` beams are
             returned.
-        length_penalty: Beam scores are divided by length to this power; above 0 prefers long outputs.
-        early_stopping: Beam search ends when `num_beams` beams have finished (True), when better ones are unlikely
-            (False), or when none can become better ("never").
+        length_penalty: Beam scores are divided by the output's length to this power. Values above 0 prefer long
+            outputs.
+        early_stopping: Beam search ends when `num_beams` beams have finished (True), when better beams are unlikely
+            (False), or when no running beam can become better than the finished beams ("never").
     """
 
     max_tokens: int = 256

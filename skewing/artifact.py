@@ -1,4 +1,4 @@
-"""Store the result of calibration in one safetensors file.
+"""The skew artifact: the result of calibration, stored in one safetensors file.
 
 The file contains the format version, the method, the model fingerprint, a description of the calibration, and a digest
 of the tensors. It contains no date and no path, so the same calibration always writes the same bytes.
@@ -24,34 +24,37 @@ from ..errors import ArtifactError
 from .guess import SOURCES
 
 VERSION: Final = 2
-"""Format version of the file. Other versions are rejected."""
+"""Format version of the file. Files with other versions are refused."""
 
 _FORMAT: Final = "offload-rt skew"
 _TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
 
 
 def artifact_bytes(geometry: ModelGeometry) -> int:
-    """Return the size in bytes of the bases and corrections for a model of `geometry`."""
+    """Return the size in bytes of bases and corrections for a model of `geometry`."""
     bases = geometry.kv_heads * geometry.head_dim**2
     return 2 * geometry.layers * (bases + geometry.hidden * len(SOURCES)) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class SkewArtifact:
-    """Skewing bases of queries and keys per layer and KV head, and corrections of guessed attention inputs.
+    """Skewing bases of queries and keys for each layer and KV head, and corrections of predicted attention inputs.
 
-    The bases apply to the queries and keys that attention multiplies: after bias, QK-norm and RoPE, without the scale.
+    The bases are applied to queries and keys after bias, QK-norm and RoPE, without the attention scale.
 
     Attributes:
-        method: "svd" (paper §4.2, equations 2-3: one orthogonal `A`, `query == key`) or "balanced" (two bases).
+        method: "svd" (paper §4.2, equations 2-3: one orthogonal matrix `A` for both, `query == key`) or "balanced"
+            (different bases for queries and keys).
         query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are in order of
             decreasing importance, so `[..., :r]` keeps the r most important columns.
         key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. B_q B_k^T = I, so q~ k~^T == q k^T if
             all columns are used.
-        key_mean, key_std: float32 `[L, Hkv, d]`, statistics of each column of the skewed keys over the calibration
-            text. They scale int4 and int2 scoring keys.
-        slope, offset: float32 `[S, L, D]`, the correction of guessed attention inputs (`guess.Correction`). D may be 1
+        key_mean: float32 `[L, Hkv, d]`, mean of each column of the skewed keys over the calibration text.
+        key_std: float32 `[L, Hkv, d]`, standard deviation of these columns. Mean and standard deviation determine the
+            quantisation levels of int4 and int2 scoring keys.
+        slope: float32 `[S, L, D]`, factors that correct predicted attention inputs (`guess.Correction`). D may be 1
             (one value for all channels).
+        offset: float32 `[S, L, D]`, offsets of this correction.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
     """
@@ -72,7 +75,7 @@ class SkewArtifact:
 
     @property
     def identity(self) -> str:
-        """Return a text that identifies the inputs of the calibration. It is the same on every processor."""
+        """Return a text that identifies the inputs of the calibration. It does not depend on the processor."""
         return f"{self.fingerprint} {self.method} {self.calibration}"
 
     def to(self, device: torch.device | str) -> SkewArtifact:
@@ -80,9 +83,9 @@ class SkewArtifact:
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def save(self, path: Path | str) -> None:
-        """Write the artifact to `path` atomically and create missing folders.
+        """Write the artifact to `path` atomically. Create missing folders.
 
-        A failed write leaves an existing file unchanged.
+        If the write fails, an existing file stays unchanged.
 
         Raises:
             OSError: The file cannot be written.
@@ -90,7 +93,7 @@ class SkewArtifact:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in _TENSORS}
-        if self.query.data_ptr() == self.key.data_ptr():  # safetensors rejects shared storage
+        if self.query.data_ptr() == self.key.data_ptr():  # safetensors does not accept tensors with shared storage
             tensors["key"] = tensors["key"].clone()
         header = {
             "format": _FORMAT,
@@ -102,7 +105,7 @@ class SkewArtifact:
         }
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
-            # Use a single metadata entry: safetensors writes several entries in random order.
+            # Use a single metadata entry, because safetensors writes several entries in random order.
             data = save(tensors, metadata={"skew": json.dumps(header, sort_keys=True)})
             with temporary.open("wb") as file:
                 file.write(data)
@@ -118,7 +121,7 @@ class SkewArtifact:
 
         Args:
             path: The safetensors file.
-            fingerprint: Fingerprint of the model in use. None accepts the artifact of any model.
+            fingerprint: Fingerprint that the artifact must have. None accepts the artifact of any model.
 
         Raises:
             ArtifactError: The file is missing, damaged, not a skew artifact, has another format version, or was made
@@ -152,13 +155,13 @@ def _damaged(path: Path, why: str) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
-    """Return the header and the tensors of a file. Raise ArtifactError if it is not a readable skew artifact."""
+    """Return the header and the tensors of a file. Raise ArtifactError if it is not a valid skew artifact."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; a skew artifact is made with 'offload-rt skew MODEL --out DIR'")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("skew", "null")
-            # Clone the tensors: the memory-mapped file may be replaced later.
+            # Clone the tensors, because the memory-mapped file may be replaced later.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = json.loads(text)
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
@@ -169,7 +172,7 @@ def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of CPU tensors."""
+    """Return the SHA-256 digest of the names, dtypes, shapes and bytes of CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

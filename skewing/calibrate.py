@@ -1,7 +1,7 @@
-"""Calibrate a skew artifact with one forward pass over a fixed text (InfiniGen §4.3, "the sample input").
+"""Calibration: compute a skew artifact with one forward pass over a fixed text (InfiniGen §4.3, "the sample input").
 
-The pass collects the second moments of the queries and keys of every head and the errors of guessed attention inputs.
-Calibration never uses the user's prompt: the output of a run must not depend on earlier runs.
+The pass collects the second moments of the queries and keys of every head, and statistics of predicted attention
+inputs. Calibration never uses the user's prompt, because the output of a run must not depend on earlier runs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TEXT: Final = "black_arrow.txt"
 """Calibration text in `offload_rt/data`: R. L. Stevenson, The Black Arrow (1888), public domain."""
 
 TOKENS = 2048
-"""Default number of calibration tokens."""
+"""Default number of tokens of the calibration text."""
 
 SLICE: Final = 512
 """Number of tokens whose queries, attention and MLP are computed together."""
 
 Progress = Callable[[int, int], None]
-"""Callback with (completed layers, total layers), counted over all segments."""
+"""Callback with (completed layers, total layers). A layer counts once for each segment of the text."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +52,16 @@ def calibrate(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> SkewArtifact:
-    """Calibrate the model behind `adapter` on the text `token_ids` `[T]`, which `calibration` describes.
+    """Calibrate the model of `adapter` on the text `token_ids`.
 
-    `positions` is the context length to calibrate for; None stands for the model's maximum.
+    Args:
+        adapter: The model.
+        token_ids: Token ids of the text.
+        method: Method of the bases.
+        fingerprint: Fingerprint of the model.
+        calibration: Description of the text, for the artifact.
+        positions: Context length to calibrate for; None means the model's maximum.
+        progress: Callback for progress.
 
     Raises:
         InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
@@ -69,7 +76,10 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """Return the artifact for given moments, with leading axes `[L, Hkv]`, and a given correction."""
+    """Return the artifact for given moments, with leading axes `[L, Hkv]`, and a given correction.
+
+    For the other arguments, see `calibrate`.
+    """
     basis = BASES[method](moments)
     skewed = moments.skewed(basis)
     deviation = skewed.key_covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -94,16 +104,16 @@ def measure(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Moments, Correction]:
-    """Return the moments of queries and keys and the correction of guesses, on the CPU.
+    """Return the moments of queries and keys, and the correction of predicted attention inputs, on the CPU.
 
-    Queries and keys are taken after RoPE and without the scale. The moments have leading axes `[L, Hkv]`. The moments
-    of a KV head include the queries of all G heads in its group. The text runs in segments of at most `positions`
-    tokens. Each segment starts at position 0 and uses exact causal attention. Raises the errors of `calibrate`.
+    Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
+    moments of a KV head include the queries of all G heads in its group. The text runs in segments of at most
+    `positions` tokens. Each segment starts at position 0 and uses exact causal attention. For errors, see `calibrate`.
 
-    With RoPE, the moments depend on the positions. A basis from the first 2,048 positions fits the slow rotary planes
-    only there, and is worse at position 30,000 than a basis from the whole range
-    (`tests/unit/skewing/test_skewing.py`). Therefore each query and key is measured at a position drawn from its share
-    of the whole range. The attention of the forward pass uses the real positions.
+    With RoPE, the moments depend on the positions. A basis computed from positions below 2,048 fits only these
+    positions in rotary planes with low frequencies. At position 30,000, it is worse than a basis computed from the
+    whole range (`tests/unit/skewing/test_skewing.py`). The moments are therefore measured at positions that are spread
+    over the whole range. The attention of the forward pass uses the real positions.
     """
     geometry, limit = adapter.geometry, position_limit(adapter, positions)
     if not token_ids:
@@ -129,9 +139,10 @@ def measure(
 
 
 def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
-    """Return the number of positions to calibrate for: `positions`, or the maximum of the model if None.
+    """Return the number of positions to calibrate for: `positions`, or the model's maximum if it is None.
 
-    Raises InputError if `positions` is below 1, or above the maximum of a model with absolute positions.
+    Raises:
+        InputError: If `positions` is below 1, or above the maximum of a model with absolute positions.
     """
     limit = adapter.geometry.max_positions
     if positions is None:
@@ -146,8 +157,8 @@ def _segment_sums(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield the moment sums of each layer: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
 
-    The sums run over `tokens` `[T]`, at positions spread below `limit`. The guesses of every layer but the first are
-    added to `guesses`.
+    The sums are over `tokens` `[T]`, at positions that are spread over [0, `limit`). The predicted attention inputs of
+    all layers except the first are added to `guesses`.
     """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
@@ -172,7 +183,7 @@ def _segment_sums(
             for stage in adapter.stages(layer):
                 left = stage.run(left)
             guesses.add(after, guessed, adapter.attention_input(after, left))
-            hidden[s] = left  # assign last: a guess may be a view of hidden
+            hidden[s] = left  # assigned last, because a predicted input may be a view of `hidden`
 
 
 def _all_rows(slices: Iterable[KVPart]) -> KVPart:
@@ -186,7 +197,7 @@ def _sum_moments(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the float64 sums of q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]` of one layer.
 
-    `inputs` yields its attention inputs `[m, D]` slice by slice.
+    `inputs` yields the layer's attention inputs `[m, D]` slice by slice.
     """
     geometry = adapter.geometry
     key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=adapter.device)
@@ -201,17 +212,17 @@ def _sum_moments(
 
 
 def _spread(count: int, limit: int) -> torch.Tensor:
-    """Return `count` ascending positions `[T]` (int64) in [0, limit), one from each of `count` equal sections."""
-    # Random positions: an even step could coincide with the period of a rotary plane.
+    """Return `count` ascending positions, int64 `[count]`, in [0, limit): one from each of `count` equal sections."""
+    # Positions are random, because a regular step could coincide with the period of a rotary plane.
     draw = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return ((torch.arange(count) + draw) * limit / count).long().clamp_max(limit - 1)
 
 
 def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count: int) -> tuple[list[int], str]:
-    """Return at most `count` token ids of the text in the package, and a description of them.
+    """Return up to `count` token ids of the calibration text in the package, and a description of them.
 
-    A model without a tokenizer gets `count` fixed pseudo-random ids below `vocab`. They represent its real queries
-    poorly.
+    For a model without a tokenizer, return `count` fixed pseudo-random ids below `vocab`. Calibration with them is less
+    accurate.
     """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
@@ -222,11 +233,12 @@ def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count:
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name: str) -> tuple[list[int], str]:
-    """Return the first `count` tokens of `text`, special tokens included, and a label for the artifact.
+    """Return the first `count` tokens of `text`, including special tokens, and their description for the artifact.
 
-    The label is "first N tokens of NAME".
+    The description is "first N tokens of NAME".
     """
-    # Tokenize only a prefix of a long text, and 64 tokens more: the cut changes the tokens next to it.
+    # Tokenize only the beginning of a long text, with 64 additional tokens, because the cut changes the tokens next to
+    # it.
     characters, beyond = 8 * count, 64
     ids: list[int] = list(tokenizer(text[:characters], verbose=False)["input_ids"])
     while len(ids) < count + beyond and characters < len(text):
@@ -237,7 +249,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 
 
 def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
-    """Return the model's artifact for the text in the package, from the user's cache folder.
+    """Return the model's artifact for the calibration text in the package, from the user's cache folder.
 
     The first call calibrates and stores the artifact. A damaged file is replaced. If the folder is not writable, the
     next start calibrates again.
@@ -265,10 +277,10 @@ def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress 
 
 
 def cache_path(loaded: LoadedModel, method: SkewMethod) -> Path:
-    """Return the path of a cached artifact below `cache_folder()`.
+    """Return the path of a model's cached artifact in `cache_folder()`.
 
-    The name contains all inputs of the result: model and dtype (in the fingerprint), method, text, token count,
-    positions and format version.
+    The name depends on everything that determines the artifact: model and dtype (in the fingerprint), method, text,
+    token count, positions and format version.
     """
     text = "text" if loaded.tokenizer is not None else "random"
     limit = loaded.adapter.geometry.max_positions

@@ -1,11 +1,13 @@
-"""Fold skewing into the weights (paper §4.2, equation 2) and run the `skew` command.
+"""Folding of skewing bases into the weights (paper §4.2, equation 2), and the function behind the command `skew`.
 
-With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias absorb the basis. The same
-holds for B_k and the key. The result is an ordinary checkpoint with the attention scores and logits of the original.
+With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so the basis can be multiplied into weight and
+bias. The same holds for B_k and the key. The result is an ordinary checkpoint with the attention scores and logits of
+the original.
 
-Products are computed in float64 and rounded once to the dtype of the model. In float32, the rounding changes logits by
-about 1e-5 of the largest one. In bfloat16 and float16, it is as large as the rounding of the original weights and
-changes 1-3 % of the greedy tokens. Therefore the runtime uses separate matrices (`SkewArtifact`).
+Products are computed in float64 and rounded once to the dtype of the model. In a float32 model, this rounding changes
+logits by about 1e-5 of the largest logit. In bfloat16 and float16 models, it is as large as the rounding of the
+original weights and changes 1-3 % of the greedy tokens. The runtime therefore does not fold, but uses separate matrices
+(`SkewArtifact`).
 
 Models with RoPE cannot be folded: the rotation comes between the projection and the score, and does not commute with
 a basis that mixes rotary planes.
@@ -33,17 +35,17 @@ from .calibrate import TOKENS, Progress, default_tokens, fit, measure, text_toke
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
-"""Fraction of the columns whose energy is reported (paper §4.3)."""
+"""Fraction of the columns whose energy the report states (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Number of tokens for the measurements in the report."""
+"""Number of tokens for the measurements of the report."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
-"""Weight `[H * d, D]` (output first) and bias `[H * d]`, views of the parameters."""
+"""Weight `[H * d, D]` (outputs first) and bias `[H * d]` of a projection, as views of the parameters."""
 
 
 def _attentions(model: Any) -> list[Any]:
-    """Return the attention modules of a model that can be folded. Raise ModelError for others."""
+    """Return the attention modules of a model that can be folded. Raise ModelError for other models."""
     if model.config.model_type == "opt":
         return [layer.self_attn for layer in model.model.decoder.layers]
     if model.config.model_type == "gpt2":
@@ -60,7 +62,7 @@ def _projections(attention: Any) -> tuple[Projection, Projection]:
     if not hasattr(attention, "c_attn"):
         q, k = attention.q_proj, attention.k_proj
         return (q.weight, q.bias), (k.weight, k.bias)
-    # Conv1D fuses q, k and v in one weight [D, 3 D], the transpose of a Linear weight.
+    # Conv1D computes q, k and v with one weight [D, 3 D], the transpose of a Linear weight.
     weight, bias = attention.c_attn.weight.T, attention.c_attn.bias
     first, second = slice(0, attention.embed_dim), slice(attention.embed_dim, 2 * attention.embed_dim)
     return (weight[first], bias[first]), (weight[second], bias[second])
@@ -68,10 +70,10 @@ def _projections(attention: Any) -> tuple[Projection, Projection]:
 
 @torch.no_grad()
 def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
-    """Return a copy of the model with skewed queries and keys and unchanged logits, up to rounding (module docstring).
+    """Return a copy of the model with skewed queries and keys. Except for rounding, its logits are unchanged.
 
     The copy has the same class and dtype. `model` is not changed. All parameters except the query and key projections
-    are shared with it, so only these projections take memory.
+    are shared with `model`, so only these projections need additional memory.
 
     Raises:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
@@ -89,7 +91,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
     folded = copy.deepcopy(model, shared)
     attentions = _attentions(folded)
     _check_shapes(artifact, attentions, model)
-    # Invert in float64: the stored float32 bases are inverse to each other only up to rounding.
+    # Invert in float64, because the stored float32 bases are inverse to each other only up to rounding.
     query = artifact.query.cpu().double()
     key = torch.linalg.inv(query).mT
     for layer, attention in enumerate(attentions):
@@ -99,7 +101,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
 
 
 def _fold_projection(projection: Projection, basis: torch.Tensor) -> None:
-    """Multiply the outputs of each head by its basis `[H, d, d]`, in place."""
+    """Multiply the outputs of each head in a projection by the head's basis `[H, d, d]`, in place."""
     weight, bias = projection
     heads, head_dim = basis.shape[:2]
     weight.copy_((basis.mT @ weight.detach().cpu().double().view(heads, head_dim, -1)).flatten(0, 1))
@@ -124,13 +126,14 @@ class SkewReport:
     """Result of `skew_model`.
 
     Attributes:
-        artifact: File with the bases.
-        folded: Folded checkpoint, or None for a model with RoPE.
-        method, calibration, fingerprint: Fields of the artifact.
-        energy_kept_plain, energy_kept_skewed: Fraction of the scores' mean square that 30 % of the columns keep without
-            and with skewing. Mean over layers and KV heads.
-        logit_difference: Largest difference of the folded model's logits, divided by the largest logit. None if there
-            is no folded model.
+        artifact: Path of the skew artifact.
+        folded: Folder of the folded checkpoint, or None for a model with RoPE.
+        method, calibration, fingerprint: See `SkewArtifact`.
+        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns preserve without skewing, mean
+            over layers and KV heads.
+        energy_kept_skewed: The same fraction with skewing.
+        logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
+            logit. None if there is no folded model.
     """
 
     artifact: Path
@@ -158,13 +161,13 @@ def skew_model(
     For a model with absolute positions, also write `out/folded/`, an ordinary checkpoint with its tokenizer.
 
     Args:
-        model: A shipped name, folder or hub id.
+        model: Name of a shipped model, folder or hub id.
         out: Output folder. It is created if missing.
         method: Method of the bases.
-        calibration: Calibration text. None uses the text in the package.
+        calibration: Calibration text; None uses the text in the package.
         calibration_tokens: Number of tokens to calibrate on.
         dtype: See `EngineConfig`.
-        progress: Called after every layer.
+        progress: Function that is called after every layer.
 
     Raises:
         ModelError, MemoryLimitError: The model cannot be loaded (`load_model`).
@@ -205,7 +208,7 @@ def skew_model(
 
 
 def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
-    """Load the transformers model, which is folded, and the runtime's view of it."""
+    """Load a model. Return the transformers model, which is folded, and the `LoadedModel` for calibration."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
     network = read_weights(source, config, device, resolve_dtype(dtype, source, config, device))
@@ -221,14 +224,17 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
 
 
 def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:
-    """Return the tokens that follow the calibration tokens, or the last tokens of a text that is too short."""
+    """Return the tokens after the calibration tokens, or the last tokens of the text if it is too short."""
     count = min(_PROBE, loaded.adapter.geometry.max_positions)
     ids, _ = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, calibrated + count)
     return ids[-count:]
 
 
 def _energy(moments: Moments, basis: SkewBasis) -> float:
-    """Return the mean energy that 30 % of the columns keep over layers and KV heads, rounded for display."""
+    """Return the fraction of score energy that 30 % of the columns preserve, rounded for display.
+
+    It is the mean over layers and KV heads.
+    """
     columns = max(1, round(PARTIAL_RATIO * moments.query.shape[-1]))
     return round(float(kept_energy(moments, basis, columns).mean()), 4)
 
@@ -237,7 +243,10 @@ def _energy(moments: Moments, basis: SkewBasis) -> float:
 def _write_folded(
     network: PreTrainedModel, artifact: SkewArtifact, loaded: LoadedModel, probe: list[int], folder: Path
 ) -> float:
-    """Fold and save the model with its tokenizer. Return the largest logit difference over the largest logit."""
+    """Fold the model and save it with its tokenizer.
+
+    Return the largest logit difference divided by the largest logit.
+    """
     folded = fold(network, artifact)
     ids = torch.tensor([probe], device=network.device)
     expected, found = (m(ids, use_cache=False).logits.float() for m in (network, folded))

@@ -1,11 +1,11 @@
-"""Correct guessed attention inputs with a linear fit from calibration.
+"""Linear correction of predicted attention inputs, fitted in calibration.
 
-InfiniGen guesses the query of layer l from the hidden states of layer l-1, because the inputs of neighbouring layers
-are similar (§4.3, Table 1). The guess fails after a layer whose MLP adds a large vector, nearly the same for every
-token, to the residual ("massive activations"). This happens in the first layer of both reference models. The error is
-nearly constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove it at the
-cost of one multiply-add per element of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`, parts
-"source".
+InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
+similar (§4.3, Table 1). The prediction is wrong after a layer whose MLP adds a large vector to the residual stream that
+is nearly the same for every token ("massive activations"). This happens in the first layer of both reference models.
+The error is nearly constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove
+the error. They cost one multiply-add per element of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`,
+parts "source".
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Sources of a predicted query, ordered as the first axis of a correction."""
+"""Sources of predicted queries, in the order of the first axis of a `Correction`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Linear correction of guessed attention inputs.
+    """Linear correction of predicted attention inputs.
 
-    slope, offset: float32 `[S, L, D]`. A guess g `[..., D]` of layer l from source s becomes slope[s, l] * g +
-    offset[s, l]. Layer 0 has no previous layer, so its correction is the identity.
+    slope and offset are float32 `[S, L, D]` for S sources. The attention input g `[..., D]` of layer l, predicted from
+    source s, is corrected to slope[s, l] * g + offset[s, l]. Layer 0 is never predicted, so its correction is the
+    identity.
     """
 
     slope: torch.Tensor
@@ -36,20 +37,21 @@ class Correction:
 
     @classmethod
     def none(cls, layers: int) -> Correction:
-        """Return the identity correction, with a channel axis of size 1."""
+        """Return the identity correction (slope 1, offset 0), with a channel axis of size 1."""
         shape = (len(SOURCES), layers, 1)
         return cls(torch.ones(shape), torch.zeros(shape))
 
 
 class GuessSums:
-    """Accumulate sums of guesses g and true inputs t per source, layer and channel, in float64 on the CPU."""
+    """Sums over predicted inputs g and true inputs t for each source, layer and channel, in float64 on the CPU."""
 
     def __init__(self, layers: int, hidden: int) -> None:
-        self._sums = torch.zeros(5, len(SOURCES), layers, hidden, dtype=torch.float64)  # g, t, g^2, g t, token count
-        self._sums[4] = torch.finfo(torch.float64).tiny  # avoid a division by zero before the first token
+        # sums of g, t, g^2 and g t, and the number of tokens
+        self._sums = torch.zeros(5, len(SOURCES), layers, hidden, dtype=torch.float64)
+        self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 
     def add(self, layer: int, guesses: Mapping[Source, torch.Tensor], truth: torch.Tensor) -> None:
-        """Add the guesses `[m, D]` of each source and the true inputs `truth` `[m, D]`."""
+        """Add the predicted inputs `[m, D]` of a layer from each source, and its true inputs `truth` `[m, D]`."""
         t = truth.double()
         for s, source in enumerate(SOURCES):
             g = guesses[source].double()
@@ -57,7 +59,7 @@ class GuessSums:
             self._sums[:, s, layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Return the least-squares fit of each channel. A channel whose guess is constant keeps slope 1."""
+        """Return the least-squares fit of each channel. The slope is 1 if a channel's predicted inputs are constant."""
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count
         variance, covariance = square / count - mean**2, product / count - mean * truth
@@ -74,15 +76,15 @@ def guessed_input(
     attention_input: torch.Tensor,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """Predict the attention input `[T, D]` of `layer` from the layer before it (InfiniGen §4.3), without corrections.
+    """Predict the attention input `[T, D]` of `layer` from the previous layer (InfiniGen §4.3), without correction.
 
     Args:
         adapter: The model.
-        layer: The predicted layer.
-        source: Selects one of the three tensors below.
-        hidden: Input of the layer before, `[T, D]`.
-        attention_input: Attention input of the layer before, `[T, D]`.
-        residual: Residual stream after the attention of the layer before, `[T, D]`.
+        layer: The layer whose attention input is predicted.
+        source: Selects which of the following three tensors is used.
+        hidden: Input of the previous layer, `[T, D]`.
+        attention_input: Attention input of the previous layer, `[T, D]`.
+        residual: Residual stream after the attention of the previous layer, `[T, D]`.
     """
     if source == "attention_input":
         return attention_input

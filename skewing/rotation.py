@@ -28,15 +28,15 @@ import torch
 from ..config import SkewMethod
 
 RIDGE: Final = 1e-6
-"""Fraction of the mean eigenvalue that is added to the diagonal before a Cholesky factorisation."""
+"""Factor of the mean eigenvalue that is added to the diagonal of a matrix before its Cholesky factorisation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Moments of queries and keys: float64 means over the tokens (and over the G query heads of a group).
+    """Moments of queries and keys: float64 means over tokens. For queries, also over the G query heads of a group.
 
     Attributes:
-        query: E[q q^T] `[..., d, d]`, not centred: the mean of the queries changes the scores.
+        query: E[q q^T] `[..., d, d]`, not centred, because the mean of the queries affects the scores.
         key: E[k k^T] `[..., d, d]`.
         key_mean: E[k] `[..., d]`.
     """
@@ -51,11 +51,14 @@ class Moments:
 
     @property
     def key_covariance(self) -> torch.Tensor:
-        """Return C_k `[..., d, d]`. The mean key adds the same score to every token, which softmax ignores."""
+        """Return C_k, the covariance of the keys, `[..., d, d]`.
+
+        Keys are centred because their mean adds the same score to every token, which softmax ignores.
+        """
         return self.key - self.key_mean[..., :, None] * self.key_mean[..., None, :]
 
     def skewed(self, basis: SkewBasis) -> Moments:
-        """Return the moments of q @ basis.query and k @ basis.key."""
+        """Return the moments of the skewed queries q @ basis.query and the skewed keys k @ basis.key."""
         return Moments(
             basis.query.mT @ self.query @ basis.query,
             basis.key.mT @ self.key @ basis.key,
@@ -65,17 +68,14 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class SkewBasis:
-    """B_q (`query`) and B_k (`key`), float64 `[..., d, d]`, with B_q B_k^T = I.
-
-    Columns are in order of decreasing importance.
-    """
+    """Bases of queries, B_q (`query`), and keys, B_k (`key`): float64 `[..., d, d]`, with B_q B_k^T = I."""
 
     query: torch.Tensor
     key: torch.Tensor
 
 
 def plain_basis(moments: Moments) -> SkewBasis:
-    """Return the identity with its columns ordered by importance: the baseline without skewing."""
+    """Return the identity with columns in order of importance. It is the baseline without skewing."""
     identity = torch.eye(moments.query.shape[-1], dtype=torch.float64).expand_as(moments.query)
     return _ordered(moments, SkewBasis(identity, identity))
 
@@ -94,9 +94,9 @@ def svd_basis(moments: Moments) -> SkewBasis:
 def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
     """Return B_q = L_k V S^-1/2 and B_k = L_q U S^-1/2 with U S V^T = SVD(L_q^T L_k).
 
-    Keeping r columns gives the best rank-r scores in the least-squares sense. Both skewed moments are diag(S). `ridge`
-    times the mean eigenvalue is added to both moments. This keeps B_q B_k^T = I for rank-deficient moments (fewer
-    tokens than d, dead columns, identical keys).
+    The first r columns give the best rank-r approximation of the scores in the least-squares sense. Both skewed moments
+    are diag(S). `ridge` times the mean eigenvalue is added to both moments, so that B_q B_k^T = I even if the moments
+    are rank-deficient (fewer tokens than d, constant columns, identical keys).
     """
     left = _cholesky(moments.query, moments.query, ridge)
     right = _cholesky(moments.key_covariance, moments.key, ridge)
@@ -108,14 +108,14 @@ def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
 
 
 BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_basis, "balanced": balanced_basis}
-"""Maps the name of a method to its function."""
+"""Functions that compute a basis from moments, by method name."""
 
 
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
-    """Return the fraction `[...]` of the scores' mean square that the first `columns` columns keep: 1 - error / total.
+    """Return which fraction `[...]` of the scores' mean square the first `columns` columns preserve: 1 - error / total.
 
-    The keys are centred. The result is negative if these columns approximate the scores worse than zeros would. It
-    is 1 if the total is 0.
+    The keys are centred. The result is negative if scores from these columns are worse than scores of zero. It is 1 if
+    the total is 0.
     """
     skewed = moments.skewed(basis)
     products = skewed.query * skewed.key_covariance
@@ -125,7 +125,7 @@ def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tenso
 
 
 def _ordered(moments: Moments, basis: SkewBasis) -> SkewBasis:
-    """Order columns by (E q_j^2)(Var k_j), the mean square of the contribution of column j to the scores."""
+    """Order the columns of a basis by (E q_j^2)(Var k_j), the mean square of column j's contribution to the scores."""
     skewed = moments.skewed(basis)
     query, key = (each.diagonal(dim1=-2, dim2=-1).clamp_min(0) for each in (skewed.query, skewed.key_covariance))
     order = (query * key).argsort(dim=-1, descending=True, stable=True)[..., None, :].expand_as(basis.query)
@@ -137,9 +137,12 @@ def _symmetric(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Return the lower Cholesky factor `[..., d, d]` of the moment plus the ridge. A zero moment gives the identity."""
+    """Return the lower Cholesky factor `[..., d, d]` of the moment plus ridge.
+
+    For a zero moment, return the identity.
+    """
     scale, floor = (m.diagonal(dim1=-2, dim2=-1).mean(-1) for m in (moment, uncentred))
-    # Centring identical keys leaves only rounding errors, so the uncentred moment gives a lower bound.
+    # Centring identical keys leaves only rounding errors, so the uncentred moment is used as a lower bound.
     scale = torch.maximum(scale, 1e-6 * floor)
     scale = torch.where(scale > 0, ridge * scale, torch.ones_like(scale))
     identity = torch.eye(moment.shape[-1], dtype=moment.dtype)
@@ -148,7 +151,7 @@ def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> to
 
 
 def _signs(vectors: torch.Tensor) -> torch.Tensor:
-    """Return +1 or -1 per column `[..., 1, d]`, so that the entry of largest magnitude becomes positive."""
+    """Return factors +1 or -1 per column, `[..., 1, d]`, that make the entry of largest magnitude positive."""
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     signs: torch.Tensor = torch.ones_like(largest).copysign(largest)
     return signs

@@ -1,7 +1,7 @@
-"""Load the policy that `offload-rt tune` chose for a model.
+"""Policies that `offload-rt tune` has chosen for a model.
 
-The policy is in a folder with `skew.safetensors` and `policy.json`. Its options are the defaults when this folder is
-loaded.
+A tuned policy is a folder with `skew.safetensors` and `policy.json`. If option `skew` names such a folder, the options
+in `policy.json` are the defaults.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TunedPolicy:
     Attributes:
         policy, options: Arguments of `LLM`.
         fingerprint: Fingerprint of the model.
-        measured: Record of the tuning run, for information only (contract, objective, text, missed attention mass,
-            bytes).
+        measured: Record of the tuning run, for information only: contract, objective, text, missed attention mass,
+            bytes.
     """
 
     policy: str
@@ -51,7 +51,7 @@ class TunedPolicy:
 
         Args:
             folder: Folder with `policy.json`.
-            fingerprint: Fingerprint of the model in use. None accepts the policy of any model.
+            fingerprint: Fingerprint that the policy must have. None accepts the policy of any model.
 
         Raises:
             ArtifactError: The file is damaged, of another version, or made for another model.
@@ -80,13 +80,13 @@ class TunedPolicy:
 def default_options(
     skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str | None
 ) -> Mapping[str, Any]:
-    """Return the options `given`, completed by the options tuned for this policy.
+    """Return the options `given`, with the tuned options of this policy as defaults.
 
-    The tuned options apply only if `skew` is a folder whose policy is `policy` and if no preset is given.
+    Tuned options are used only if `skew` is a folder with a tuned policy named `policy` and no preset is given.
 
     Args:
         skew: Skew artifact or folder.
-        policy: Policy of the engine. "auto" reads the tuned options of "infinigen".
+        policy: Policy of the engine. "auto" uses the tuned options of "infinigen".
         given: Options given by the user. They take precedence.
         fingerprint: Fingerprint of the model, or None if it is not loaded yet.
 
@@ -99,7 +99,7 @@ def default_options(
     policy = "infinigen" if policy == "auto" else policy
     if tuned is None or tuned.policy != policy:
         return given
-    # A tuned policy without this option was tuned with approximate KV off.
+    # If this option is missing, the policy was tuned with approximate KV off.
     without = {"approximate_kv": "off"} if policy == "infinigen" else {}
     return {**without, **tuned.options, **given}
 
@@ -109,12 +109,12 @@ def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None
 
     Args:
         skew: File or folder.
-        fingerprint: Fingerprint of the model in use.
-        method: Required method, or None for any.
+        fingerprint: Fingerprint that the artifact must have.
+        method: Method that the artifact must have, or None for any method.
 
     Raises:
         ArtifactError: The artifact cannot be used (`SkewArtifact.load`).
-        ConfigError: The artifact has another method.
+        ConfigError: The artifact was made with another method.
     """
     artifact = SkewArtifact.load(skew / ARTIFACT if skew.is_dir() else skew, fingerprint)
     if method is not None:
@@ -123,7 +123,7 @@ def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None
 
 
 def check_method(artifact: SkewArtifact, method: SkewMethod, skew: Path) -> None:
-    """Raise ConfigError if the artifact from `skew` was not made with `method`, the method in the options."""
+    """Raise ConfigError if the artifact in `skew` was not made with `method`, which the options require."""
     check(
         method == artifact.method,
         f"{str(skew)!r} was made with the method {artifact.method!r}, and the policy's options name {method!r} "

@@ -1,4 +1,7 @@
-"""Attention of a model on a text: similarity of layer inputs (Table 1) and tokens that a query needs (Figure 5)."""
+"""Analyse the attention of a model on a text, as in the InfiniGen paper.
+
+Measures the similarity of the inputs of consecutive layers (Table 1), and how many tokens a query needs (Figure 5).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ..core.report import Column, Report, Row
 from .perplexity import PerplexityConfig, about, cut_windows
 
 STRIDE = 16
-"""Sampling stride over the positions."""
+"""Every STRIDE-th position is sampled."""
 
 MASS, FEW = 0.9, 0.05
 
@@ -77,8 +80,8 @@ def observe(
         alike: Output. `alike[i, key]` is the mean cosine similarity between the input of layer i > 0 and the `key` of
             layer i - 1: its input, attention output or MLP output. An output is the vector that a layer adds to the
             residual stream.
-        needed: Output. `needed[i]` has an entry per sampled query: the number of tokens that hold `MASS` of its
-            attention, and the number of tokens that it sees.
+        needed: Output. `needed[i]` has an entry per sampled query: the smallest number of tokens whose attention
+            weights sum to `MASS`, and the number of tokens that the query sees.
     """
     positions = torch.arange(len(tokens), device=adapter.device)
     adapter, whole = adapter.for_new_sequence(), [slice(None)]
@@ -119,6 +122,9 @@ def attention_weights(
 
 
 def tokens_for_mass(attention: torch.Tensor, share: float) -> torch.Tensor:
-    """Count the heaviest tokens that hold `share` of the attention: `[...]` from attention `[..., N]` (Figure 5)."""
+    """Return how many tokens, largest weights first, reach the fraction `share` of the attention weights (Figure 5).
+
+    The result has the shape `[...]` for `attention` `[..., N]`.
+    """
     caught = attention.sort(dim=-1, descending=True).values.cumsum(-1)
     return (caught < share).sum(-1) + 1

@@ -1,6 +1,6 @@
-"""Comparison of a generated text with full attention: quality, speed, transfers and memory.
+"""Compare a generated text with full attention: quality, speed, transfers and memory.
 
-The text is scored again under both policies, so that every position has the same context under both.
+The generated text is scored under both policies, so that every position has the same context under both.
 """
 
 from __future__ import annotations
@@ -30,32 +30,37 @@ if TYPE_CHECKING:
     from ...model_runner.trace import Recorder
 
 MAX_SCORED = 256
-"""Number of new tokens to compare, because the log-probabilities of the whole vocabulary are kept for all of them."""
+"""Maximum number of new tokens to compare. Log-probabilities of the whole vocabulary are kept for each token."""
 
 MAX_OTHERS = 17
-"""Number of new tokens that the other policies of a plot compute: two measurements of the missed attention mass."""
+"""Number of new tokens that the `OTHERS` in a plot compute.
+
+It suffices for two measurements of missed attention mass.
+"""
 
 BINS = 160
-"""Number of position ranges in the plot of the attended positions."""
+"""Number of position ranges (bins) in the plot of the selected positions."""
+
+NOT_MEASURED = "The attention mass was not measured.\nSet --missed-mass-every 16."
 
 LABELLED = 0.14
-"""Smallest fraction of a bar that has room for a label."""
+"""Smallest fraction of a bar that is wide enough for a label."""
 
 OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
     ("infinigen", {"preset": "rows"}, "infinigen\n--preset rows"),
     ("streaming", {}, "streaming"),
 )
-"""Policies beside the chosen one in a plot: policy, options, label."""
+"""Further policies that a plot shows, each as (policy, options, label)."""
 
 
 class SelectionHistogram:
-    """Counts of the positions that decode steps select, over all layers and KV heads.
+    """Histogram of the positions that decode steps select, over all layers and KV heads.
 
     Args:
-        size: Number of positions.
+        size: Number of positions in the text.
 
     Attributes:
-        steps: Counts `[BINS]` of each decode step.
+        steps: Number of selected positions in each bin, `[BINS]`, for each decode step.
     """
 
     def __init__(self, size: int) -> None:
@@ -72,13 +77,13 @@ class SelectionHistogram:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A text of one policy beside full attention.
+    """Results of comparing a generated text with full attention.
 
     Attributes:
         policy: Statistics of the generation.
         full: Statistics of the generation by full attention with the same seed.
-        full_tokens: Tokens of that generation.
-        kl: Mean KL(full || policy) of the next-token distributions in nats.
+        full_tokens: Tokens that full attention generated.
+        kl: Mean KL(full || policy) of the next-token distributions, in nats.
         top_1: Fraction of positions with the same most probable token.
         scored: Number of compared positions.
     """
@@ -91,7 +96,7 @@ class Comparison:
     scored: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary of plain types, ready for JSON."""
+        """Return the comparison as a dictionary of types that JSON supports."""
         return asdict(self)
 
 
@@ -134,7 +139,7 @@ def _replay(
     on_logprobs: Callable[[torch.Tensor], None] = lambda row: None,
     recorder: Recorder | None = None,
 ) -> Stats:
-    """Decode `tokens` after `prompt`, whatever the model predicts. Return the statistics.
+    """Decode the given `tokens` after `prompt`, even if the model predicts other tokens. Return the statistics.
 
     `on_logprobs` receives the float32 log-probabilities `[V]` of each token on the CPU.
     """
@@ -147,21 +152,31 @@ def _replay(
 
 
 def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[str, Stats], prompt: int) -> None:
-    """Draw the fetched positions of each step, and transfers and attention mass by policy."""
+    """Plot the selected positions of each step, and the transfers and attention mass of each policy."""
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
     sizes = {name: stats.h2d_bytes / max(1, stats.decoded_tokens) for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}
-    data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": masses}
+    measured = {name: each for name, each in masses.items() if each is not None}
+    data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": measured}
     title = f"{llm.name}, {prompt:,} tokens of context: policy {llm.config.policy} beside full attention"
     with picture(path, title, data, panels=(1, 3)) as axes:
         _draw_selections(axes[0], counts, selections.size, prompt, llm.runner.policy.recent)
         _draw_transfers(axes[1], sizes)
-        _draw_masses(axes[2], masses)
+        if measured.keys() - {"full"}:
+            _draw_masses(axes[2], measured)
+        else:
+            axes[2].axis("off")
+            axes[2].text(0.5, 0.5, NOT_MEASURED, ha="center", va="center", transform=axes[2].transAxes)
 
 
-def _masses(stats: Stats) -> tuple[float, float, float]:
-    """Return the attention mass that is covered exactly, covered approximately, and missed."""
-    rest = stats.missed_mass or 0.0
+def _masses(stats: Stats) -> tuple[float, float, float] | None:
+    """Return the fractions of the attention mass that are attended exactly, approximated, and missed.
+
+    None if they were not measured.
+    """
+    rest = 0.0 if stats.policy == "full" else stats.missed_mass
+    if rest is None:
+        return None
     return (1 - rest, rest, 0.0) if stats.approximate_bytes_device else (1 - rest, 0.0, rest)
 
 

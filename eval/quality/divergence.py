@@ -1,7 +1,8 @@
-"""Distance of the next-token distribution from full attention, position by position.
+"""Measure how far the next-token distributions of a policy are from full attention, at each position.
 
-Perplexity hides opposite errors: a policy can raise the probability of one token and lower it for another. The KL
-divergence KL(full || policy) over the whole vocabulary and the agreement of the most probable token do not.
+Perplexity hides opposite errors: a policy can raise the probability of one token and lower it for another. Two other
+measures do not hide them: the KL divergence KL(full || policy) over the whole vocabulary, and the fraction of positions
+with the same most probable token.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Divergence:
 
 
 class FullAttention:
-    """Full attention on one window, computed on first use and kept for all policies of that window."""
+    """Log-probabilities of full attention on one window. They are computed once and used for all policies."""
 
     def __init__(self, tested: ModelUnderTest, text: Text) -> None:
         self._tested, self._text = tested, text
 
     @cached_property
     def logprobs(self) -> torch.Tensor:
-        """Log-probabilities of each scored position, `[n, V]`, float32 on the CPU."""
+        """Log-probabilities `[n, V]` at each scored position, float32 on the CPU."""
         found: list[torch.Tensor] = []
         self._tested.score_observed(FULL, self._text, lambda row: found.append(row.float().cpu()))
         return torch.stack(found)
@@ -69,7 +70,7 @@ def measure(tested: ModelUnderTest, variant: Variant, text: Text, full: FullAtte
 
 
 def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
-    """Combine the rows of a variant over windows. `base` holds the rows of full attention on the same windows.
+    """Combine the rows of a variant over all windows. `base` contains the rows of full attention on the same windows.
 
     Intervals are 95 % bootstrap intervals over windows.
     """
@@ -114,10 +115,10 @@ def measure_all(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
-    """Measure every variant on `text` (called `name`), window by window. Rows that exist in `out` are reused.
+    """Measure every variant on `text`, window by window. Existing rows in `out` are reused.
 
     A window is prefilled once for all variants with equal engine settings. If `late` returns True, no new row is
-    measured, and the summary covers the windows that every variant has.
+    measured, and the summary covers only windows that all variants have. `name` is the name of the text in results.
     """
     store = RowStore(out)
     shared = {"suite": "divergence", **tested.identity, "text": text_digest(text), **asdict(config)}

@@ -1,11 +1,11 @@
-"""Adapter for the LM Evaluation Harness (0.4): this runtime as a model of the harness.
+"""Adapter for the LM Evaluation Harness (0.4), which makes this runtime a model of the harness.
 
-    offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
-    offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
+    offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa offload-rt lm-eval --model_args
+    pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
         --metadata '{"max_seq_lengths": [4096]}' --limit 20          (RULER, extra lm_eval[ruler], no download)
 
-The harness has no plugin mechanism for models. This module registers the model "offload-rt" and calls the harness with
-the given arguments. If no model is named, `--model offload-rt` is added.
+The harness finds no models of other packages, so its own command does not know "offload-rt". This module registers the
+model and calls the harness with the given arguments. If no model is named, `--model offload-rt` is added.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ...errors import ConfigError, InputError
 from ...llm import LLM
 from ...sampling_params import SamplingParams
 from ...sessions.chat_render import render_chat
+from ..core.rival_options import register_rivals
 from .ruler import without_downloads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = Path(__file__).parent / "tasks"
-"""Packaged task files: tasks of the harness on local files, named `..._local`."""
+"""Folder of task files in the package. Their tasks use local files and have names ending in `_local`."""
 
 Request = tuple[Any, list[int], list[int]]
-"""Cache key of the harness, context token ids, continuation token ids."""
+"""A request: (cache key of the harness, token ids of the context, token ids of the continuation)."""
 
 MAX_BATCH = EngineConfig.max_num_seqs
 """Default number of sequences per batch."""
@@ -50,19 +51,20 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         pretrained: Model name or folder.
         policy: Policy, as in `LLM`.
         dtype: Data type, as in `LLM`.
-        device: Device, as in `LLM`; None selects it automatically.
+        device: Device, as in `LLM`. None selects it automatically.
         host_memory: Limit of the host pool, as in `LLM`.
         eviction: Eviction policy, as in `LLM`.
         skew: Skew artifact or folder of tuned options, as in `LLM`.
-        decode_from: Maximum number of prefilled tokens of a request. By default, the context except its last token.
-        max_length: Maximum number of tokens; by default the maximum context length of the model.
+        decode_from: Maximum number of prefilled tokens per request. By default, the whole context except its last token
+            is prefilled.
+        max_length: Maximum number of tokens per request. By default, the context length of the model.
         batch_size: Number of sequences per batch, or "auto".
         max_batch_size: Batch size for "auto".
-        add_bos_token: Whether to add special tokens; None takes the default of the tokenizer.
+        add_bos_token: Whether to add special tokens. None uses the default of the tokenizer.
         **options: Options of the policy (lists as 0:1, None as "none").
 
     Raises:
-        InputError: If the model has no tokenizer. Errors of `LLM` propagate.
+        InputError: The model has no tokenizer. Errors of `LLM` are raised too.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: bool | None = None,
         **options: Any,
     ) -> None:
+        register_rivals()
         llm = LLM(
             pretrained,
             policy=policy,
@@ -113,23 +116,23 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         self.max_length = max_length or llm.geometry.max_positions
         self.batch_size = batch_size
         self.decode_from, self.add_bos_token = decode_from, add_bos_token
-        self.fractions: list[tuple[float, float]] = []  # attended and fetched, of each request
-        self.shares: dict[str, list[tuple[float, float]]] = {}  # the same by task
+        self.fractions: list[tuple[float, float]] = []  # (attended, fetched) fractions of each request
+        self.shares: dict[str, list[tuple[float, float]]] = {}  # the same fractions by task
 
     @property
     def eot_token_id(self) -> int:
-        """End-of-text token."""
+        """Id of the end-of-text token."""
         return int(cast(Any, self.tokenizer).eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Token that replaces an empty context: BOS if defined, otherwise the end-of-text token."""
+        """Id of the token used in place of an empty context: BOS if defined, otherwise the end-of-text token."""
         begin = cast(Any, self.tokenizer).bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     @property
     def tokenizer_name(self) -> str:
-        """Tokenizer name for the request cache of the harness."""
+        """Name of the tokenizer, for the harness's request cache."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -144,9 +147,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Return (sum of log-probabilities, whether all tokens are greedy) of each continuation.
+        """Return (sum of log-probabilities, whether all tokens are greedy) for each continuation.
 
-        Longer requests are truncated on the left to `max_length`, as in the transformers class of the harness.
+        Requests longer than `max_length` are truncated on the left, as in the harness's transformers class.
         """
         prompts, targets = [], []
         for _, context, continuation in requests:
@@ -165,7 +168,10 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of whole texts, scored in windows of `max_length` tokens, each token once."""
+        """Return the log-probability of whole texts.
+
+        A text is scored in windows of `max_length` tokens, and each token is scored once.
+        """
         windows: list[Request] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -185,7 +191,10 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate continuations up to a stop string or the end of text, greedily unless the task sets sampling."""
+        """Generate continuations up to a stop string or the end of the text.
+
+        Generation is greedy unless the task sets sampling parameters.
+        """
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
         for context, settings in (request.args for request in requests):
@@ -209,7 +218,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (sum of log-probabilities, whether greedy) of each (context, continuation)."""
+        """Return (sum of log-probabilities, whether all tokens are greedy) for each (context, continuation)."""
         before = len(self.fractions)
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         for request, fractions in zip(requests, self.fractions[before:], strict=True):
@@ -218,7 +227,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render the chat with the template of the tokenizer. Raises InputError if there is none."""
+        """Render messages with the tokenizer's chat template. Raises InputError if there is none."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise InputError(f"{self.llm.name} has no chat template: leave --apply_chat_template out")
         return render_chat(
@@ -229,12 +238,12 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the mean (attended, fetched) fractions of each task, which the harness adds to its results."""
+        """Return the mean attended and fetched fractions of each task. The harness adds them to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_link_fractions": means}
 
     def _say_shares(self) -> None:
-        """Print the mean fractions of each task so far to stderr."""
+        """Print the mean attended and fetched fractions of each task to stderr."""
         for name, shares in self.shares.items():
             attended, fetched = _mean_shares(shares)
             what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the fetched {fetched:.2%} (means)"
@@ -261,7 +270,7 @@ def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
 
 
 def _batch(size: int | str, most: int | None) -> int:
-    """Return the batch size; "auto" selects `most`, or the default of the runtime."""
+    """Return the batch size. For "auto", it is `most`, or the default of the runtime if `most` is None."""
     if str(size).startswith("auto"):
         return most or MAX_BATCH
     if not str(size).isdigit() or int(size) < 1:
@@ -270,14 +279,14 @@ def _batch(size: int | str, most: int | None) -> int:
 
 
 def _option(name: str, value: Any) -> Any:
-    """Convert a policy option from the argument parser of the harness (numbers, strings and booleans)."""
+    """Convert a policy option that the harness has parsed as a number, string or boolean to the type of the policy."""
     if name == "dense_layers" and not isinstance(value, (tuple, list)):
         return () if value == "none" else tuple(int(layer) for layer in str(value).split(":"))
     return None if value == "none" else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the harness with `arguments` (default: the arguments of this process).
+    """Run the command line of the harness. None as `arguments` means the arguments of this process.
 
     Raises SystemExit if the harness does.
     """
@@ -289,9 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not flags & {"--model", "-M", "--config", "-C"}:
             given += ["--model", "offload-rt"]
         if "--device" not in flags:
-            given += ["--device", "auto"]  # the harness defaults to cuda:0 on every machine
+            given += ["--device", "auto"]  # the default of the harness is cuda:0 on every machine
         if not flags & {"--batch_size", "-b"}:
-            given += ["--batch_size", "auto"]  # the harness defaults to one sequence at a time
+            given += ["--batch_size", "auto"]  # the default of the harness is one sequence at a time
         if "--include_path" not in flags:
             given += ["--include_path", str(TASKS)]
     before, sys.argv = sys.argv, ["lm-eval", *given]

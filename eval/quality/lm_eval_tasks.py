@@ -1,7 +1,7 @@
 """Tasks of the LM Evaluation Harness under each policy.
 
-Uses the prompts and metrics of the harness. Every policy is compared with `full` per request, and `full` with the
-transformers class of the harness.
+Prompts and metrics are those of the harness. Every policy is compared with `full`, request by request. `full` is
+compared with the harness's own transformers class.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TasksConfig:
     """Settings of the evaluation.
 
     Attributes:
-        tasks: Task names of the harness, or local tasks (piqa_local ...).
+        tasks: Names of harness tasks, or of local tasks such as piqa_local.
     """
 
     tasks: tuple[str, ...]
@@ -55,14 +55,14 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return the settings that identify a result row."""
+        """Return the settings that affect the results, as part of the key of a result row."""
         # Empty `lengths` are omitted, so that rows measured before this option existed remain valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
 
     @property
     def jobs(self) -> list[tuple[str, int | None, str]]:
-        """Triples (task, document length, name in tables)."""
+        """(task, document length in tokens or None, name in tables) of each task to run."""
         pairs = [(task, length) for task in self.tasks for length in self.lengths or (None,)]
         return [(task, length, task if length is None else f"{task}, {length:,} tokens") for task, length in pairs]
 
@@ -77,10 +77,10 @@ def run_tasks(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run every task with every variant, or reuse the rows in `out`. Writes tasks.json, .csv and .md to `out`.
+    """Run every task with every variant. Existing rows in `out` are reused. Write tasks.json, .csv and .md to `out`.
 
-    All variants are compared with the first, which should be full. With `own_class`, the transformers model of the
-    harness runs too. `late` is called before each row; if it returns True, the run stops.
+    All variants are compared with the first one, which should be `full`. With `own_class`, the transformers model of
+    the harness runs too. `late` is called before each row; if it returns True, the run stops.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -116,7 +116,7 @@ def run_tasks(
 
 
 class Models:
-    """Harness models by variant."""
+    """Harness models by variant, created when they are first used."""
 
     def __init__(self, tested: ModelUnderTest, config: TasksConfig) -> None:
         self._tested, self._config = tested, config
@@ -150,17 +150,17 @@ class Models:
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
-    """Run one task. `length` is the length of RULER documents in tokens of the model `tokenizer`.
+    """Run one task. `length` is the length of RULER documents, in tokens of the model `tokenizer`.
 
     Returns:
-        Row with `metrics` {name: [value, standard error]}, counts and mean fractions, and as `samples` the metrics and
-        responses of each document.
+        A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean attended and fetched
+        fractions. `samples` contains the metrics and responses of each document.
     """
     from lm_eval import simple_evaluate
 
     from .lm_eval_adapter import TASKS
 
-    fractions: list[tuple[float, float]] = getattr(model, "fractions", [])  # missing in the harness' own class
+    fractions: list[tuple[float, float]] = getattr(model, "fractions", [])  # the harness's own class has none
     fractions.clear()
     folders = (str(TASKS), *([config.include_path] if config.include_path else []))
     manager = _task_manager(*folders, length=length, tokenizer=tokenizer, limit=config.limit)
@@ -197,9 +197,9 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
 
 @functools.cache
 def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int | None = None) -> Any:
-    """Return the task manager of the harness, including the task files in `folders`.
+    """Return the task manager of the harness, which also finds the task files in `folders`.
 
-    With `length`, RULER generates `limit` documents (None: the default number) of `length` tokens of `tokenizer`.
+    With `length`, RULER generates `limit` documents of `length` tokens of `tokenizer`. None means the default number.
     """
     # Cached because the harness takes seconds to read its thousands of task files.
     from lm_eval.tasks import TaskManager
@@ -228,7 +228,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _responses(sample: Mapping[str, Any]) -> list[Any]:
-    """Return the log-likelihoods of the requests of a document, or texts for a generation task."""
+    """Return the log-likelihoods of a document's requests, or the texts for a generation task."""
     found = []
     for (response,) in (responses[:1] for responses in sample["resps"]):
         found.append(response[0] if isinstance(response, (tuple, list)) else response)
@@ -236,7 +236,7 @@ def _responses(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """Compare with `base`.
+    """Compare the results of a variant with the results `base` of the first variant.
 
     Returns the fraction of documents with the same answer, the absolute differences of log-likelihoods, and the
     difference of every metric with its paired 95 % interval over documents.
@@ -267,7 +267,7 @@ def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """Return the index of the most likely request, or the text of a single generated response, otherwise None."""
+    """Return the index of the most likely request, or the text of a single response, or None for other responses."""
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None
@@ -276,8 +276,8 @@ def _choice(responses: Sequence[Any]) -> Any:
 def _change(name: str, values: Sequence[Any], base: Sequence[Any]) -> list[float]:
     """Return the change of a metric from `base` as [difference, low, high], with its 95 % interval.
 
-    For perplexities, the change is relative. `values` and `base` hold one entry per document: a number, or
-    (log-likelihood, weight) for rolling tasks.
+    For perplexities, the change is relative. `values` and `base` contain one entry per document: a number, or
+    (log-likelihood, weight) for tasks that score whole texts.
     """
     if isinstance(values[0], (list, tuple)):
         weights = np.array([v[1] for v in values], float)

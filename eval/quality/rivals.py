@@ -1,7 +1,7 @@
-"""Selection rules of published systems, as policies: baselines at equal budgets.
+"""Selection rules of published systems, as policies that serve as baselines.
 
-Only the rule that selects tokens is reproduced. Keys and values stay exact, which favours these baselines over the
-systems they are named after.
+Only the rule that selects tokens is reproduced. Keys and values are exact, which favours these baselines over the
+original systems.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...policies.scorer import EntryShape, ScorerPolicy, TokenLists
 from ..core.rival_options import LandmarkOptions, SnapKVOptions
 
 NEWEST = 1e30
-"""Score of a generated token, above every vote."""
+"""Score of a generated token. It is higher than any sum of votes."""
 
 
 class Landmarks(ScorerPolicy[LandmarkOptions]):
-    """Blocks of adjacent tokens, ranked by the score of their mean key (ShadowKV, arXiv 2410.21465)."""
+    """Policy that ranks blocks of adjacent tokens by the score of their mean key (ShadowKV, arXiv 2410.21465)."""
 
     name = "landmarks"
 
@@ -33,7 +33,11 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
         self._block = options.block
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by the mean key of the candidates in their block, the largest over a KV head's query heads."""
+        """Return the score of each token: the product of its block's mean key and the query.
+
+        The mean is over candidate tokens in the block. The result is the largest score over the query heads of a KV
+        head.
+        """
         lists, tokens, _ = keys.entries.shape
         before = keys.first % self._block
         after = -(before + tokens) % self._block
@@ -46,10 +50,10 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
 
 
 class SnapKV(ScorerPolicy[SnapKVOptions]):
-    """Tokens that the last queries of the prompt attended to, chosen once (SnapKV, arXiv 2404.14469).
+    """Policy that selects tokens with much attention from the last queries of the prompt (SnapKV, arXiv 2404.14469).
 
-    An entry is the attention of a token, summed over these queries and the query heads of a KV head. Tokens generated
-    later have the highest score, as SnapKV keeps them all.
+    These queries vote once, at the end of the prefill. An entry is the attention weight of a token, summed over the
+    queries and the query heads of a KV head. Generated tokens get the highest score, because SnapKV keeps all of them.
     """
 
     name = "snapkv"
@@ -68,15 +72,15 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the highest score for new tokens. Queries of a prompt replace it with their votes."""
+        """Return the score of a generated token for new tokens. `on_queries` replaces it for tokens of the prompt."""
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by the largest vote of their neighbourhood."""
+        """Return the score of each token: the largest vote among its neighbouring tokens."""
         return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Replace the votes with votes of the last queries in q `[H, m, d]`, whose tokens are [start, start + m)."""
+        """Set the votes from the last queries in q `[H, m, d]`. The queries belong to the tokens [start, start + m)."""
         stop = start + q.shape[1]
         observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)

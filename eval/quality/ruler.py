@@ -1,6 +1,6 @@
 """Patches for RULER's tasks in the LM Evaluation Harness.
 
-They avoid unnecessary downloads, make the documents reproducible, and limit the number of generated documents.
+The patches avoid unnecessary downloads, make the documents reproducible, and limit the number of generated documents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 MAKERS = ("generate_samples", "sys_kwext", "sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""Document generators in the modules of the tasks; each takes `num_samples`."""
+"""Names of document generators in the modules of the tasks. Each has a parameter `num_samples`."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def without_downloads() -> Iterator[None]:
 
 
 def begin_documents(seed: int) -> None:
-    """Reset the random generators of RULER, so that the task loaded next has reproducible documents."""
+    """Reset the random generators of RULER, so that the next task to be loaded has reproducible documents."""
     random.seed(seed)
     np.random.seed(seed)
     # The cwe task has a module-level generator that is not reset between loads.
@@ -49,7 +49,7 @@ def begin_documents(seed: int) -> None:
 
 @contextmanager
 def first_documents(limit: int | None) -> Iterator[None]:
-    """Limit the tasks loaded in this context to their first `limit` documents (None: all)."""
+    """Limit tasks that are loaded in the body of the `with` statement to `limit` documents (None: no limit)."""
     # Generating all 500 documents takes minutes at 32k tokens.
     from lm_eval.api.task import ConfigurableTask
 

@@ -1,13 +1,14 @@
-"""Tune `infinigen` for one model and text: minimize bytes read under a limit on the missed attention mass.
+"""Choose options of the policy `infinigen` for one model and text.
 
-It is measured with exact scores of every decoded position. The limit applies to the worst layer and therefore
-also to the mean over layers. The objective is the bytes read per decode step in the sparse layers: KV fetched from the
-host, plus the scoring keys and the resident window, which are read on the device.
+The search minimizes the bytes that a decode step reads, while the missed attention mass stays below a limit. The missed
+attention mass is measured with exact scores of every decoded position. The limit applies to the worst layer and
+therefore also to the mean over layers. The bytes are those read in the sparse layers: KV fetched from the host, plus
+the scoring keys and the resident window, which are read on the device.
 
 The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
-`alpha` within the limit, with `max_fraction` unlimited. The last stage tries the smallest `max_fraction` for that
-alpha, a fixed fraction instead of a threshold, and repairs (`max_missed_mass`) from a smaller alpha. Other combinations
-are not tried.
+`alpha` within the limit, with `max_fraction` unlimited. The last stage tries three changes: the smallest `max_fraction`
+for this alpha, a fixed fraction of the tokens instead of a threshold, and the option `max_missed_mass` with a smaller
+alpha. Other combinations are not tried.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ALPHAS = (*(step / 2 for step in range(2, 17)), 9.0, 10.0, 12.0, 15.0, 20.0)
 AIMS = (1.25, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
-"""Values of the option `max_missed_mass`, relative to the limit."""
+"""Tried values of the option `max_missed_mass`, relative to the limit of the search."""
 
 REPAIR_FROM = (1.0, 2.0)
-"""Values of `alpha` combined with repairs (`max_missed_mass`)."""
+"""Tried values of `alpha` in combination with the option `max_missed_mass`."""
 
 STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("scorer", ("int8", "int4", "int2", "partial")),
@@ -44,7 +45,7 @@ STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("recent", (64, 16, 256)),
     ("skew", ("balanced", "svd")),
 )
-"""Options in search order; the first value of each is the starting point."""
+"""Options with their tried values, in search order. The search starts with the first value of each."""
 
 UNLIMITED = 1e9
 """Value of `alpha` that disables the threshold. It is finite so that JSON can represent it."""
@@ -57,7 +58,7 @@ class TuneConfig:
     """Settings of the search.
 
     Attributes:
-        dense_layers: Layers without selection; not searched.
+        dense_layers: Layers without selection. The search does not change them.
     """
 
     max_missed_mass: float = option(0.01, help="limit on the missed attention mass of the worst layer", metavar="M")
@@ -74,7 +75,17 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured setting. `*_bytes` are bytes read per decode step in the sparse layers."""
+    """One setting of the options, and its measured results.
+
+    Attributes:
+        options: Options of the policy.
+        missed: Missed attention mass, mean over the sparse layers.
+        worst: Missed attention mass of the worst layer.
+        attended: Fraction of the context that is attended exactly.
+        fetched_bytes: Bytes of KV fetched from the host per decode step.
+        scoring_bytes: Bytes of scoring keys read on the device per decode step.
+        window_bytes: Bytes of resident KV read on the device per decode step.
+    """
 
     options: Options
     missed: float
@@ -86,15 +97,15 @@ class Trial:
 
     @property
     def bytes(self) -> float:
-        """Objective: total bytes read per decode step."""
+        """Total bytes read per decode step, which the search minimizes."""
         return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
-        """Return whether the mean and the worst layer are within the limit."""
+        """Return whether the missed attention mass is within the limit, as mean and in the worst layer."""
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:
-        """Return the table row."""
+        """Return the row of this trial in the results table."""
         names = ("missed", "worst", "attended", "fetched_bytes", "scoring_bytes", "window_bytes", "bytes")
         shown = " ".join(
             f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "approximate_kv")
@@ -103,14 +114,14 @@ class Trial:
 
 
 class Search:
-    """Staged search. Each setting is measured once."""
+    """Search in stages, one option at a time. Each setting is measured only once."""
 
     def __init__(self, tested: ModelUnderTest, text: Text, config: TuneConfig, done: Callable[[], None]) -> None:
         self.tested, self.text, self.config, self._done = tested, text, config, done
         self.trials: dict[str, Trial] = {}
 
     def measure(self, options: Options) -> Trial:
-        """Measure the setting on the text, or return its cached trial."""
+        """Measure a setting on the text, or return its earlier trial."""
         key = repr(sorted(options.items()))
         if key not in self.trials:
             (scored,) = self.tested.score(Variant("infinigen", options, {"missed_mass_every": 1}), [self.text])
@@ -140,15 +151,19 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes within the limit, else with the lowest missed attention mass."""
+        """Return the trial with the fewest bytes among those within the limit.
+
+        If none is within the limit, return the trial with the lowest missed attention mass.
+        """
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Find by bisection the first value of `name` on the ladder that keeps the limit, else the last value.
+        """Return the trial of the first value of the option `name` on `ladder` that is within the limit.
 
-        Assumes that the missed attention mass decreases along the ladder.
+        If none is, return the trial of the last value. The search by bisection assumes that the missed attention mass
+        decreases along the ladder.
         """
         low, high = 0, len(ladder) - 1
         while low < high:
@@ -171,7 +186,7 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try `max_fraction` with the threshold found, a fixed fraction instead of the threshold, and repairs."""
+        """Try `max_fraction` with the best threshold, a fixed fraction without threshold, and `max_missed_mass`."""
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -182,7 +197,7 @@ class Search:
 
 
 def most_trials() -> int:
-    """Return an upper bound of the number of measured settings, for progress bars."""
+    """Return the maximum number of settings that a search measures, for progress bars."""
 
     def steps(ladder: Sequence[float]) -> int:
         return math.ceil(math.log2(len(ladder))) + 1
@@ -192,7 +207,7 @@ def most_trials() -> int:
 
 
 def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
-    """Take the first `context` tokens (at most `positions`). The last `scored` of them are decoded and scored.
+    """Return the first `context` tokens of a text, but at most `positions`. The last `scored` tokens are scored.
 
     Raises InputError if the text is too short.
     """
@@ -206,9 +221,10 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
 def run_tune(
     tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
-    """Search on `text` (called `name`) and write skew.safetensors, policy.json and the table of all trials to `out`.
+    """Search on `text`, which is called `name` in results.
 
-    If no setting keeps the limit, the setting with the lowest missed attention mass is written, and "kept" is false.
+    Write skew.safetensors, policy.json and a table of all trials to `out`. If no setting is within the limit, write the
+    setting with the lowest missed attention mass, with "kept" set to false.
 
     Raises:
         InputError: If the text is too short, or if `out` cannot be written.

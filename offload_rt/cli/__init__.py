@@ -1,4 +1,6 @@
-"""The command line: subcommands and exit codes. User errors are one line on stderr and exit code 2; Ctrl-C is 130.
+"""The command line `offload-rt`: its subcommands and exit codes.
+
+An error of the user is reported as one line on stderr with exit code 2. After Ctrl-C the exit code is 130.
 
 torch and transformers are imported only when a command runs, so that `--help` and usage errors are fast.
 """
@@ -29,7 +31,7 @@ EXTRAS = {
     "lm_eval": "eval", "datasets": "eval", "matplotlib": "plot", "optimum": "bench", "ray": "ray",
     "llguidance": "structured",
 }  # fmt: skip
-"""Optional packages and the extras that install them."""
+"""Optional packages, each with the extra of this package that installs it."""
 
 COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, evaluate)
 
@@ -51,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("offload-rt: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader closed stdout, as `head` does; the flush at exit must not fail again
+    except BrokenPipeError:  # the reader closed stdout, as `head` does; prevent a second error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Suppress warnings of libraries, and print each warning of this package as one line on stderr."""
+    """Suppress warnings of libraries. Print each warning of this package as one line on stderr."""
     quiet_transformers()
     package = str(Path(__file__).parents[1])
 
@@ -73,7 +75,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 class _Version(argparse.Action):
-    """Print the version and exit. The package is imported only here."""
+    """Action that prints the version and exits. It imports the package only when it is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed: object) -> None:
         from .. import __version__
@@ -88,9 +90,9 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser with one-line errors. Optional positional arguments may follow flags.
+    """Argument parser that reports an error in one line and accepts optional positional arguments after flags.
 
-    argparse treats an optional positional argument as missing if a flag precedes it.
+    argparse itself treats an optional positional argument as missing if a flag precedes it.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -102,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help with a short usage line, because the options are listed below it."""
+        """Return the help text. Its usage line is short: it lists no options, because the help describes them below."""
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])
@@ -113,7 +115,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return a hint with the known option or command closest to the wrong one in `message`, or ""."""
+        """Return a hint for the unknown option or command in the error message, or "" if there is none.
+
+        The hint names the known option or command with the most similar spelling.
+        """
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
             return ""
         choices = [name for action in self._actions for name in (action.choices or ())] if wrong[2] else self._options
@@ -122,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def _options(self) -> list[str]:
-        """Options of this parser and of its subcommands."""
+        """All options of this parser and of its subcommands."""
         inner = [sub for action in self._actions if isinstance(action, argparse._SubParsersAction)
                  for sub in action.choices.values()]  # fmt: skip
         found = [name for parser in (self, *inner) for action in parser._actions for name in action.option_strings]

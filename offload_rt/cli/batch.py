@@ -24,7 +24,7 @@ from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling
 from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
-"""Called with the number of processed requests and the number of all requests."""
+"""Function that shows progress. It gets the number of processed requests and the number of all requests."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,9 +85,9 @@ class BatchRequest:
     """One line of the input file. Either `prompt` or `messages` is set.
 
     Attributes:
-        id: Id of the request. Default: the line number, from 1.
-        prompt: Text or token ids.
-        messages: Conversation.
+        id: Id of the request. By default it is the line number, counted from 1.
+        prompt: Text or token ids of the prompt, or None.
+        messages: Messages of a conversation, or None.
         sampling: Fields of `SamplingParams` that the request sets.
     """
 
@@ -98,7 +98,7 @@ class BatchRequest:
 
     @property
     def beginning(self) -> str:
-        """Sort key that groups requests with a common prefix."""
+        """Beginning of the prompt. Requests are sorted by it, so that requests with a common prefix run together."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
@@ -117,7 +117,7 @@ def read_requests(path: Path, defaults: Mapping[str, Any]) -> list[AnyRequest]:
         InputError: A line is invalid, or an id occurs twice.
     """
     try:
-        # Not splitlines(): JSON strings may contain other line separators.
+        # `splitlines()` would also split at other line separators, which JSON strings may contain.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {str(path)!r}: {error}") from error
@@ -148,9 +148,9 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Results:
-    """Append-only result file of one process. `done` contains the ids of the existing results.
+    """Result file of a batch, to which one process appends results. `done` contains the ids of all results in the file.
 
-    Opening the file removes an incomplete last line, which a killed process may leave. Raises InputError if the file
+    When the file is opened, an incomplete last line of a killed process is removed. Raises InputError if the file
     cannot be written, is locked by another process, or contains other data.
     """
 
@@ -180,9 +180,9 @@ class Results:
         self._file.truncate(whole)
 
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Append results and flush them to disk."""
+        """Append results, and wait until they are on disk."""
         lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
-        # "backslashreplace" escapes lone surrogates of a request as JSON does.
+        # "backslashreplace" writes lone surrogates, which a request may contain, as JSON escapes.
         self._file.write("".join(lines).encode(errors="backslashreplace"))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -207,7 +207,10 @@ def _failed(result: Mapping[str, Any]) -> bool:
 def process(
     llm: Any, requests: Sequence[AnyRequest], defaults: Mapping[str, Any], at_once: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the results of groups of at most `at_once` requests. Failed requests get a result with the error."""
+    """Process requests in groups of at most `at_once`, and yield the results of each group.
+
+    A failed request gets a result with its error.
+    """
     for group in in_groups([one for one in requests if isinstance(one, BatchRequest)], at_once):
         yield process_group(llm, group, defaults)
     if openai := in_groups([one for one in requests if isinstance(one, ServerRequest)], at_once):
@@ -215,13 +218,16 @@ def process(
 
 
 def in_groups(requests: Sequence[R], at_once: int) -> list[list[R]]:
-    """Group requests with common prefixes, at most `at_once` per group."""
+    """Split requests into groups of at most `at_once`.
+
+    Requests with a common prefix are in the same group if possible.
+    """
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]
 
 
 def process_group(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the result or the error of each request of a group."""
+    """Process a group of requests. Return a result or an error for each request."""
     try:
         return _results_of(llm, group, defaults)
     except OffloadError as error:
@@ -246,7 +252,10 @@ def _results_of(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[st
 
 
 class Worker:
-    """Ray Data actor with an engine. Input and output rows contain the requests and the results of a group as JSON."""
+    """Ray Data actor with one engine.
+
+    Its input and output rows contain the requests and the results of a group as JSON.
+    """
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM
@@ -266,10 +275,11 @@ def process_on_ray(
     at_once: int,
     workers: int,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process requests with `workers` engines on the cluster of RAY_ADDRESS, or on a new local cluster.
+    """Process requests with `workers` engines on a Ray cluster, and yield results by group as they are completed.
 
-    Each group is one row of the data set, so that one engine computes a common prefix. If an actor dies, Ray Data
-    assigns its row to another actor and returns each row once. The groups are in the order of completion.
+    The cluster is the one that the environment variable RAY_ADDRESS names, or else a new local cluster. Each group is
+    one row of Ray's data set, so one engine computes the common prefix of a group. If an actor dies, Ray Data assigns
+    its row to another actor, and returns each row once.
 
     Raises ConfigError if Ray Data is not installed or the engines fail.
     """

@@ -1,4 +1,4 @@
-"""`offload-rt chat`: a conversation with a stored session, with slash commands."""
+"""`offload-rt chat`: a conversation in the terminal, with slash commands. Its session is stored on disk."""
 
 from __future__ import annotations
 
@@ -74,15 +74,16 @@ def add(commands: Any) -> None:
 
 
 class Chat:
-    """Read lines until /quit or the end of input. Responses go to stdout, all other text to `console` (stderr).
+    """Conversation in the terminal: read lines until /quit or the end of the input.
 
-    User errors print one line and leave the session unchanged.
+    Responses go to stdout, and all other text to `console` (stderr). A user error prints one line and leaves the
+    session unchanged.
     """
 
     def __init__(
         self, llm: LLM, session: Session, params: SamplingParams, console: Console, *, saved: bool = True
     ) -> None:
-        """`saved`: Whether the store is kept after the chat."""
+        """Create the conversation. `saved` tells whether the store remains after the chat."""
         self._llm, self._session, self._params, self._console = llm, session, params, console
         self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {
@@ -92,7 +93,7 @@ class Chat:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Run the chat and close the session at the end."""
+        """Run the chat. Close the session at the end."""
         with closing(self._session):
             self._greet()
             for line in self._lines():
@@ -112,11 +113,14 @@ class Chat:
         self._print(f"session {self._session.name!r} is saved")
 
     def _lines(self) -> Iterator[str]:
-        """Yield the non-empty input lines, with backslash continuations joined. Ctrl-C discards the current input."""
+        """Yield the non-empty input lines. Ctrl-C discards the line that is being typed.
+
+        A line that ends with a backslash is joined with the next line.
+        """
         parts: list[str] = []
         if sys.stdin.isatty():
             with suppress(ImportError):
-                import readline  # noqa: F401  (input() then edits lines and takes pasted ones whole)
+                import readline  # noqa: F401  (enables line editing and multi-line paste in input())
         while True:
             try:
                 line = input(PROMPT) if sys.stdin.isatty() else sys.stdin.readline()
@@ -186,7 +190,7 @@ class Chat:
     # ------------------------------------------------------------------------------------------------------- commands
 
     def _read(self, rest: str) -> None:
-        """Send a file. A name that contains spaces must be in double quotes."""
+        """Send the content of a file as a message. A file name that contains spaces must be in double quotes."""
         path, _, words = rest[1:].partition('"') if rest.startswith('"') else rest.partition(" ")
         if not path:
             raise InputError("/read needs a file: write /read FILE [words]")

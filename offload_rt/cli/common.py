@@ -1,4 +1,4 @@
-"""Helpers shared by the subcommands."""
+"""Helpers that several subcommands of `offload-rt` use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def default_store() -> Path:
-    """Return the folder of the default store: `$XDG_DATA_HOME/offload-rt/store`, or below `~/.local/share`."""
+    """Return the default store's folder: `offload-rt/store` in `$XDG_DATA_HOME` or `~/.local/share`."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "offload-rt" / "store"
 
 
@@ -37,7 +37,10 @@ INTERRUPTED = 130
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, model: bool = True
 ) -> argparse.ArgumentParser:
-    """Add a subcommand described by the docstring of `run`, with MODEL and --dtype if `model` is true."""
+    """Add a subcommand. The docstring of `run` becomes its description in `--help`.
+
+    If `model` is true, the subcommand gets the argument MODEL and the flag `--dtype`.
+    """
     summary = " ".join((run.__doc__ or "").split())
     head = summary.split(". ")[0].split(";")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(name, help=head, description=summary)
@@ -61,9 +64,9 @@ def token_count(text: str) -> int:
 
 
 def check_before_loading(model: str, config: EngineConfig, *, text: bool = True) -> None:
-    """Raise an error for a model or host memory that is not there. Imports neither torch nor transformers.
+    """Raise an error if the model does not exist, or if the machine has less memory than `host_memory`.
 
-    `text`: whether the command needs a tokenizer.
+    This is fast, because it imports neither torch nor transformers. `text` tells whether the command needs a tokenizer.
     """
     memory_limit(config.host_memory, at_most=1 << 62)
     hub = hub_of(config)
@@ -77,7 +80,7 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
 
 
 def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool = True) -> LLM:
-    """Load a model after `check_before_loading`. If `console` is a terminal, it shows the current task."""
+    """Call `check_before_loading` and load a model. If `console` is a terminal, show the current loading task."""
     check_before_loading(model, config, text=text)
 
     from ..llm import LLM
@@ -100,10 +103,11 @@ def stderr_console(quiet: bool) -> Console:
 
 @contextmanager
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Record Ctrl-C inside the block. Yield a function, to be called often, that raises KeyboardInterrupt after Ctrl-C.
+    """Record Ctrl-C while the body of the `with` statement runs, instead of raising KeyboardInterrupt immediately.
 
-    Python drops a KeyboardInterrupt that is raised in a destructor or a weak reference callback. There is no effect
-    outside the main thread, because only the main thread receives signals.
+    Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed. The body must call it often. The reason is
+    that Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference callback. Outside the
+    main thread this has no effect, because only the main thread receives signals.
     """
     pressed = False
 

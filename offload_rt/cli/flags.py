@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of configuration classes."""
+"""Create command-line flags from the fields of configuration classes, and configurations from parsed flags."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 POLICY_OPTION = "policy_option_"
-"""Prefix of policy options in the parsed arguments, because the engine and a policy both have an option `skew`."""
+"""Prefix for names of policy options in the parsed arguments.
+
+It is needed because the engine and a policy both have an option `skew`.
+"""
 
 COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
 """Fields of `EngineConfig` whose flags come first in `--help`."""
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
-"""Sampling parameters of the command line if the checkpoint has none."""
+"""Default sampling parameters of the command line, for checkpoints that define none."""
 
 STORE_OPTION = "store_option_"
 SAMPLING = "sampling_"
@@ -34,7 +37,7 @@ SAMPLING = "sampling_"
 _UNITS = {Size: "SIZE", Duration: "TIME"}
 
 Groups = dict[str, Any]
-"""Argument groups by title."""
+"""Argument groups of a parser by title."""
 
 
 def group_of(parser: argparse.ArgumentParser, groups: Groups, title: str) -> Any:
@@ -52,17 +55,17 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add the flag of a dataclass field that was created by `config_fields.option`.
+    """Add a flag for a dataclass field that was created by `config_fields.option`.
 
-    A missing flag is None, so that defaults are defined only in the dataclass.
+    If the user does not give the flag, its value is None. Defaults are defined only in the dataclass.
 
     Args:
         group: Argument group.
         owner: Dataclass of the field.
         field: The field.
         prefix: Prefix of the name in the parsed arguments.
-        suffix: Text after the field's help.
-        metavar: Metavar instead of the field's.
+        suffix: Text to append to the field's help.
+        metavar: Metavar to use instead of the field's own metavar.
     """
     option = option_of(field)
     kind = _without_none(field_types(owner)[field.name])
@@ -80,7 +83,7 @@ def add_option(
 
 
 def _default_text(field: Field[Any], help: str) -> str:
-    """Return " (default: X)", or "" if there is no default or `help` describes it."""
+    """Return " (default: X)", or "" if the field has no default or `help` already describes the default."""
     if field.default is None or field.default is MISSING or "default" in help:
         return ""
     plain = {True: "yes", False: "no"}.get(field.default) if isinstance(field.default, bool) else str(field.default)
@@ -88,12 +91,15 @@ def _default_text(field: Field[Any], help: str) -> str:
 
 
 def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of a dataclass that are set by flags."""
+    """Return the fields of the dataclass `owner` that the user has set by flags."""
     return given(args, [field.name for field in fields(owner)], prefix)
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return the arguments that are set. Defaults are defined only in the Python API."""
+    """Return the parsed arguments `names` that the user has set, without `prefix`.
+
+    Arguments that are None are left out.
+    """
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 
@@ -106,7 +112,10 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> Any:
-    """Return the converter of a flag value. The configuration itself parses types such as `config.Size`."""
+    """Return the function that converts the text of a flag to a value of type `kind`.
+
+    Types such as `config.Size` stay texts, because the configuration parses them.
+    """
     if get_origin(kind) is tuple:
         return _layers
     return kind if kind in (int, float, Path) else str
@@ -123,9 +132,9 @@ def _layers(text: str) -> tuple[int, ...]:
 def add_engine_flags(
     parser: argparse.ArgumentParser, config: type[EngineConfig] = EngineConfig, *, plan: bool = False
 ) -> None:
-    """Add all fields of `config` that have a group, and all policy options.
+    """Add flags for all fields of `config` that have a group, and for all policy options.
 
-    `plan`: only the fields that affect memory requirements.
+    With `plan`, add only flags that affect the memory requirements.
     """
     groups: Groups = {}
     common = group_of(parser, groups, "common engine options")
@@ -149,7 +158,7 @@ def add_engine_flags(
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
-    """Return the configuration set by the flags and the fields in `more`. Raises ConfigError."""
+    """Return a configuration from the user's flags and the fields in `more`. Raises ConfigError."""
     options = given(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
     eviction, exact = given_options(args, EvictionOptions, "eviction_"), given_options(args, DraftOptions, "exact_")
     if "protect" in eviction and "policy" not in eviction:
@@ -162,7 +171,7 @@ def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineC
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Return the options of the policies by name, each with the first class that defines it."""
+    """Return the options of the policies by option name. Each comes with the first class that defines it."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)
@@ -188,10 +197,10 @@ def _add_policy_options(parser: argparse.ArgumentParser, common: Any) -> None:
 
 
 def in_flags(message: str, args: argparse.Namespace) -> str:
-    """Replace the names of Python parameters in an error message by flags: "top_k=-2" by "--top-k -2"."""
+    """Replace the names of Python parameters in an error message by flags, for example "top_k=-2" by "--top-k -2"."""
     flags: dict[str, str] = {}
     actions = [] if (parser := getattr(args, "parser", None)) is None else parser._actions
-    # If two options have the same name, the one that was given is meant.
+    # If two options have the same name, use the flag that the user has given.
     for action in sorted(actions, key=lambda action: getattr(args, action.dest, None) is not None):
         name = "eviction" if action.dest == "eviction_policy" else action.dest
         for prefix in (POLICY_OPTION, STORE_OPTION, SAMPLING, "eviction_", "exact_"):
@@ -208,7 +217,7 @@ def in_flags(message: str, args: argparse.Namespace) -> str:
 
 
 def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add --store and the flags of `StoreOptions`. If it is not required, add --no-store."""
+    """Add `--store` and flags for `StoreOptions`. If a store is not required, also add `--no-store`."""
     group = parser.add_argument_group("store")
     if required:
         group.add_argument("--store", required=True, metavar="DIR", help="folder of stored sessions")
@@ -228,9 +237,9 @@ def store_options(args: argparse.Namespace) -> StoreOptions:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_tokens: str | None = None) -> None:
-    """Add the sampling flags, with the flags for several outputs if `several` is true.
+    """Add the sampling flags. `several` also adds flags for several outputs per prompt.
 
-    `max_tokens`: help of `--max-new-tokens`.
+    `max_tokens` is the help text of `--max-new-tokens`, or None for the default text.
     """
     group = parser.add_argument_group("sampling")
 
@@ -251,17 +260,17 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
     group.add_argument("--stop", dest=f"{SAMPLING}stop", action="append", metavar="TEXT", help=more)
     more = "continue after the end-of-text token"
     group.add_argument("--ignore-eos", dest=f"{SAMPLING}ignore_eos", action="store_true", default=None, help=more)
-    if several:  # these cannot be streamed
+    if several:  # several outputs cannot be streamed
         add("-n", "n", int, "N", "number of texts, printed when complete (default: 1)")
         add("--num-beams", "num_beams", int, "N", "beam search of this width")
         add("--length-penalty", "length_penalty", float, "P", "above 0 favours long beams")
 
 
 def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling fields for a model: the given ones, and defaults that suit small models.
+    """Return the sampling parameters for a model: the parameters in `given`, completed by `SAMPLED`.
 
-    The defaults apply if neither the flags nor the checkpoint choose how to sample. The Python API samples from the
-    model's distribution unchanged, as vLLM does.
+    `SAMPLED` is used only if neither the flags nor the checkpoint define how to sample. Without it, as in the Python
+    API and in vLLM, tokens are sampled from the unchanged distribution, which gives poor texts with small models.
     """
     known, unchanged = llm.get_default_sampling_params(), SamplingParams()
     filters = ("temperature", "top_k", "top_p", "min_p")
@@ -270,7 +279,10 @@ def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling fields that are set. Raises ConfigError before the model is loaded."""
+    """Return the sampling parameters that the user has set by flags.
+
+    Raises ConfigError for invalid values, before a model is loaded.
+    """
     found = given_options(args, SamplingParams, SAMPLING)
     SamplingParams(**found)
     return found

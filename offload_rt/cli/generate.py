@@ -1,4 +1,4 @@
-"""`offload-rt generate`. Generated text goes to stdout, all other output to stderr."""
+"""`offload-rt generate`: continue a text. The new text goes to stdout, and all other output to stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TAIL = 40
 """Number of prompt tokens to show before the new text."""
 
 _SEAM = 8
-"""Maximum growth of a truncated text, in tokens, when it is tokenized again."""
+"""Maximum number of additional tokens if a truncated text is tokenized again. Cutting changes the tokens at the cut."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if _several(params):
         return _write_all(llm, prompt, params, console)
     if args.compare_full and params.seed is None:
-        params = replace(params, seed=secrets.randbits(31))  # full attention samples with the same random numbers
+        params = replace(params, seed=secrets.randbits(31))  # full attention must use the same random numbers
     written, finished = _write_stream(llm, prompt, params, console)
     stats = _report(llm, args, console)
     if args.compare_full and finished:
@@ -127,15 +127,16 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
-    """Return the context length for the device memory plan, if the flags determine it."""
+    """Return the context length for the device memory plan as a keyword argument, if the flags determine the length."""
     if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
     return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
 
 
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """Return the first `--prompt-tokens` tokens of the text, or all, shortened by `--truncate` to the context length.
+    """Return the token ids of the prompt.
 
+    These are the first `--prompt-tokens` tokens of the text, or all. `--truncate` shortens them to the context length.
     Raises InputError if the text is too long and `--truncate` is not given.
     """
     ids, wanted = llm.encode(text), args.prompt_tokens
@@ -168,9 +169,9 @@ def _chat_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) ->
 
 
 def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> tuple[list[int], bool]:
-    """Stream the new text to stdout, after the end of the prompt on stderr.
+    """Stream the new text to stdout. Before that, show the end of the prompt on stderr.
 
-    Return the new tokens, and False if Ctrl-C stopped it.
+    Return the new tokens, and whether the text is complete (False after Ctrl-C).
     """
     written: list[int] = []
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
@@ -192,7 +193,7 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
-    """Write several texts to stdout when all are complete, each after a status line on stderr."""
+    """Write several texts to stdout when all are complete. A status line on stderr precedes each text."""
     [output] = llm.generate([prompt], params)
     for one in output.outputs:
         console.print(
@@ -204,7 +205,10 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
 
 
 def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print the summary, or with --stats the statistics table, on stderr. Return the statistics; {} without any."""
+    """Print a summary on stderr, or all statistics with `--stats`.
+
+    Return the statistics as a dictionary, which is empty if there are none.
+    """
     from .tables import stats_table, summary_table
 
     stats = llm.last_stats
@@ -219,9 +223,9 @@ def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, A
 def _compare(
     llm: LLM, prompt: list[int], written: list[int], params: SamplingParams, plot: str | None, console: Console
 ) -> dict[str, Any]:
-    """Show the continuation by full attention and how the text differs from it. Return the comparison as a dictionary.
+    """Generate the same continuation with full attention and show how the texts differ.
 
-    `plot`: PNG file to write, or None.
+    Return the comparison as a dictionary. If `plot` is given, also write a plot to this PNG file.
     """
     from ..eval.quality.comparison import compare
     from .tables import comparison_table, texts_table

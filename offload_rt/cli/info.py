@@ -1,4 +1,4 @@
-"""`offload-rt info`."""
+"""`offload-rt info`: show the memory requirements of a model and a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a batch in OpenAI's format: each line has a path of the server and a body."""
+"""Process lines of a batch file in the format of OpenAI's Batch API: each has a path of the server and a body."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions")
-"""Paths whose bodies use the field names of `SamplingParams`, so that sampling flags are defaults for them."""
+"""Paths whose bodies have the field names of `SamplingParams`. The sampling flags set defaults for these fields."""
 
 PATHS = (*SAMPLED, "/v1/responses")
 
 NO_LIMIT = 1 << 30
-"""Timeout in seconds and maximum body size in bytes, both never reached."""
+"""Timeout in seconds and maximum body size in bytes for the server's application. Both are never reached."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ServerRequest:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> ServerRequest:
-        """Check a line. Raises ConfigError."""
+        """Check a line and convert it to a request. Raises ConfigError if it is invalid."""
         id, path, body = line.get("custom_id"), line.get("url"), line.get("body")
         check(isinstance(id, str) and bool(id), "its custom_id must be a non-empty string")
         check(line.get("method", "POST") == "POST", "its method must be POST")
@@ -53,7 +53,7 @@ class ServerRequest:
 
     @property
     def beginning(self) -> str:
-        """Sort key that groups requests with a common prefix."""
+        """Beginning of the prompt. Requests are sorted by it, so that requests with a common prefix run together."""
         names = ("instructions", "messages", "prompt", "input")
         return json.dumps([self.path, *(self.body.get(name) for name in names)])
 
@@ -61,9 +61,10 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the result lines of groups of requests, computed by the server's application without a network.
+    """Yield the result lines for groups of requests.
 
-    Raises ConfigError if the server's packages are not installed.
+    The server's application computes them in this process, without a network. Raises ConfigError if the server's
+    packages are not installed.
     """
     if not importlib.util.find_spec("fastapi"):
         raise ConfigError(f"batches in OpenAI's format need the server: {install_command('serve')}")

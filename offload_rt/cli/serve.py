@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 DEFAULT_LIMIT = 32 << 30
-"""Maximum size of the default store in bytes, if no limit is set."""
+"""Size limit of the default store in bytes. It is used if the user sets no limit."""
 
 _log = logging.getLogger("offload_rt.server")
 
 KEY_VARIABLE = "OFFLOAD_RT_API_KEY"
-"""Environment variable for an API key. Unlike a flag, it does not appear in process listings."""
+"""Environment variable with an API key. Unlike a flag, its value does not appear in process listings."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Store:
-    """Choice of a store. `folder` is None if nothing is stored. `chosen`: the user has named the folder."""
+    """The store that the flags choose.
+
+    Attributes:
+        folder: Folder of the store, or None if nothing is stored on disk.
+        options: Options of the store.
+        chosen: Whether the user has named the folder, so that it is not the default store.
+    """
 
     folder: Path | None
     options: StoreOptions
@@ -78,7 +84,7 @@ class _Store:
 
     @property
     def documents(self) -> Path | None:
-        """Folder of conversations and responses."""
+        """Folder of conversations and responses, or None if they stay in memory."""
         from ..storage.folder import SERVER_FOLDER
 
         return None if self.folder is None else self.folder / SERVER_FOLDER
@@ -101,10 +107,10 @@ def _store(args: argparse.Namespace) -> _Store:
 
 
 def _engine(llm: LLM, max_waiting: int, store: _Store) -> tuple[AsyncLLM, Path | None]:
-    """Return an engine with the store, and the folder of its documents.
+    """Return an engine that uses the store, and the folder for its documents.
 
-    If another process writes to the default store, it is opened read-only. If the default store cannot be used, the
-    server starts without a store.
+    If another process writes to the default store, the store is opened read-only. If the default store cannot be used
+    at all, the server starts without a store.
     """
     from ..async_llm import AsyncLLM
 

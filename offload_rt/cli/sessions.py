@@ -15,7 +15,7 @@ from ..utils.units import format_duration, format_size, parse_duration
 from .common import add_command, default_store
 
 PIPED = 500
-"""Table width if stdout is not a terminal, large enough to avoid line breaks."""
+"""Table width in characters if stdout is not a terminal. It is large enough to avoid line breaks."""
 
 
 def run(args: argparse.Namespace) -> int:

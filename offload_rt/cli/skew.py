@@ -1,4 +1,4 @@
-"""`offload-rt skew`."""
+"""`offload-rt skew`: calibrate a model and write its skew artifact."""
 
 from __future__ import annotations
 

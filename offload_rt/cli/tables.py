@@ -1,4 +1,4 @@
-"""Terminal tables of run statistics, skewing reports and memory plans."""
+"""Tables for the terminal: run statistics, skewing reports and memory plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..skewing.fold import SkewReport
 
 Rows = list[tuple[str, str]]
-"""Pairs of name and value."""
+"""Rows of a table, each a pair of name and value."""
 
 
 def _percent(fraction: float | None) -> str:
@@ -156,7 +156,7 @@ def _table(title: str, *sections: Rows) -> Table:
 
 
 def summary_table(stats: Stats) -> Table:
-    """Return a table of the statistics that most users need."""
+    """Return a table with the statistics that most users need."""
     selects = len(stats.dense_layers) < stats.layers
     per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
@@ -176,13 +176,13 @@ def summary_table(stats: Stats) -> Table:
 
 
 def stats_table(stats: Stats) -> Table:
-    """Return a table of all statistics of a run. Fractions are means over layers and decode steps."""
+    """Return a table with all statistics of a run. Fractions are means over layers and decode steps."""
     rows = (_run_rows, _time_rows, _transfer_rows, _attention_rows, _memory_rows)
     return _table("Statistics", *(make(stats) for make in rows))
 
 
 def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequence[int], full: Sequence[int]) -> Table:
-    """Return two texts side by side. The text after the first different token is bold."""
+    """Return a table with two texts side by side. The text after the first token that differs is bold."""
     same = next(
         (i for i, (a, b) in enumerate(zip(written, full, strict=False)) if a != b), min(len(written), len(full))
     )
@@ -197,11 +197,14 @@ def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequen
 
 
 CLOSE, VISIBLE = 0.01, 0.1
-"""KL divergences in nats: below the first, sampled texts hardly differ; above the second, they differ visibly."""
+"""Thresholds of the KL divergence in nats.
+
+Below CLOSE, sampled texts hardly differ; above VISIBLE, they differ visibly.
+"""
 
 
 def comparison_table(found: Comparison) -> Table:
-    """Return a table of quality, speed, transfers and memory beside full attention."""
+    """Return a table that compares quality, speed, transfers and memory with full attention."""
     policy, full = found.policy, found.full
     if found.kl < CLOSE:
         verdict = "practically the same distribution"
@@ -250,7 +253,7 @@ def skew_table(model: str, report: SkewReport) -> Table:
 
 
 def _host_weight_rows(shape: ModelShape) -> Rows:
-    """Return the rows for experts and embedding in host memory."""
+    """Return the rows about experts and embeddings in host memory."""
     rows: Rows = []
     if shape.placement.experts is not None and shape.sizes.experts is not None:
         experts = shape.sizes.experts
@@ -274,7 +277,7 @@ def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
 
 
 def _plan_rows(plan: DevicePlan) -> Rows:
-    """Return the rows for the placement of weights and scoring keys, and for the transfers of a decode step."""
+    """Return the rows about the placement of weights and scoring keys, and about the transfers of a decode step."""
     costs, layers = plan.costs, plan.costs.shape.geometry.layers
     keys = "on the host" if plan.keys_on_host else "on the device" if costs.demand.key_bytes else "none"
     streamed = ", ".join(map(str, plan.streamed))
@@ -301,7 +304,7 @@ def requirements_table(
 ) -> Table:
     """Return a table of the memory that one sequence needs, the free memory, and the device memory plan.
 
-    `shape` adds the weights in host memory.
+    If `shape` is given, the table also lists weights in host memory.
     """
     free = [("host memory", f"{format_size(machine.host_free)}, for KV {format_size(machine.pool_limit)}")]
     if machine.device_free is not None:

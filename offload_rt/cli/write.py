@@ -1,4 +1,4 @@
-"""`offload-rt write`: a long document that can be interrupted and resumed. Its text goes to a file."""
+"""`offload-rt write`: write a long document to a file. The command can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _write(
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[WritingProgress], None]]:
-    """Yield a function that shows progress on a terminal. Without a terminal it has no effect."""
+    """Yield a function that shows progress if `console` is a terminal, and does nothing otherwise."""
     import psutil
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -75,9 +75,9 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
     """Return token ids, shortened to `room` tokens if there are more.
 
     Args:
-        truncate: Part to remove: "head", "tail" or "middle" ("middle" keeps equal parts of beginning and end). None
-            removes nothing.
-        what: Name of the text in error messages.
+        truncate: Part to remove: "head", "tail" or "middle" ("middle" keeps equal parts of beginning and end). With
+            None, the text is not shortened.
+        what: Name of the text for error messages.
 
     Raises:
         InputError: The text is too long and `truncate` is None, or nothing would remain.

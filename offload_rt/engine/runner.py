@@ -1,4 +1,7 @@
-"""Run sequences of one model with one policy: prefill and decode steps. The engine does queueing and sampling."""
+"""Run sequences of one model with one policy: prefill and decode steps.
+
+The engine (`engine.py`) queues requests and samples tokens; the runner only computes logits.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from .thread_choice import ThreadChoice
 
 
 class Runner(SequenceManager):
-    """Prefill and decode the sequences of one model, and own its weights and CUDA graphs."""
+    """Run prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
 
     def __init__(
         self,
@@ -73,7 +76,10 @@ class Runner(SequenceManager):
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence. Its full blocks stay in the prefix tree. If this raises, a second call frees the rest."""
+        """Free a sequence. Its full blocks stay in the prefix tree.
+
+        If this raises an error, call it again to free the remaining memory.
+        """
         if sequence.drafter is not None:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
@@ -182,18 +188,18 @@ class Runner(SequenceManager):
             sequence.check_state()
             sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
-            if self.snapshots is not None and not self.approximates:
+            if self.snapshots is not None and (sequence.keeps_decoded or not self.approximates):
                 self.snapshots.after_step(sequence)
         batch[0].trace.step_weights += self.weight_use.since(used)
         return logits
 
     @property
     def weight_use(self) -> WeightUse:
-        """Totals of weights copied to the device so far."""
+        """Transfer counters of weights that are not on the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:
-        """Assert that pool, sequences and policy states agree."""
+        """Assert that the pool, the sequences and the policy states are consistent."""
         super().check_integrity()
         if self.weights is not None:
             self.weights.check_integrity()

@@ -33,7 +33,7 @@ MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if
 
 
 class SequenceManager:
-    """Own the KV cache, the recurrent state and the transfers of one model, and the sequences that use them.
+    """The sequences of one model and policy, with their KV cache, recurrent state and transfers.
 
     The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
     of a sequence describe the same tokens.
@@ -48,7 +48,7 @@ class SequenceManager:
         config: EngineConfig,
         plan: DevicePlan | None = None,
     ) -> None:
-        """`plan`: limits on device memory."""
+        """`plan` contains limits on device memory. None means no limits."""
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.adapter = plan, model.adapter
         self.reclaimables: list[Reclaimable] = []
@@ -116,8 +116,8 @@ class SequenceManager:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites KV of its own tokens if the pool is full. PoolFullError then means that the
-        device is full, or that a fork still uses blocks that have left a sliding window.
+        With eviction, a sequence overwrites KV of its earlier tokens if the pool is full. PoolFullError then means that
+        the device is full, or that a fork still uses blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
@@ -194,6 +194,7 @@ class SequenceManager:
         exact: int,
         shift: int = 0,
         provenance: str = "",
+        snapshot: int | None = None,
     ) -> Sequence:
         """Return a sequence that owns `blocks`, for example blocks of a stored session.
 
@@ -207,12 +208,32 @@ class SequenceManager:
             exact: Number of tokens at the start whose KV an exact prefill computed.
             shift: Number of earlier tokens that were truncated from the start of the text.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
+            snapshot: Slot with the recurrent state after the known tokens, which is copied. None if a snapshot is
+                cached with the blocks, or if the model has no recurrent state.
         """
-        assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
-        return self._create(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
+        return self._create(
+            blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance, snapshot=snapshot
+        )
+
+    def continues(self, sequence: Sequence) -> bool:
+        """Return whether the KV of an idle sequence can be read, and its recurrent state is on the device."""
+        return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Free the recurrent state of a sequence that ends. Its full blocks and their snapshots stay cached.
+
+        Tokens after the last full block have no KV any more, because no snapshot follows them.
+        """
+        assert self.states is not None
+        self.transfer.storage.settle(sequence.blocks)
+        self._publish(sequence)
+        sequence.position = sequence.position // BLOCK_SIZE * BLOCK_SIZE
+        sequence.exact = min(sequence.exact, sequence.position)
+        self.pool.truncate(sequence.blocks, min(sequence.blocks.length, sequence.position))
+        self._release_state(sequence)
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
@@ -233,7 +254,15 @@ class SequenceManager:
     @device_guard
     @torch.inference_mode()
     def _create(
-        self, blocks: BlockTable, tokens: Seq[int], *, known: int, exact: int, shift: int, provenance: str
+        self,
+        blocks: BlockTable,
+        tokens: Seq[int],
+        *,
+        known: int,
+        exact: int,
+        shift: int,
+        provenance: str,
+        snapshot: int | None = None,
     ) -> Sequence:
         """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
         with self.cache_manager.released_on_error(blocks):
@@ -245,10 +274,10 @@ class SequenceManager:
                 state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
                 position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
             )  # fmt: skip
-            self._register(sequence, None)
+            self._register(sequence, None, snapshot)
         return sequence
 
-    def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
+    def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
         """Open the device storage of a sequence. If `origin` is given, copy its storage.
 
         On an error, the storage is closed again.
@@ -264,25 +293,35 @@ class SequenceManager:
                 sequence.state_slots = self.states
                 if origin is None and sequence.position:
                     assert self.snapshots is not None
-                    self.snapshots.restore(sequence)
+                    self.snapshots.restore(sequence, snapshot)
         except BaseException:
             del self._open[sequence.id]
             self.transfer.storage.close(sequence.blocks)
+            if self.states is not None and sequence.state_slot >= 0:
+                self.states.release(sequence.state_slot)
             raise
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence. Its full blocks stay in the prefix tree. If this raises, a second call frees the rest."""
+        """Free a sequence. Its full blocks stay in the prefix tree.
+
+        If this raises an error, call it again to free the remaining memory.
+        """
         self.transfer.storage.close(sequence.blocks)
         try:
             self._publish(sequence)
         finally:
             self.pool.release(sequence.blocks)
+        self._release_state(sequence)
+        del self._open[sequence.id]
+
+    def _release_state(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence on the device, and its snapshots that were not published. Idempotent."""
         if self.snapshots is not None:
             self.snapshots.release(sequence)
-        if self.states is not None:
+        if self.states is not None and sequence.state_slot >= 0:
             self.states.release(sequence.state_slot)
-        del self._open[sequence.id]
+            sequence.state_slot = -1
 
     def _publish(self, sequence: Sequence) -> None:
         """Add full blocks of a sequence to the prefix tree.
@@ -302,9 +341,10 @@ class SequenceManager:
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
-        """Assert that pool, sequences and policy states agree."""
+        """Assert that the pool, the sequences and the policy states are consistent."""
         self.pool.check_integrity()
         self.transfer.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
-        assert self.states is None or self.states.used == len(self._open)
+        held = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
+        assert self.states is None or self.states.used == len(held) == len(set(held))

@@ -1,4 +1,4 @@
-"""Take snapshots of recurrent state, publish them with their blocks, and restore them."""
+"""Take snapshots of the recurrent state of hybrid models, store them with cached blocks, and restore them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..models.recurrent import StateSlots
 
 
 class SnapshotKeeper:
-    """Snapshots of the sequences of one runner. They are shared with all runners of the pool.
+    """Snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
 
-    A sequence takes snapshots where `needed_places` puts them, and where its text parts from an earlier one, because
-    other texts may part there too. They are published with the blocks before them.
+    `needed_places` determines after which tokens a sequence takes a snapshot. A sequence takes another one at the point
+    where its text differs from an earlier text, because further texts may differ there too. When blocks of a sequence
+    are added to the prefix tree, their snapshots are kept with them. All runners of the pool share the snapshots.
 
     Args:
         slots: Recurrent state of the runner's sequences on the device.
-        pool: The pool with the prefix cache and the memory of the snapshots.
+        pool: KV pool with the prefix cache and the memory for snapshots.
     """
 
     def __init__(self, slots: StateSlots, pool: HostPool) -> None:
@@ -30,32 +31,63 @@ class SnapshotKeeper:
         sequence.parted_at = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
-    def restore(self, sequence: Sequence) -> None:
-        """Copy the snapshot behind the cached blocks of a new sequence to its slot."""
-        snapshot = self._table.of(sequence.blocks.ids[sequence.position // BLOCK_SIZE - 1])
-        assert snapshot is not None and sequence.position % BLOCK_SIZE == 0
+    def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
+        """Copy a snapshot to the slot of a new sequence on the device.
+
+        None means the snapshot at the end of its cached blocks.
+        """
+        if snapshot is None:
+            snapshot = self.find(sequence, sequence.position)
+        assert snapshot is not None
         for layer, seen in self._slots.seen.items():
             self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
             seen[sequence.state_slot] = sequence.position
 
-    def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
-        """Reserve snapshots for a prefill of tokens [position, stop). Return what takes them, or None.
+    def find(self, sequence: Sequence | None, place: int) -> int | None:
+        """Return the slot of the snapshot behind the first `place` tokens of a sequence, a multiple of 64, or None."""
+        if sequence is None or not 0 < place <= sequence.blocks.length:
+            return None
+        assert place % BLOCK_SIZE == 0
+        return sequence.snapshots.get(place, self._table.of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
 
-        If there are few slots, the end of the text comes first.
+    def take(self) -> int | None:
+        """Return a slot for a snapshot that is read from disk, or None if all slots are in use."""
+        return self._table.take()
+
+    def copy(self, sequence: Sequence) -> int | None:
+        """Return a slot with the current state of a sequence, or None if all slots are in use."""
+        if (slot := self._table.take()) is not None:
+            self._save(sequence, slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot that `take` or `copy` returned."""
+        self._table.release(slot)
+
+    def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
+        """Reserve snapshots for a prefill of tokens [position, stop).
+
+        Return an object that takes them during the prefill, or None if no snapshot is needed or free. If there are few
+        free snapshots, the one at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
+        for place in [place for place in sequence.snapshots if place > start]:  # of a prefill that was given up
+            self._table.release(sequence.snapshots.pop(place))
         ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
         wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
         if start < sequence.parted_at < stop and sequence.parted_at not in wanted:
             wanted.insert(1, sequence.parted_at)
-        self._touch(path, stop)  # before others are evicted
+        self._touch(path, stop)  # before other snapshots are evicted
         for place in wanted:
             self._take(sequence, place)
         targets = {place: slot for place, slot in sequence.snapshots.items() if start < place <= stop}
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
-        """Take a snapshot after a decode step that filled a block. Free those that are no longer needed."""
+        """Take a snapshot if the last decode step has filled a block.
+
+        Snapshots of the sequence that are no longer needed are freed.
+        """
         place = sequence.position
         if place % BLOCK_SIZE or place != sequence.blocks.length:
             return
@@ -63,12 +95,10 @@ class SnapshotKeeper:
         for other in sequence.snapshots.keys() - needed:
             self._table.release(sequence.snapshots.pop(other))
         if self._take(sequence, place):
-            for layer in self._slots.seen:
-                target = sequence.snapshots[place]
-                self._states.save(target, layer, *self._slots.of_layer(layer, sequence.state_slot))
+            self._save(sequence, sequence.snapshots[place])
 
     def publish(self, sequence: Sequence) -> None:
-        """Keep the snapshots behind the published blocks of a sequence."""
+        """Keep the snapshots of a sequence together with its blocks in the prefix tree."""
         path = self._path(sequence)
         for place in [place for place in sequence.snapshots if place <= sequence.blocks.length]:
             slot, block = sequence.snapshots.pop(place), path[place // BLOCK_SIZE - 1]
@@ -79,7 +109,7 @@ class SnapshotKeeper:
         self._touch(path, sequence.blocks.length)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the snapshots of a sequence that were not published."""
+        """Free the snapshots of a sequence that were not kept by `publish`."""
         while sequence.snapshots:
             self._table.release(sequence.snapshots.popitem()[1])
 
@@ -87,12 +117,19 @@ class SnapshotKeeper:
         return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
 
     def _touch(self, path: list[int], tokens: int) -> None:
-        """Mark the snapshots that a text of `tokens` tokens needs as used, its last one most recently."""
+        """Mark the snapshots that a text of `tokens` tokens needs as used now.
+
+        The last one is marked as the most recently used.
+        """
         needed = needed_places(tokens, self._table.places(path))
         self._table.touch(path[place // BLOCK_SIZE - 1] for place in reversed(needed))
 
+    def _save(self, sequence: Sequence, slot: int) -> None:
+        for layer in self._slots.seen:
+            self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
+
     def _take(self, sequence: Sequence, place: int) -> bool:
-        """Reserve a snapshot. Return False if all slots are pending."""
+        """Reserve a snapshot after `place` tokens. Return False if none is free."""
         if place not in sequence.snapshots and (slot := self._table.take()) is not None:
             sequence.snapshots[place] = slot
         return place in sequence.snapshots

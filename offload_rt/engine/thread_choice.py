@@ -15,7 +15,7 @@ from ..kernels import team
 KEPT = 5  # number of step times kept per mode
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two trials of the slower mode
 TRIED = 2  # steps per trial
-CHANGED = 1.3  # ratio of step times from which the machine's load counts as changed
+CHANGED = 1.3  # if step times change by this factor, the machine's load has changed
 
 
 class ThreadChoice:

@@ -54,16 +54,21 @@ class Prefill:
         """Prepare the prefill.
 
         Args:
-            slice_tokens: Tokens whose attention and MLP are computed together.
-            logits_of: Number n of last tokens whose logits are returned, at most one slice.
-            segment_tokens: Maximum tokens of a segment, a multiple of `slice_tokens`. None means the whole prompt.
-            before_layer: Called with a layer before it is computed. When it returns, KV of earlier tokens must be in
-                the pool.
-            after_layer: Stored for the runner, which calls it after each layer and, for the last layer, after the
-                tokens are committed. This class does not call it.
-            every_logits: Called as `every_logits(t, logits)` at the end of each segment, with logits `[m, V]` of
-                tokens t, t + 1, ..., a few at a time.
-            capture: Takes snapshots of recurrent state. Slices end where it takes one.
+            sequence: The sequence, with reserved blocks.
+            stop: End of the tokens to compute.
+            adapter: The model.
+            storage: Access to the KV pool.
+            slice_tokens: Number of tokens whose attention and MLP are computed together.
+            logits_of: Number n of last tokens whose logits are returned, at most `slice_tokens`.
+            segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means the whole
+                prompt.
+            before_layer: Function that is called with a layer index before the layer is computed. When it returns, KV
+                of earlier tokens must be in the pool.
+            after_layer: Function that the runner calls after each layer. For the last layer, it is called after the
+                tokens have been committed. This class only stores it.
+            every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
+                `[m, V]` of the m tokens from t on. Each call covers a few tokens.
+            capture: Object that takes snapshots of the recurrent state, or None. Slices end at the places of snapshots.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop

@@ -1,7 +1,7 @@
-"""The runtime's interface to a model: the parts of its layers, except attention itself.
+"""The runtime's interface to a model: all parts of its layers except attention itself.
 
-Every call takes T tokens of any sequences, in any order, with their positions. An adapter owns no cache and no loop. It
-calls the modules of a loaded transformers model (norms, projections, rotary embedding, MLP).
+Each call computes T tokens of any sequences, in any order. An adapter has neither a KV cache nor a loop over layers. It
+calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .recurrent import RecurrentState, Stage, StateSlots
 class ModelAdapter(ABC):
     """The layers of one decoder-only transformer.
 
-    Layers are attention layers, numbered from 0. All tensors are on the model's device and in its dtype unless noted.
-    No method needs gradients or modifies its arguments.
+    In all methods, a layer is an attention layer, numbered from 0. All tensors are on the model's device and in its
+    dtype unless noted. No method needs gradients or modifies its arguments.
 
     Attributes:
         geometry: Shapes, scales and windows.
@@ -36,29 +36,31 @@ class ModelAdapter(ABC):
         self.device = device
 
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
-        """Return an adapter whose calls continue the sequences of `state`, in its order.
+        """Return an adapter whose calls read and update the recurrent state of the sequences in `state`, in its order.
 
-        Hybrid models need it before any layer is called. Each sequence has the same number of tokens in a call, all of
-        them consecutive, and every token must pass each layer once. Other models return themselves.
+        For hybrid models, this must be called before any layer is computed. In each call, all sequences have the same
+        number of consecutive tokens, and every token must pass through each layer exactly once. Other models return
+        themselves.
         """
         return self
 
     def for_new_sequence(self) -> ModelAdapter:
-        """Return an adapter for one new sequence, for a computation outside the engine (`with_state`)."""
+        """Return an adapter for one new sequence that is computed outside of the engine (see `with_state`)."""
         if not self.geometry.states:
             return self
         slots = StateSlots(self.geometry, self.dtype, self.device)
         return self.with_state(slots.view([slots.take()]))
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        """Return the decoder layers without attention after attention layer `layer`, or before the first (-1).
+        """Return the decoder layers without attention that follow attention layer `layer`.
 
-        The caller runs them after `mlp` (or `embed`), each for all tokens.
+        They are the decoder layers up to the next attention layer. For -1, they precede the first attention layer. The
+        caller runs them after `mlp` (or after `embed`), each for all tokens.
         """
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-        """Run the stages after an attention layer on its outputs `[T, D]`, in place, each for all slices in order."""
+        """Run the stages after attention layer `layer` on its outputs `[T, D]`, in place, slice by slice."""
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])
@@ -67,14 +69,15 @@ class ModelAdapter(ABC):
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the input of layer 0, `[T, D]`, for token ids `[T]` at positions `[T]` (both int64).
 
-        The caller must check that positions are below `geometry.max_positions` if they are absolute.
+        If the model has absolute positions, the caller must check that they are below `geometry.max_positions`.
         """
 
     @abstractmethod
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input `[T, D]` of the q, k and v projections, given the layer's input `[T, D]`.
 
-        This is the normed input, or the input itself if the model normalises after attention (OPT-350m).
+        This is the layer's input after its norm. If the model applies norms after attention (OPT-350m), it is the input
+        itself.
         """
 
     def qkv(
@@ -82,24 +85,25 @@ class ModelAdapter(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q `[H, T, d]`, k `[Hkv, T, d]` and v `[Hkv, T, d]` after bias, QK-norm and RoPE.
 
-        The attention scale is not applied to q; it is `geometry.scales[layer]`.
+        q is not multiplied by the attention scale, which is in `geometry.scales[layer]`.
         """
         return self.query(layer, attention_input, positions), *self.key_value(layer, attention_input, positions)
 
     @abstractmethod
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return only q of `qkv`, `[H, T, d]`, for prefill slices and KV speculation (paper §4.3)."""
+        """Return only q of `qkv`, `[H, T, d]`. Used for prefill slices and predicted queries (paper §4.3)."""
 
     @abstractmethod
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return only k and v of `qkv`, each `[Hkv, T, d]`."""
+        """Return only k and v of `qkv`, both `[Hkv, T, d]`."""
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return keys k `[Hkv, n, d]` moved `offset` positions later. Only for relative positions (RoPE).
+        """Return cached keys k `[Hkv, n, d]`, rotated to positions `offset` higher. Only for relative positions (RoPE).
 
-        Cached keys are rotated in float32, with angles computed in float64. Attention factors in the keys are kept.
+        The rotation is computed in float32, with angles in float64. Attention factors that are part of the keys are
+        kept.
 
         Raises:
             ModelError: The model uses absolute positions.
@@ -107,9 +111,10 @@ class ModelAdapter(ABC):
         raise ModelError("this model has absolute positions, so cached keys cannot be moved to other positions")
 
     def sinks(self, layer: int) -> torch.Tensor | None:
-        """Return the learned sink score of each head, `[H]` in float32 or wider, or None if the model has no sinks.
+        """Return the learned attention sink of each head, `[H]` in float32 or wider, or None if the model has none.
 
-        A sink takes a share of the softmax but has no value. Its score is not scaled.
+        A sink is a score that adds to the softmax denominator and has no value. It is not multiplied by the attention
+        scale.
         """
         return None
 
@@ -117,24 +122,24 @@ class ModelAdapter(ABC):
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream `[T, D]` after the layer's attention.
 
-        Adds the output projection of `attended` `[T, H * d]` to the layer's input `hidden` `[T, D]`, and applies a norm
-        if the model has one there. If attention and MLP run in parallel, the MLP is already included.
+        Adds the output projection of `attended` `[T, H * d]` to the layer's input `hidden` `[T, D]`. Applies a norm if
+        the model has one after attention. If attention and MLP run in parallel, the MLP is already included.
         """
 
     @abstractmethod
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]` from the residual stream after its attention `[T, D]`."""
+        """Return the layer's output `[T, D]`, computed from the residual stream after its attention `[T, D]`."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[T, V]` in float32 or wider from the last layer's output `[T, D]`.
+        """Return logits `[T, V]` in float32 or wider, computed from the last layer's output `[T, D]`.
 
-        Applies the final norm, the head and soft-capping.
+        This includes the final norm, the head and soft-capping.
         """
 
 
 class ForwardingAdapter(ModelAdapter):
-    """Adapter that forwards every call to `inner`. Subclasses override individual methods."""
+    """Adapter that forwards every call to another adapter, `inner`. Subclasses override individual methods."""
 
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device)

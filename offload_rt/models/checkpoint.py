@@ -1,7 +1,7 @@
 """Load a transformers model, its configuration and its tokenizer from a checkpoint.
 
-Weights come from safetensors or a GGUF file, and incomplete checkpoints are refused. Code of a checkpoint runs only if
-this was requested. Errors of transformers are converted to ModelError.
+Weights come from safetensors files or a GGUF file. Incomplete checkpoints are refused. Code that comes with a
+checkpoint runs only with `trust_remote_code`. Errors of transformers are converted to ModelError.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def read_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint, or the one in the header of a GGUF file.
+    """Return the configuration of a checkpoint, from its config.json or from the header of a GGUF file.
 
     Raises:
-        ModelError: The configuration is missing or damaged, or its architecture is neither registered nor a causal
-            language model of transformers (multimodal ones included).
+        ModelError: The configuration is missing or damaged. Or its architecture is neither registered nor a causal or
+            multimodal language model of transformers.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -67,7 +67,10 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the configuration in the header of a GGUF file. Raise ModelError also if the package gguf is missing."""
+    """Return the configuration in the header of a GGUF file.
+
+    Raise ModelError if it is damaged or gguf is not installed.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -89,8 +92,8 @@ def require_gguf(source: ModelSource) -> None:
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """Return the name of the class that transformers builds from a configuration."""
-    named = next(iter(config.architectures or ()), None)  # maybe a class of the checkpoint's own code
+    """Return the name of the model class that transformers builds from a configuration."""
+    named = next(iter(config.architectures or ()), None)  # may be the name of a class in the checkpoint's own code
     found = [kind.__name__ for kind in _classes_of(config)]
     return str(named if named in found or not found else found[0])
 
@@ -111,7 +114,7 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return the class of a multimodal model without the modules that text does not use, or None for other models."""
+    """Return a class for multimodal models that omits all modules not used for text. Return None for other models."""
     if not is_multimodal(config):
         return None
     named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -126,14 +129,14 @@ def read_weights(
     *,
     moved: bool = False,
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint onto `device`, in eval mode and without gradients.
+    """Load the model of a checkpoint to `device`, in eval mode and without gradients.
 
-    Unused weights are named in a warning.
+    A warning lists weights of the checkpoint that the model does not use.
 
     Args:
         source: The checkpoint.
-        config: Its configuration.
-        device: Device to load onto.
+        config: Its configuration (`read_config`).
+        device: Device of the weights.
         dtype: Dtype of the weights. None keeps the dtype of the file.
         moved: Whether weights will be moved between host and device memory.
 
@@ -151,7 +154,7 @@ def read_weights(
         with one_error(f"cannot load the weights of {source}"):
             own = dtype or torch.bfloat16
             return read_checkpoint(source.folder, config, own, device, source.hub.trust_remote_code)
-    # Without a map, packed weights are put on a CUDA device even if they must stay in host memory.
+    # Without a device map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"
     with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet():
@@ -162,7 +165,7 @@ def read_weights(
             dtype=dtype or "auto",
             device_map=on_cpu if device.type == "cpu" else device,
             **source.hub.options,
-            ignore_mismatched_sizes=True,  # reported below, with the others
+            ignore_mismatched_sizes=True,  # reported below, together with missing weights
             output_loading_info=True,
             **_format_options(source),
         )
@@ -178,7 +181,8 @@ def read_weights(
     if modules:
         warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=3)
     if source.gguf is not None and hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # refers to the file; the weights are dequantised
+        # The configuration describes the file, but these weights have been dequantised.
+        del model.config.quantization_config
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     if (backend := backend_of(loaded.config)) is not None:
         backend.prepare(loaded, dtype, moved)
@@ -186,7 +190,7 @@ def read_weights(
 
 
 def _format_options(source: ModelSource) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for the format of the weights."""
+    """Return the arguments of `from_pretrained` that depend on the format of the weights."""
     if source.gguf is None:
         return {"use_safetensors": True}
     import transformers
@@ -207,7 +211,7 @@ def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.d
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    config = copy.deepcopy(config)  # transformers and `fix_rope_scaling` write into it
+    config = copy.deepcopy(config)  # transformers and `fix_rope_scaling` modify the configuration
     with one_error(f"the configuration of {source} is not valid"), init_empty_weights(include_buffers=True):
         kind = _multimodal_class(config)
         skeleton: PreTrainedModel = (
@@ -237,7 +241,11 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device; "auto" is CUDA if available, else the CPU. Raise ConfigError for a missing device."""
+    """Return the device for a name. "auto" is CUDA if it is available, else the CPU.
+
+    Raises:
+        ConfigError: The device does not exist.
+    """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -257,19 +265,21 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, config: PreTrainedConfig, device: torch.device
 ) -> torch.dtype | None:
-    """Return the dtype, or None for the dtype of the weights if the configuration does not state one.
+    """Return the dtype for a name. None means the dtype of the weights, if the configuration does not state one.
 
-    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU it is bfloat16 for half-precision
-    checkpoints, because decoding is bound by reading weights, and at least float32 for others. Without compiled code it
-    is float32, because torch alone is slow in half precision. Models in the package are always computed in float32 on a
-    CPU, so that their results are the same on every machine. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
+    checkpoints, because decoding is limited by reading weights. For other checkpoints, it is at least float32. Without
+    the C code it is float32 on a CPU, because torch is slow in half precision there. Models in the package are always
+    computed in float32 on a CPU, so that their results are the same on every machine. Raises ConfigError for an unknown
+    name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
     if name != "auto":
         named: torch.dtype = getattr(torch, name)
         return named
-    own: Any = config.dtype or text_config(config).dtype  # a torch.dtype or None, once loaded
+    # the dtype of the checkpoint; after loading, it is a torch.dtype or None
+    own: Any = config.dtype or text_config(config).dtype
     stated: torch.dtype | None = torch.bfloat16 if source.gguf is not None else own
     if device.type != "cpu":
         return stated
@@ -280,20 +290,20 @@ def resolve_dtype(
 
 @contextmanager
 def one_error(what: str) -> Iterator[None]:
-    """Convert all errors except this package's own into a ModelError that begins with `what`."""
+    """Convert all errors inside the context to a ModelError that begins with `what`. Keep errors of this package."""
     try:
         yield
     except OffloadError:
         raise
     except torch.OutOfMemoryError as error:
         raise MemoryLimitError(f"{what}: the device does not have enough memory ({_one_line(error)})") from error
-    except Exception as error:  # damaged files fail in too many ways to list
+    except Exception as error:  # Damaged files raise too many types of errors to list them.
         raise ModelError(f"{what}: {_one_line(error)}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' report of missing weights, and the GGUF progress bar if progress bars are disabled."""
+    """Suppress transformers' report of missing weights, and the GGUF progress bar if progress bars are disabled."""
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
@@ -310,12 +320,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message on one line of at most 300 characters, with the error type if it is a single word."""
+    """Return the message in one line of at most 300 characters. If it is one word, add the type of the error."""
     text = " ".join(str(error).split())
     return text[:300] if " " in text else f"{type(error).__name__} {text}"
 
 
 def _some(keys: list[str]) -> str:
-    """Return up to three of `keys` and the number of the others."""
+    """Return text with up to three of `keys` and the number of remaining keys."""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

@@ -1,7 +1,8 @@
-"""The adapter of most decoders (Llama and similar models), recognised by modules and configuration.
+"""The adapter of most decoders: Llama and models with a similar structure.
 
-This module handles geometry, embedding and head; `decoder_layer` and `rotary` handle the rest. Unrecognised models are
-refused with a `ModelError.reason`.
+The structure is recognised by the names of modules and by the configuration. This module handles geometry, embedding
+and head; `decoder_layer` and `rotary` handle the rest. Models that are not recognised are refused with a
+`ModelError.reason`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
-"""Decoders whose full-attention layers have no rotary positions."""
+"""Model classes whose full-attention layers have no rotary positions."""
 
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Attention temperature scaling of one layer, which keeps attention over long texts as sharp as over short ones.
+    """Attention temperature scaling of one layer, which keeps attention as sharp over long texts as over short ones.
 
     Queries are multiplied by 1 + rate log(1 + floor((position + first) / step)).
     """
@@ -50,7 +51,10 @@ class AttentionTemperature:
 
     @classmethod
     def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
-        """Return the scaling of a layer, or None. Llama 4 has it in layers without RoPE, Ministral 3 in all layers."""
+        """Return the attention temperature scaling of a layer, or None if it has none.
+
+        Llama 4 has it in layers without RoPE, Ministral 3 in all layers.
+        """
         if getattr(config, "attn_temperature_tuning", False):
             return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)
         rope = _rope(config)
@@ -58,14 +62,14 @@ class AttentionTemperature:
         return None if rate is None else cls(float(rate), float(rope["original_max_position_embeddings"]), 0)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the float32 factors `[T]` for positions `[T]`."""
+        """Return the factors of the queries, float32 `[T]`, at positions `[T]`."""
         return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.first) / self.step))
 
 
 class DecoderAdapter(ModelAdapter):
     """`ModelAdapter` for a transformers decoder with rotary positions. It calls the decoder's modules except attention.
 
-    Decoder layers without attention run unchanged (`recurrent`).
+    Decoder layers without attention are called as whole modules (`recurrent`).
     """
 
     def __init__(self, model: Any) -> None:
@@ -138,7 +142,7 @@ class DecoderAdapter(ModelAdapter):
         ]
 
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a decoder layer without attention, or a mixer parallel to the attention, on the state of this adapter."""
+        """Run a decoder layer without attention, or a mixer parallel to the attention, with this adapter's state."""
         return run_layer(module, decoder_layer, hidden, self._state)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -165,11 +169,14 @@ class DecoderAdapter(ModelAdapter):
         return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
 
     def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys `[heads, T, d]`, and apply the norm after rotation if there is one."""
+        """Rotate queries or keys `[heads, T, d]` to their positions.
+
+        Apply the norm after the rotation, if the model has one.
+        """
         return self._projections[layer].normed_after_rotation(self._rotary.rotate(layer, x, positions))
 
     def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate q `[H, T, d]` and apply attention temperature scaling if the model has it."""
+        """Rotate q `[H, T, d]` to its positions. Apply attention temperature scaling, if the layer has it."""
         turned, temperature = self._turned(layer, q, positions), self._temperatures[layer]
         return turned if temperature is None else turned * temperature.at(positions).to(q.dtype)[:, None]
 
@@ -190,9 +197,9 @@ class DecoderAdapter(ModelAdapter):
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the output gate of the tokens whose layer input is `hidden`, or None if the model has none.
+        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate.
 
-        In a decode step, `qkv` has already computed the gate of these tokens.
+        In a decode step, `qkv` has already computed the gate.
         """
         if not self._projections[layer].gated:
             return None
@@ -218,7 +225,7 @@ def _has_experts(layer: nn.Module) -> bool:
 
 
 def _rotary_module(decoder: Any) -> Any:
-    """Return the rotary module of a decoder, or None."""
+    """Return the module of a decoder that computes rotary tables, or None."""
     return next((each for name in _ROTARY if (each := getattr(decoder, name, None)) is not None), None)
 
 
@@ -243,7 +250,7 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
             reason="latent_attention",
         )
     rotary = _rotary_module(decoder)
-    # Recurrent layers know the order of tokens, so hybrid models may have no rotary positions.
+    # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.
     if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
     types = _layer_types(config, at) or []
@@ -264,7 +271,7 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:
-    """Return the numbers of query and KV heads. Raise ModelError if they do not divide evenly."""
+    """Return the numbers of query heads and KV heads. Raise ModelError if the first is no multiple of the second."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(config, "num_key_value_heads") or heads)
     if heads % kv_heads:
@@ -277,7 +284,7 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 
 
 def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
-    """Return the attention sinks `[H]` of a layer on the embedding's device, or None."""
+    """Return the attention sinks `[H]` of a layer, on the embedding's device, or None if the layer has none."""
     sinks: torch.Tensor | None = getattr(attention, "sinks", None)
     if sinks is None:
         return None
@@ -285,20 +292,23 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
 
 
 def _scale(attention: Any, head_dim: int) -> float:
-    """Return the factor of q·k."""
+    """Return the attention scale, by which q·k is multiplied."""
     return float(getattr(attention, "scaling", None) or head_dim**-0.5)
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a configuration entry, or None if the configuration class has no such field.
+    """Return a configuration entry, or None if the configuration class does not define it.
 
-    As in transformers, undeclared entries of a file are ignored.
+    Like transformers, ignore entries of a file that the class does not define.
     """
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 
 def _layer_types(config: Any, at: list[int]) -> list[str] | None:
-    """Return the types of the attention layers, whose indices are `at`, or None if none are declared."""
+    """Return the declared types of the attention layers, or None if the configuration declares no types.
+
+    `at` are the indices of the attention layers among the decoder layers.
+    """
     types = _declared(config, "layer_types")
     return types and [types[i] for i in at]
 
@@ -309,8 +319,8 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]:
-    """Return the sliding window of each attention layer."""
-    # Llama's configuration may state a window, but its module builds no sliding-window mask.
+    """Return the length of the sliding window of each attention layer, or None for full attention."""
+    # Llama's configuration may state a window, but its module does not build a sliding-window mask.
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
     types = _layer_types(config, at) or ["sliding_attention"] * len(at)
@@ -319,7 +329,10 @@ def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]
 
 
 def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
-    """Return the key of each layer's rotation in the rotary module, or None for layers without positions."""
+    """Return which set of rotary frequencies each layer uses, as a key of the rotary module.
+
+    None: no rotary positions.
+    """
     if rotary is None:
         return [None] * len(attentions)
     several = isinstance(getattr(rotary, "rope_type", None), dict)
@@ -333,16 +346,19 @@ def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: li
 
 
 def _logit_factor(config: Any) -> float:
-    """Return the factor of the logits: Cohere's `logit_scale` or the inverse of Granite's `logits_scaling`.
+    """Return the factor by which logits are multiplied: `logit_scale` (Cohere) or 1 / `logits_scaling` (Granite).
 
-    Multimodal models have neither, even if the configuration of their language model states one.
+    Multimodal models use no factor, even if the configuration of their language model states one.
     """
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(scale or 1.0) / float(divisor or 1.0)
 
 
 def _max_positions(config: Any) -> int:
-    """Return the maximum number of positions. YaRN checkpoints often state only the original training length."""
+    """Return the maximum number of positions.
+
+    YaRN checkpoints often state only the training length before YaRN, which is then multiplied by YaRN's factor.
+    """
     trained: int = config.max_position_embeddings
     rope = _rope(config)
     rope = rope.get("full_attention", rope)

@@ -1,7 +1,8 @@
 """One decoder layer without its attention: norms, MLP, residual stream, and the projections of the attention module.
 
-The structure is recognised by the names of the layer's modules. Projections may be separate or fused, and norms of
-queries and keys may apply to each head or to all heads together. A module with unused parameters is refused.
+The structure is recognised by the names of the layer's modules. Projections may be separate or fused. Norms of queries
+and keys may apply to each head or to all heads together. If a parameter of the layer would not be used, the model is
+refused.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a layer's norms before and after attention and MLP, each None if there is none.
+    """Attribute names of a layer's norms before and after attention and MLP. None means that there is no such norm.
 
-    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. If it has
-    no separate norm, it uses the norm of the attention's input.
+    If `parallel` is set, the MLP reads the layer's input instead of the residual stream after attention. If the MLP has
+    no norm, it reads the attention's normed input.
     """
 
     before_attention: str | None
@@ -57,20 +58,20 @@ _PLACEMENTS = (
     Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
     Norms("norm", None, None, None),
 )
-"""Known norm placements, distinguished by the set of norm names."""
+"""Known norm placements. A layer's placement is identified by its set of norm names."""
 
 
 class DecoderLayer:
-    """The computation of one layer before and after its attention."""
+    """The computations of one decoder layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raise ModelError if the layer's norms match no known placement, or a module with weights is unused."""
+        """Raise ModelError if the layer's norms match no known placement, or a module with weights would be unused."""
         self.attention = attention_of(module)
         lone = self.attention is getattr(module, "mixer", None)
         self._mlp: Any = None if lone else first_of(module, _MLP)
         shared = None if lone else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
-        # Falcon-H1: a recurrent mixer parallel to the attention, with the same input.
+        # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
         own = {name for name, child in module.named_children() if any(child is each for each in used)}
@@ -96,17 +97,17 @@ class DecoderLayer:
         self.of_experts = hasattr(self._mlp, "experts")
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input `[T, D]` of the q, k and v projections, from the layer's input `[T, D]`."""
+        """Return the input `[T, D]` of the q, k and v projections, computed from the layer's input `[T, D]`."""
         normed: torch.Tensor = self._before_attention(hidden)
         return normed
 
     def after_attention(
         self, hidden: torch.Tensor, projected: torch.Tensor, mix: Callable[[Any, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the residual stream `[T, D]` from the layer's input and its projected attention, both `[T, D]`.
+        """Return the residual stream `[T, D]`: the sum of the layer's input and its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, the MLP is already included. `mix` runs the recurrent mixer parallel to
-        the attention, if there is one, on the layer's normed input.
+        If attention and MLP run in parallel, the output of the MLP is included. If the layer has a recurrent mixer in
+        parallel to the attention, `mix` runs it on the layer's normed input.
         """
         if self._mixer is not None:
             beside = mix(self._mixer, self.attention_input(hidden)) * self._mixer_multiplier
@@ -115,15 +116,16 @@ class DecoderLayer:
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
     def mlp(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]` from the residual stream after its attention."""
+        """Return the layer's output `[T, D]`, computed from the residual stream after its attention."""
         return residual if self._parallel or self._mlp is None else residual + self._run_mlp(residual)
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's contribution to the residual stream, `[T, D]`."""
+        """Return the output of the MLP that is added to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
             return self._scaled(self._after_mlp(self._mlp(normed)))
-        out = self._mlp(normed[None])  # a mixture of experts takes [1, T, D] and may also return router scores
+        # A mixture of experts needs an input `[1, T, D]` and may also return router scores.
+        out = self._mlp(normed[None])
         mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
         if self._shared_mlp is not None:
             mixed = mixed + self._shared_mlp(normed)
@@ -139,9 +141,9 @@ def _names(norms: Norms) -> set[str]:
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes a norm, `[T, D]` to `[T, D]`, in one kernel on a CUDA device if possible.
+    """Return a function that computes the norm `module`, `[T, D]` to `[T, D]`. On CUDA, it is one kernel if possible.
 
-    Only copies of `LlamaRMSNorm`, which most models contain, are fused. Other modules are returned unchanged.
+    Only copies of `LlamaRMSNorm`, which most models use, are fused. Other modules are returned unchanged.
     """
     if not _is_llama_norm(module):
         return module
@@ -157,7 +159,7 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _is_llama_norm(module: nn.Module) -> bool:
-    """Return whether the module's `forward` has the same bytecode as `LlamaRMSNorm.forward`."""
+    """Return whether the bytecode of the module's `forward` equals that of `LlamaRMSNorm.forward`."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     ours, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
@@ -172,11 +174,11 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 class Projections:
     """Projections of one layer. Queries, keys and values are `[heads, T, d]`, before rotation.
 
-    If keys and values have different widths, d is the larger one and the other is padded with zeros. Zeros do not
-    change scores, and `output` removes them from attention outputs.
+    If keys and values have different widths, d is the larger width, and the narrower vectors are padded with zeros.
+    Zeros do not change scores, and `output` removes them from attention outputs.
 
-    An output gate multiplies attention outputs before the output projection. It is computed by `q_proj` (Qwen 3.5, for
-    each head after its query) or by `g_proj` (LFM3, one number per head).
+    Some models multiply attention outputs by an output gate before the output projection. The gate is computed by
+    `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
     """
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
@@ -221,14 +223,14 @@ class Projections:
         self._check_widths(attention)
 
     def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q `[H, T, d]`, k and v `[Hkv, T, d]` for attention inputs `[T, D]`."""
+        """Return q `[H, T, d]`, k and v `[Hkv, T, d]`, computed from attention inputs `[T, D]`."""
         if self._split is None:
             return self.query(x), *self.key_value(x)
         q, k, v = self._split(self._q(x))
         return self._wide(self._query_norm(q)), self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
-        """Return q `[H, T, d]`. A fused projection computes k and v as well and discards them."""
+        """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
         if self._split is not None:
             return self._wide(self._query_norm(self._split(self._q(x))[0]))
         rows = self._q(x).view(len(x), self.heads, -1)
@@ -236,18 +238,18 @@ class Projections:
 
     @property
     def gated(self) -> bool:
-        """Whether attention outputs are multiplied by a gate."""
+        """Whether attention outputs are multiplied by an output gate."""
         return self.gated_queries or self._gate is not None
 
     def query_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `query` and the factors of attention outputs, `[T, H, d or 1]`, for attention inputs `[T, D]`."""
+        """Return `query` and the output gate, `[T, H, d]` or `[T, H, 1]`, computed from attention inputs `[T, D]`."""
         if self._gate is not None:
             return self.query(x), torch.sigmoid(self._gate(x)).unsqueeze(-1)
         q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
         return self._wide(self._query_norm(q)), torch.sigmoid(gate)
 
     def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v `[Hkv, T, d]`. A fused projection computes q as well and discards it."""
+        """Return k and v `[Hkv, T, d]`. If the projection is fused, q is computed too and discarded."""
         if self._split is not None:
             _, k, v = self._split(self._q(x))
         else:
@@ -256,14 +258,17 @@ class Projections:
         return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
     def normed_after_rotation(self, rows: torch.Tensor) -> torch.Tensor:
-        """Apply the norm after the rotation (Llama 4), if any, to queries or keys `[heads, T, d]`.
+        """Apply the norm that follows the rotation (Llama 4) to queries or keys `[heads, T, d]`, if the model has one.
 
-        This norm has no gain, so it commutes with a later rotation of cached keys.
+        The norm has no weight, so it commutes with a later rotation of cached keys.
         """
         return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply `gate`, if given, and the output projection to attention outputs `[T, H * d]`. Return `[T, D]`."""
+        """Apply the output gate, if given, and the output projection to attention outputs `[T, H * d]`.
+
+        Return `[T, D]`.
+        """
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < self.head_dim:
@@ -277,24 +282,28 @@ class Projections:
         return F.pad(rows, (0, missing)) if missing else rows
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, (H + 2 Hkv) d]`, all queries before all keys before all values (Phi-3), into `[T, heads, d]`."""
+        """Split a fused projection `[T, (H + 2 Hkv) d]` into q, k and v, each `[T, heads, d]`.
+
+        It has all queries first, then all keys, then all values. Phi-3 uses this layout.
+        """
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
     def _split_groups(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split `[T, Hkv (G + 2) d]`, with G queries, key and value of each KV head together, into `[T, heads, d]`.
+        """Split a fused projection `[T, Hkv (G + 2) d]` into q, k and v, each `[T, heads, d]`.
 
-        GPT-NeoX and Falcon use this layout.
+        It has the G queries, the key and the value of each KV head. GPT-NeoX and Falcon use this layout.
         """
         rows = fused.view(len(fused), self.kv_heads, -1, self._key_dim)
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm found under `names`.
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the norm of queries or keys.
 
-        The shape of the norm's weight selects its kind: `[d]` for each head with shared gains, `[heads * d]` over all
-        heads together, `[heads, d]` for each head with its own gains. Without a norm, the function only transposes.
+        The norm is the first attribute in `names` that exists. The shape of its weight determines its kind: `[d]`
+        normalises each head with the same weight, `[heads, d]` each head with a separate weight, `[heads * d]` all
+        heads together. If there is no norm, the function only transposes.
         """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
@@ -329,7 +338,10 @@ class Projections:
 
 
 def first_of(module: Any, names: Collection[str]) -> Any:
-    """Return the first attribute of `module` under `names` that is not None. Raises ModelError if there is none."""
+    """Return the first attribute of `module` in `names` that exists and is not None.
+
+    Raise ModelError if there is none.
+    """
     found = next((each for each in (getattr(module, name, None) for name in names) if each is not None), None)
     if found is None:
         raise ModelError(f"{type(module).__name__} has none of {', '.join(names)}", reason="modules")
@@ -337,7 +349,7 @@ def first_of(module: Any, names: Collection[str]) -> Any:
 
 
 def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
-    """Raise ModelError if `module` has parameters or submodules with parameters that are not in `used`."""
+    """Raise ModelError if `module` has parameters, or submodules with parameters, whose names are not in `used`."""
     children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
     own = [name for name, _ in module.named_parameters(recurse=False)]
     strange = sorted({*children, *own} - set(used))

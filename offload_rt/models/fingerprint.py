@@ -1,6 +1,6 @@
-"""Identify a model: a digest of its configuration and weights, its cache on disk, and changes to weights in use.
+"""Identity of a model: a digest of configuration and weights, a cache of digests, and detection of changed weights.
 
-Skew artifacts, the calibration cache and stored KV are only valid for one model. They identify it by this digest.
+Skew artifacts, the calibration cache and stored KV are valid for one model only, which this digest identifies.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ from .source import ModelSource
 
 VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
-"""Number of elements digested at a time, so that copies stay in the CPU cache."""
+"""Number of elements that are digested at a time, so that copies stay in the CPU cache."""
 
 _INDEX = "model.safetensors.index.json"
 _SETTLED_SECONDS = 2.0
-"""Minimum age of a file before its fingerprint is cached. File systems have a time resolution of up to one second or
-more, so a later change of a younger file could leave its times unchanged."""
+"""Minimum age of a file, in seconds, before its fingerprint is cached.
+
+File systems may store times with a resolution of a second or more. A later change of a younger file could then leave
+its times unchanged.
+"""
 
 _SAMPLES = 16
-"""Maximum number of compared elements per weight. Changes through `.data`, which PEFT uses to merge adapters, do not
-increase a tensor's version counter, but they change the whole matrix."""
+"""Maximum number of elements per weight that are compared to detect changes.
+
+PEFT merges adapters through `.data`, which does not increase a tensor's version counter. Such a merge changes the whole
+matrix, so a few elements suffice.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -52,18 +58,18 @@ _NEUTRAL = frozenset(
         "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
-"""Configuration entries that cannot change results. Entries that begin with "_" are ignored as well."""
+"""Configuration entries that cannot change results. Entries whose names begin with "_" are ignored as well."""
 
 
 def fingerprint(model: Any) -> str:
     """Return the digest of a loaded transformers model as 64 hexadecimal digits.
 
     The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of every
-    weight. Only the language model of a multimodal model is covered.
+    weight. For a multimodal model, it covers only the language model.
 
-    The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either, if
-    that dtype represents the weights exactly: a bfloat16 checkpoint loaded in float32 has the same digest. Data that
-    depends on the compute dtype, such as stored KV, must record that dtype in addition.
+    The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either if
+    the dtype represents the weights exactly. For example, a bfloat16 checkpoint has the same digest when it is loaded
+    in float32. Data that depends on the compute dtype, such as stored KV, must be marked with that dtype as well.
     """
     digest = hashlib.sha256(f"offload-rt model {VERSION}\n{_architecture(model)}\n".encode())
     unused = unused_modules(model)
@@ -76,7 +82,10 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name. Buffers are included for packed models, because some formats keep weights there."""
+    """Return all weights by name.
+
+    For packed models, buffers are included, because some formats store weights in buffers.
+    """
     buffers = {} if packing_of(model) is None else dict(model.named_buffers())
     return {**dict(model.named_parameters()), **buffers}
 
@@ -85,14 +94,14 @@ def _architecture(model: nn.Module) -> str:
     """Return the model's class and configuration as canonical JSON."""
     config: Any = text_config(model.config)
     stated = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
-    if packing_of(model) is None:  # irrelevant once the weights are unpacked
+    if packing_of(model) is None:  # irrelevant if the weights have been dequantised
         stated.pop("quantization_config", None)
     entries = {"architecture": type(model).__name__, "config": _canonical(stated)}
     return json.dumps(entries, sort_keys=True, default=str)
 
 
 def _canonical(value: Any) -> Any:
-    """Return `value` with all numbers as float (checkpoints write 10000 or 10000.0) and without None entries."""
+    """Return `value` without None entries and with all numbers as float. Checkpoints write 10000 or 10000.0."""
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -103,10 +112,10 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Digest all elements, independent of strides and device.
+    """Return the digest of all elements. It does not depend on strides and device.
 
-    All blocks are digested as bfloat16, so that the dtype of a loaded checkpoint does not matter. Blocks that bfloat16
-    cannot represent exactly are digested in a wider dtype as well.
+    All blocks are digested as bfloat16, so that the digest does not depend on the dtype in which a checkpoint is
+    loaded. Blocks that bfloat16 cannot represent exactly are also digested in a wider dtype.
     """
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
@@ -121,9 +130,9 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements in order as flat CPU blocks, each with the index of its first row.
+    """Yield the elements in order as flat blocks on the CPU, each with the index of its first row.
 
-    Block boundaries depend only on the shape.
+    Block boundaries depend only on the shape of the weight.
     """
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
@@ -136,21 +145,21 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached per-model results.
+    """Return the folder for cached results of models.
 
-    It is `$OFFLOAD_RT_CACHE` if set, else `$XDG_CACHE_HOME/offload-rt` or `~/.cache/offload-rt`.
+    It is `$OFFLOAD_RT_CACHE` if set, else `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`.
     """
     own = os.environ.get("OFFLOAD_RT_CACHE")
     return Path(own) if own else user_cache()
 
 
 class FingerprintCache:
-    """Cached fingerprint of one checkpoint. Create the object before the weights are read.
+    """Access to the cached fingerprint of one checkpoint. Create the object before the weights are read.
 
-    The key of an entry is a digest of everything that determines the weights: name, device, inode, size, mtime and
-    ctime of each checkpoint file, the configuration, the shape and dtype of each weight, and the versions of the
-    libraries that read them. An entry is read or written only if no file has changed since this object was created.
-    Hub checkpoints and checkpoints with remote code are digested on every load.
+    The key of a cache entry is a digest of everything that determines the weights: name, device, inode, size, mtime and
+    ctime of each file; the configuration; shape and dtype of each weight; and the versions of the libraries that read
+    the files. An entry is read or written only if no file has changed since this object was created. Hub checkpoints
+    and checkpoints with remote code are digested on every load.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -158,7 +167,10 @@ class FingerprintCache:
         self._files = _identities(source)
 
     def fingerprint(self, model: Any) -> str:
-        """Return `fingerprint(model)`, from the cache if possible. `model` must have been read from the checkpoint."""
+        """Return the fingerprint of `model`, from the cache if possible.
+
+        `model` must have been read from the checkpoint.
+        """
         if self._files is None or self._files != _identities(self._source):
             return fingerprint(model)
         entry = cache_folder() / "fingerprints" / _key(model, self._files)
@@ -171,7 +183,7 @@ class FingerprintCache:
 
 
 def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
-    """Return name, device, inode, size, mtime and ctime of each file that may contain weights.
+    """Return the identity (`file_identity`) of each file that may contain weights.
 
     Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
     """
@@ -183,22 +195,26 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
             paths = {folder / source.gguf}
         else:
             paths = {path for path in folder.iterdir() if path.is_file()}
-            if (index := folder / _INDEX).exists():  # may refer to files in other folders
+            if (index := folder / _INDEX).exists():  # the index may refer to files in other folders
                 paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
         return [file_identity(path) for path in sorted(paths)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # reading the weights reports the error
+        return None  # Reading the weights will report the error.
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return values that change with the contents of a file. Raises OSError if it cannot be accessed."""
+    """Return name, device, inode, size, mtime and ctime of a file, which change with its contents.
+
+    Raises:
+        OSError: If the file cannot be accessed.
+    """
     status = path.stat()
     # Copying or restoring a file can preserve its mtime, but not its ctime.
     return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _settled(files: list[tuple[Any, ...]]) -> bool:
-    """Return whether all files are old enough that a later change would alter their times."""
+    """Return whether all files are old enough that any later change would alter their times."""
     newest = max(int(changed) for each in files for changed in each[-2:])
     return newest < time.time_ns() - _SETTLED_SECONDS * 1e9
 
@@ -239,7 +255,7 @@ def _write(entry: Path, text: str) -> None:
 
 
 class LiveWeights:
-    """Detects changes to the weights of a model that the caller owns, by an optimizer or a LoRA merge for example."""
+    """Detects changes to the weights of a model that the caller owns, for example by an optimizer or a LoRA merge."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -248,7 +264,11 @@ class LiveWeights:
         self._seen = self._state()
 
     def changes(self) -> int:
-        """Return the number of calls so far that found changed weights. Raises ModelError if a module was replaced."""
+        """Return how many calls of this method, including this one, have found changed weights.
+
+        Raises:
+            ModelError: If a module of the model was replaced.
+        """
         if (seen := self._state()) != self._seen:
             self._seen, self._changes = seen, self._changes + 1
         return self._changes
@@ -263,11 +283,11 @@ class LiveWeights:
         held = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
         places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in held]
         samples = [_sample(each.detach()) for each in held]
-        return places, torch.cat(samples).cpu().numpy().tobytes()  # one copy to the host
+        return places, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of up to `_SAMPLES` elements spread over the tensor."""
+    """Return the bytes of up to `_SAMPLES` elements, evenly spread over the tensor."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     step_down, step_right = (max(1, -(-length // 4)) for length in (len(rows), rows.shape[-1]))
     return rows[::step_down, ..., ::step_right].reshape(-1)[:_SAMPLES].contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Convert a checkpoint folder with packed weights, such as GPTQ or AWQ, to a packed checkpoint."""
+"""Conversion of a checkpoint folder with packed weights, such as GPTQ or AWQ, to a packed checkpoint."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _UNUSED = "rotary_emb.inv_freq"
-"""Buffer that old checkpoints store. transformers computes it."""
+"""Name of a buffer that old checkpoints contain. It is skipped, because transformers computes it."""
 
 
 @dataclass(frozen=True)
 class FolderImport:
-    """The conversion of a checkpoint folder (`importing.Conversion`)."""
+    """The conversion of a checkpoint folder with packed weights (`importing.Conversion`)."""
 
     source: ModelSource
     config: PreTrainedConfig
 
     @functools.cached_property
     def _local(self) -> ModelSource:
-        """The source with a local folder, downloaded if it is on the hub."""
+        """The source as a local folder. A checkpoint on the hub is downloaded first."""
         if self.source.folder is not None:
             return self.source
         from huggingface_hub import snapshot_download
@@ -82,7 +82,7 @@ class FolderImport:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Convert CannotPackError, and the errors of damaged files, to ModelError."""
+        """Convert CannotPackError and errors of damaged files to ModelError."""
         try:
             with one_error(f"cannot read the packed weights of {self.source}"):
                 yield
@@ -96,14 +96,14 @@ class FolderImport:
 
 
 class _Layers:
-    """The tensors of a checkpoint by module.
+    """The tensors of a checkpoint, grouped by module.
 
     Attributes:
-        modules: Tensors by the last part of their names, by the name of their module.
+        modules: Tensors of each module, by module name and then by the last part of the tensor's name.
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
-        """Raise CannotPackError if names differ from the names in transformers' model."""
+        """Raise CannotPackError if names in the checkpoint differ from names in transformers' model."""
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]
@@ -122,7 +122,7 @@ class _Layers:
             self.modules[module][part] = stored
 
     def form(self, name: str) -> PackedFormat | None:
-        """Return the format of a module, or None if it is not packed."""
+        """Return the packed format of a module, or None if its weights are not packed."""
         module: Any = self._skeleton.get_submodule(name)
         parts = self.modules[name]
         if type(module) is not nn.Linear or not any(part in parts for part in self._importer.parts):
@@ -135,7 +135,7 @@ class _Layers:
             raise CannotPackError(f"{name} lacks {error}") from error
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, PackedFormat]]:
-        """Return the tensors of the packed checkpoint, and the formats of its modules."""
+        """Return the tensors of the packed checkpoint by name, and the formats of its packed modules."""
         from safetensors import safe_open
 
         tensors: dict[str, torch.Tensor] = {}

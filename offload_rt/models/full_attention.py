@@ -1,4 +1,4 @@
-"""One layer with full causal attention to all tokens, for prefill, calibration, verification and teacher forcing."""
+"""One layer with full causal attention, for prefill, calibration, verification and teacher forcing."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from .adapter import ModelAdapter
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """Split [0, count) into consecutive slices of at most `size`."""
+    """Split [0, count) into consecutive slices of at most `size` elements."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def keys_and_values(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: Iterable[torch.Tensor]
 ) -> Iterator[KVPart]:
-    """Yield k and v `[Hkv, m, d]` of each slice, from its attention inputs `[m, D]` and positions `[m]`."""
+    """Yield k and v `[Hkv, m, d]` of each slice of m tokens, from its attention inputs `[m, D]` and positions `[m]`."""
     for attention_input, at in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, at))
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Return exact attention `[H, m, d]` of the last m of n tokens, given q `[H, m, d]` and kv `[Hkv, n, d]` each.
+    """Return exact attention `[H, m, d]` of the last m of n tokens.
 
-    `position` is the position of the first query.
+    Args:
+        adapter: The model.
+        layer: The layer index.
+        q: Queries `[H, m, d]` of the m tokens.
+        kv: K and V of all n tokens, each `[Hkv, n, d]`.
+        position: Position of the first query.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:
         return attend_causal(q, kv.k, kv.v, scale, window, cap, sinks)
     outs, at, before = [], 0, kv.k.shape[1] - q.shape[1]
-    while at < q.shape[1]:  # chunked attention: no token sees another chunk
+    while at < q.shape[1]:  # chunked attention: a token does not see tokens of other chunks
         inside = (position + at) % window
         stop = min(q.shape[1], at + window - inside)
         seen = slice(max(0, before + at - inside), before + stop)
@@ -55,11 +60,12 @@ def residual_after_attention(
     """Return the residual stream `[m, D]` after a layer's attention, for the tokens [seen - m, seen).
 
     Args:
-        adapter, layer: The layer of the model.
-        hidden: The layer's input, `[m, D]`.
+        adapter: The model.
+        layer: The layer index.
+        hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
-        kv: KV of n tokens, each `[Hkv, n, d]`. Only the first `seen` tokens are attended.
-        seen: Number of tokens in `kv` up to and including the last query token.
+        kv: K and V of n tokens, each `[Hkv, n, d]`. Attention covers only the first `seen` tokens.
+        seen: Number of tokens in `kv` up to the last query token, including it.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :seen], kv.v[:, :seen])

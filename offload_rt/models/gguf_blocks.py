@@ -1,7 +1,7 @@
-"""Convert blocks of quantised GGUF tensors to packed weights (`PackedFormat`).
+"""Conversion of quantised GGUF tensors to packed weights (`PackedFormat`).
 
-Nothing is rounded. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Scales and minima of Q4_K, Q5_K
-and Q6_K are whole numbers of 6 or 8 bits with a float16 factor for each 256 weights.
+The conversion is exact. Scales and minima of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are float16. Scales and minima of Q4_K,
+Q5_K and Q6_K are whole numbers of 6 or 8 bits with a float16 factor for each 256 weights.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 from ..kernels.packed_format import PackedFormat
 
 Parts = tuple[torch.Tensor, ...]
-"""Codes uint8 `[n, values]` of n blocks, and the other parts of packed rows."""
+"""Codes uint8 `[n, values]` of n blocks, followed by the other parts of a packed row (`PackedFormat.pack`)."""
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 at byte `at` of each block, `[n, 1]`."""
+    """Return the float16 number at byte `at` of each block, `[n, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the lower halves of each `size` bytes, followed by the upper halves."""
+    """Return the lower 4 bits of each of `size` bytes, followed by their upper 4 bits."""
     pairs = data.reshape(len(data), -1, 1, size)
     return torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
 def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Return fields of `bits` bits: the lowest field of each of `size` bytes, followed by the next fields."""
+    """Return fields of `bits` bits: the lowest field of each of `size` bytes, then the next field of each byte."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
-    """Return the 32 bits of each 4 bytes as 32 numbers."""
+    """Unpack each group of 4 bytes to 32 numbers, one per bit."""
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
@@ -56,11 +56,14 @@ def _q5_1(blocks: torch.Tensor) -> Parts:
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return blocks[:, 2:] ^ 128, _half(blocks, 0)  # signed codes, plus 128
+    return blocks[:, 2:] ^ 128, _half(blocks, 0)  # GGUF codes are signed. XOR with 128 adds 128.
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return scales and minima `[n, 8]` of Q4_K and Q5_K, from 6 bits each in bytes 4 to 16, and their factors."""
+    """Return the 6-bit scales and minima of Q4_K and Q5_K blocks, each `[n, 8]`, and their factors.
+
+    Scales and minima are packed in bytes 4 to 16 of a block.
+    """
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
@@ -90,19 +93,22 @@ _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Part
     "Q5_K": (176, 5, 32, None, _q5_k),
     "Q6_K": (210, 6, 16, 32, _q6_k),
 }
-"""Types of quantised tensors: block size in bytes, bits per code, group size, offset (None with minima), conversion."""
+"""Supported GGUF types: (block size in bytes, bits per code, group size, offset, conversion function).
+
+The offset is None for types with minima.
+"""
 
 _ROWS_AT_ONCE = 1 << 22
-"""Number of weights that are converted at a time, which bounds the memory of intermediate results."""
+"""Number of weights that are converted at a time, which limits the memory of intermediate results."""
 
 
 def can_pack(kind: str) -> bool:
-    """Return whether tensors of a GGUF type can be packed."""
+    """Return whether tensors of the GGUF type `kind` can be packed."""
     return kind in _TYPES
 
 
 def packed_format(kind: str, ins: int) -> PackedFormat | None:
-    """Return the packed format for rows of `ins` weights of a GGUF type, or None if the type is not supported."""
+    """Return the packed format of rows with `ins` weights of the GGUF type `kind`, or None if it is not supported."""
     if not can_pack(kind):
         return None
     _, bits, group, offset, _ = _TYPES[kind]
@@ -112,7 +118,10 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
 
 
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
-    """Return packed rows from the bytes of a tensor, uint8 `[out, bytes]`; None if scales are not finite."""
+    """Convert the bytes of a GGUF tensor, uint8 `[out, bytes]`, to packed rows.
+
+    Return None if scales are not finite.
+    """
     size, *_, convert = _TYPES[kind]
     found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
     step = max(1, _ROWS_AT_ONCE // form.ins)

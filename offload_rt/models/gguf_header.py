@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file, and check that the file is complete."""
+"""Reader for the header of a GGUF file, which also checks that the file is complete."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..errors import ModelError
 from .source import truncated
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Size in bytes of metadata values, by type."""
+"""Size in bytes of metadata values, by GGUF value type."""
 _STRING, _ARRAY = 8, 9
 _LONGEST = 1 << 30
 
 
 class _EarlyEndError(Exception):
-    """The file ends within the header, or the header is damaged."""
+    """The file ends within its header, or the header is damaged."""
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a file.
+    """A tensor of a GGUF file.
 
     Attributes:
-        shape: Lengths of the axes, the last one first: `(in, out)` for a matrix.
-        kind: Its type, such as "Q4_K".
-        start: Offset of its bytes in the file.
-        size: Number of its bytes.
+        shape: Lengths of the axes in reverse order: `(in, out)` for a matrix.
+        kind: GGUF type, such as "Q4_K".
+        start: Offset in bytes of the tensor's data in the file.
+        size: Size in bytes of the tensor's data.
     """
 
     name: str
@@ -40,17 +40,17 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The parts of a header that importers need."""
+    """The parts of a GGUF header that importers need."""
 
     architecture: str
     tensors: tuple[GGUFTensor, ...]
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return the header of a complete file.
+    """Return the header of a GGUF file, after checking that the file is complete.
 
     Raises:
-        ModelError: The file is not a GGUF file, or ends before its last tensor does.
+        ModelError: The file is not a GGUF file, or ends before the end of its last tensor.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -80,7 +80,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def _read_header(file: BinaryIO) -> tuple[str, list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return the architecture, name, shape, type and offset of each tensor, and where the tensors start."""
+    """Return the architecture, the tensors (name, shape, type, offset), and the offset at which tensor data starts."""
     if file.read(4) != b"GGUF":
         raise ModelError(f"'{file.name}' is not a GGUF file: it does not begin with GGUF")
     version, count, entries = _read(file, "<IQQ")

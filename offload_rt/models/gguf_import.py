@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a packed checkpoint."""
+"""Conversion of a GGUF file to a packed checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Order = npt.NDArray[np.int64]
-"""Row i of a weight in transformers is row `order[i]` of the tensor in the file."""
+"""Order of rows: row i of a weight in transformers is row `order[i]` of the tensor in the file."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GGUFImport:
 
     @functools.cached_property
     def path(self) -> Path:
-        """The path of the file, downloaded if it is on the hub."""
+        """The local path of the file. A file on the hub is downloaded first."""
         assert self.source.gguf is not None
         if self.source.folder is not None:
             return self.source.folder / self.source.gguf
@@ -88,7 +88,7 @@ class GGUFImport:
 
 @contextmanager
 def _one_reader() -> Iterator[None]:
-    """Let transformers' loaders of configuration and tokenizer share one reader of a file."""
+    """Context in which transformers' loaders of configuration and tokenizer use the same reader of a file."""
     import gguf
 
     module: Any = gguf
@@ -102,15 +102,18 @@ def _one_reader() -> Iterator[None]:
 
 
 class _Layout:
-    """Relates the tensors of a file to the weights of a model.
+    """Relation between the tensors of a GGUF file and the weights of a transformers model.
 
     Attributes:
-        tensors: Tensors by the name of the weight in transformers.
+        tensors: Tensors of the file, by the name of the weight in transformers.
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Raise CannotPackError if transformers changes the weights of this architecture otherwise than in their order
-        of rows."""
+        """Relate the tensors of a file to the weights of a model on the meta device.
+
+        Raises:
+            CannotPackError: If, for this architecture, transformers changes more than the order of rows.
+        """
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils
@@ -127,14 +130,14 @@ class _Layout:
             raise CannotPackError("several tensors of the file make one of the model")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Return weights as transformers changes them, or None if they are not one weight there."""
+        """Return the weights as transformers converts them. None if they do not become exactly one weight."""
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights) if result.name == tensor.name else None
 
     def packing(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
-        """Return the format and order of rows of a weight, or None if it must be dequantised."""
+        """Return the packed format of a weight and its order of rows. None if it must be dequantised."""
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
         if not can_hold_packed(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
@@ -142,11 +145,12 @@ class _Layout:
         form = packed_format(tensor.kind, ins)
         if form is None:
             return None
-        # Rows of some architectures are in another order in GGUF files. The order of numbered rows shows which.
+        # GGUF files of some architectures store rows in another order. Converting a weight of row numbers reveals the
+        # order.
         numbers = np.arange(outs, dtype=np.float64)[:, None] + np.array([0, 0.5])
         try:
             result = self._process(tensor, numbers)
-        except (KeyError, IndexError, ValueError):  # it changes more than the order of rows
+        except (KeyError, IndexError, ValueError):  # the conversion changes more than the order of rows
             return None
         if result is None or np.shape(result) != numbers.shape:
             return None
@@ -158,7 +162,7 @@ class _Layout:
     def packed(
         self, tensor: GGUFTensor, name: str, data: npt.NDArray[np.uint8]
     ) -> tuple[torch.Tensor, PackedFormat] | None:
-        """Return packed rows and their format, or None if this tensor must be dequantised."""
+        """Return packed rows and their format. None if this tensor must be dequantised."""
         if (found := self.packing(tensor, name)) is None:
             return None
         form, order = found
@@ -169,7 +173,7 @@ class _Layout:
         return rows[torch.from_numpy(order)] if moved else rows, form
 
     def dense(self, tensor: GGUFTensor, data: npt.NDArray[np.uint8]) -> torch.Tensor:
-        """Return the dequantised weight in float32, as transformers computes it."""
+        """Return the dequantised weight in float32, computed by transformers."""
         from gguf import GGMLQuantizationType, dequantize
 
         weights = self._process(tensor, dequantize(data, GGMLQuantizationType[tensor.kind]))

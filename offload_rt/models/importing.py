@@ -1,4 +1,7 @@
-"""Choose how a quantised checkpoint is loaded: converted once to a packed one in the cache, or by transformers."""
+"""The choice of how a quantised checkpoint is loaded: converted once to a packed checkpoint, or by transformers.
+
+Packed checkpoints are kept in a cache folder.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +39,28 @@ class Conversion(Protocol):
 
     @property
     def source(self) -> ModelSource:
-        """The checkpoint."""
+        """The original checkpoint."""
 
     def files(self) -> list[Path]:
-        """Return the files that the result depends on, downloaded if they are on the hub. Raise ModelError."""
+        """Return the files that the result depends on. Files on the hub are downloaded. Raise ModelError."""
 
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-        """Return the formats of the weights that stay packed, by the name of the module. Only headers are read.
+        """Return the formats of the weights that stay packed, by module name. Only the headers of files are read.
 
         Args:
             skeleton: The model on the meta device.
 
         Raises:
-            CannotPackError: Transformers must load this checkpoint.
+            CannotPackError: The weights cannot stay packed, so transformers must load this checkpoint.
             ModelError: The checkpoint is damaged.
         """
 
     def write(self, folder: Path) -> None:
-        """Write the packed checkpoint to an empty folder. Raise the errors of `formats`."""
+        """Write the packed checkpoint to an empty folder. For errors, see `formats`."""
 
 
 def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of a checkpoint that stays packed on `device`, or None.
+    """Return the conversion of a checkpoint whose weights stay packed on `device`. None if transformers loads it.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -74,33 +77,34 @@ def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize)
 
 
 def packed_home() -> Path:
-    """Return the folder of all packed checkpoints."""
+    """Return the cache folder of all packed checkpoints."""
     return cache_folder() / "packed"
 
 
 def _folder(conversion: Conversion) -> Path:
-    """Return the folder of the result."""
+    """Return the folder for the result of a conversion."""
     files = [file_identity(path) for path in conversion.files()]
     key = hashlib.sha256(repr((_VERSION, version("transformers"), files)).encode()).hexdigest()[:32]
     return packed_home() / key
 
 
 def ready_source(conversion: Conversion) -> ModelSource | None:
-    """Return the packed checkpoint if it exists already."""
+    """Return the result of a conversion if it is in the cache, else None."""
     folder = _folder(conversion)
     return replace(conversion.source, place=str(folder), gguf=None) if is_complete(folder) else None
 
 
 def packed_source(conversion: Conversion) -> ModelSource:
-    """Return the packed checkpoint, or the original source if transformers must load it.
+    """Return the packed checkpoint, or the original checkpoint if transformers must load it.
 
-    The first call converts the checkpoint, in a time of about 10 seconds per GB.
+    The first call converts the checkpoint, which takes about 10 seconds per GB.
 
     Raises:
-        ModelError: The checkpoint is damaged, or no model that is supported.
+        ModelError: The checkpoint is damaged, or its model is not supported.
     """
     source, folder = conversion.source, _folder(conversion)
-    refused = folder.with_suffix(".refused")  # so that later starts do not try again
+    # marks the checkpoint, so that later starts do not try to convert it again
+    refused = folder.with_suffix(".refused")
     if refused.exists():
         return source
     try:

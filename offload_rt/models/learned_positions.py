@@ -15,7 +15,7 @@ from .linear import refuse_packed
 
 
 class LearnedPositionsAdapter(ModelAdapter):
-    """Base class of models with learned positions, one KV head per query head and no window."""
+    """Base class of adapters for models with learned positions, H = Hkv, and no sliding window."""
 
     def __init__(self, model: Any, embedding: nn.Module, layers: Sequence[Any], attentions: Sequence[Any]) -> None:
         config, weight = model.config, embedding.weight
@@ -49,8 +49,8 @@ class LearnedPositionsAdapter(ModelAdapter):
 class OPTAdapter(LearnedPositionsAdapter):
     """`ModelAdapter` for `OPTForCausalLM`: norms before attention, or after it (OPT-350m).
 
-    transformers multiplies OPT's queries by 1/sqrt(d) before attention. Here queries are unscaled, and the factor is
-    in `geometry.scales`. Embedding projections and final norms that a checkpoint lacks are replaced with the identity.
+    transformers multiplies OPT's queries by 1/sqrt(d) before attention. Here queries are unscaled, and the factor is in
+    `geometry.scales`. If a checkpoint has no embedding projections or no final norm, the identity is used instead.
     """
 
     def __init__(self, model: Any) -> None:
@@ -99,8 +99,8 @@ class OPTAdapter(LearnedPositionsAdapter):
 class GPT2Adapter(LearnedPositionsAdapter):
     """`ModelAdapter` for `GPT2LMHeadModel`.
 
-    q, k and v come from one Conv1D, whose weight is the transpose of a linear layer's weight.
-    `geometry.scales` accounts for `scale_attn_by_inverse_layer_idx` and `scale_attn_weights=False`.
+    One Conv1D computes q, k and v. Its weight is the transpose of a linear layer's weight. `geometry.scales` accounts
+    for `scale_attn_by_inverse_layer_idx` and `scale_attn_weights=False`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -137,7 +137,7 @@ class GPT2Adapter(LearnedPositionsAdapter):
         return self._split_heads(k), self._split_heads(v)
 
     def _fused(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Compute the given output columns of Conv1D `c_attn` for `[T, D]`, without copying its weight `[D, 3 D]`."""
+        """Compute `columns` of the output of Conv1D `c_attn` for inputs `[T, D]`, without copying its weight."""
         c_attn = self._attentions[layer].c_attn
         return torch.addmm(c_attn.bias[columns], attention_input, c_attn.weight[:, columns])
 

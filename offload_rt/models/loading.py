@@ -1,4 +1,4 @@
-"""Load a model by name or folder, or prepare a loaded one, and build its adapter."""
+"""Loading of a model by name or folder, or preparation of a model that is already loaded, and its adapter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ _SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Sampling parameters: name in transformers and in `SamplingParams`. As in vLLM, `do_sample` is ignored."""
+"""Sampling parameters: names in transformers' generation configuration, and in `SamplingParams`.
+
+As in vLLM, `do_sample` is ignored.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +62,11 @@ class LoadedModel:
 
     Attributes:
         eos_token_ids: Token ids that end a text; empty if there are none.
-        weight_bytes: Size in bytes of parameters and buffers; tied ones count once.
+        weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
-        sampling: Sampling defaults of the checkpoint.
-        embedding: The embedding in host memory, or None if it is on the device.
-        live: Tracks changes to the weights of a model that the caller owns; None otherwise.
+        sampling: Default sampling parameters of the checkpoint.
+        embedding: The embedding module if it stays in host memory, else None.
+        live: Detector of changed weights, for a model that the caller owns; None for a model that was loaded here.
     """
 
     adapter: ModelAdapter
@@ -78,15 +81,18 @@ class LoadedModel:
     live: LiveWeights | None = None
 
     def weights_provenance(self) -> str:
-        """Return the part of the KV provenance key that changes if the caller changes weights in place.
+        """Return the part of the KV provenance key that changes whenever the caller changes weights in place.
 
-        Raises ModelError if a module of the model was replaced.
+        Raise ModelError if a module of the model was replaced.
         """
         changes = 0 if self.live is None else self.live.changes()
         return f"weights-{changes} " if changes else ""
 
     def check_weights_unchanged(self) -> None:
-        """Raise ModelError if the weights changed after the fingerprint, which identifies stored sessions."""
+        """Raise ModelError if the weights have changed since the fingerprint was computed.
+
+        Stored sessions depend on it.
+        """
         if self.weights_provenance():
             raise ModelError(
                 "the model's weights were changed after this LLM was created, and its sessions belong to the previous "
@@ -109,21 +115,21 @@ def load_model(
     """Load a model, or prepare a loaded transformers model.
 
     Args:
-        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file
-            ("model.gguf", a folder that holds one, or "owner/name/file.gguf" on the hub). A loaded model is put into
-            eval mode and keeps its device and dtype.
-        tokenizer: A tokenizer, or a name or folder to read one from. None reads the checkpoint's own, if it has one.
+        model: "reference" (ships with the package), a local folder, a hub id, or a GGUF file (a path, a folder that
+            contains one GGUF file, or "owner/name/file.gguf" on the hub). A loaded model is put into eval mode and
+            keeps its device and dtype.
+        tokenizer: A tokenizer, or the name or folder of one. None uses the tokenizer of the checkpoint, if it has one.
         device: See `EngineConfig`.
         dtype: See `EngineConfig`. May also be a torch dtype.
-        placement: Weights that stay in host memory. They must be copied to the device before they can run.
-        verify: See `EngineConfig`. Weights in host memory are verified there.
+        placement: Weights that stay in host memory. The caller must copy them to the device before they are used.
+        verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
-        quantize: As in `EngineConfig`.
+        quantize: See `EngineConfig`.
 
     Raises:
         ModelError: The model is unsupported, missing, incomplete or damaged, or fails verification.
-        ConfigError: Invalid device or dtype, or `placement` was given for a loaded model.
+        ConfigError: The device or the dtype is invalid, or `placement` was given for a loaded model.
         MemoryLimitError: The device does not have enough memory.
     """
     stop_spinning()
@@ -160,7 +166,7 @@ def _read_checkpoint(
     max_model_len: int | None,
     quantize: Quantize,
 ) -> PreTrainedModel:
-    """Read the weights. See `load_model` for arguments and errors."""
+    """Read the weights of a checkpoint. For arguments and errors, see `load_model`."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
@@ -176,7 +182,7 @@ def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
     """Quantise the linear layers of a 16-bit checkpoint in place, if `quantize` requests it.
 
     Raises:
-        ConfigError: The checkpoint is quantised already.
+        ConfigError: The checkpoint is already quantised.
     """
     if quantize not in ("int4", "int8"):
         return
@@ -186,7 +192,7 @@ def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
-    """Raise ModelError before the weights are read if an unregistered or multimodal checkpoint cannot run."""
+    """Raise ModelError before the weights are read, if an unregistered or multimodal checkpoint cannot run."""
     name = architecture_of(config)
     refuse_unverified(name, verify)
     if name not in architectures() or is_multimodal(config):
@@ -196,7 +202,7 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
 
 
 def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
-    """Put a loaded model into eval mode. Raise ConfigError or ModelError if it cannot run as it is."""
+    """Put a loaded model into eval mode. Raise ConfigError or ModelError if it cannot run without changes."""
     if placement:
         raise ConfigError(
             "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "
@@ -212,9 +218,9 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raise ModelError if a loaded model cannot run as it is, or differs from the requested device or dtype.
+    """Raise ModelError if a loaded model cannot run without changes, or has not the requested device or dtype.
 
-    Raises ConfigError if it is not a loaded transformers model.
+    Raise ConfigError if `model` is not a loaded transformers model.
     """
     if not (hasattr(model, "config") and hasattr(model, "device")):
         raise ConfigError(
@@ -243,11 +249,12 @@ def _verify(
     verify: Verify,
     identify: Callable[[Any], str],
 ) -> LoadedModel:
-    """Return a model after the verification that `verify` requests. `identify` returns its fingerprint."""
-    adapter = adapter_for(model)  # refuses unsupported models before their weights are digested
+    """Verify a model as requested by `verify`, and return it with its adapter. `identify` computes its fingerprint."""
+    adapter = adapter_for(model)  # Refuses unsupported models before their weights are digested.
     report("computing the fingerprint of the weights")
     identity = identify(model)
-    own_code = not type(model).__module__.startswith("transformers.")  # may change after it was verified
+    # Code of a checkpoint may change after the model was verified.
+    own_code = not type(model).__module__.startswith("transformers.")
     if verify == "always" or (verify == "auto" and own_code):
         verify_model(model, adapter)
     elif verify == "auto":
@@ -277,7 +284,12 @@ def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Pla
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or load it by model name. Raise ConfigError for other types, ModelError on failure."""
+    """Return the tokenizer, or load it by name.
+
+    Raises:
+        ConfigError: `tokenizer` has another type.
+        ModelError: The tokenizer cannot be loaded.
+    """
     if isinstance(tokenizer, str):
         found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
         if found is None:
@@ -289,7 +301,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids from the first of: generation configuration, model configuration, tokenizer."""
+    """Return the end-of-text ids of generation configuration, model configuration or tokenizer, the first with any."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for each in sources:
@@ -300,7 +312,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """Return `SamplingParams` with the values of a generation configuration, if any.
+    """Return `SamplingParams` with the values of a generation configuration. None gives the defaults.
 
     Invalid values are ignored with a warning.
     """

@@ -1,7 +1,7 @@
-"""Find the language model in a multimodal checkpoint, and load it without the modules for images and audio.
+"""The language model of a multimodal checkpoint, loaded without the modules for images and audio.
 
 The transformers class of the checkpoint is instantiated without its vision and audio modules, so that their weights are
-never read. This does not change results for text.
+never read. Results for text do not change.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from typing import Any
 
 
 def is_multimodal(config: Any) -> bool:
-    """Return whether a configuration has a separate configuration for its language model."""
+    """Return whether a configuration contains a separate configuration of its language model."""
     return config.get_text_config(decoder=True) is not config
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of the language model: a part of `config`, or `config` itself."""
+    """Return the configuration of the language model. It is a part of `config`, or `config` itself for text models."""
     return config.get_text_config(decoder=True)
 
 
 def text_decoder(model: Any) -> Any:
-    """Return the module that contains the embedding, the decoder layers and the final norm."""
+    """Return the module with the embedding, the decoder layers and the final norm of the language model."""
     decoder = model.get_decoder() if is_multimodal(model.config) else model.base_model
-    return decoder.model if hasattr(decoder, "lm_head") else decoder  # Llama 4's decoder has a head
+    return decoder.model if hasattr(decoder, "lm_head") else decoder  # Llama 4's decoder contains the head
 
 
 def unused_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of all modules that text does not use, including those that `without_unused` removed."""
+    """Return the names of all modules that are not used for text, including modules that `without_unused` removed."""
     return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
 
 
 def belongs_to(module: str, weight: str) -> bool:
     """Return whether a weight named `weight`, in a model or in a file, belongs to `module`.
 
-    Prefixes may differ: files use "vision_tower." for the module "model.vision_tower".
+    Their prefixes may differ. For example, files use "vision_tower." for the module "model.vision_tower".
     """
     return module.rpartition(".")[2] in weight.split(".")
 
 
 def without_unused(kind: type[Any]) -> type[Any]:
-    """Return a subclass of a multimodal transformers class that removes all unused modules on construction."""
+    """Return a subclass of a multimodal transformers class whose constructor removes all modules not used for text."""
 
     def build(self: Any, config: Any, *args: Any, **named: Any) -> None:
         kind.__init__(self, config, *args, **named)
@@ -56,7 +56,7 @@ _REMOVED = "_offload_rt_removed"
 
 
 def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name in the model, parent module, name in the parent) of each module outside the decoder and head."""
+    """Yield (name in the model, parent module, name in the parent) of each module that is not used for text."""
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model

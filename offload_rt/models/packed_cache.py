@@ -1,4 +1,4 @@
-"""The cache of packed checkpoints: one folder for each converted file, which appears whole or not at all."""
+"""The cache of packed checkpoints: one folder for each converted checkpoint. A folder is either complete or missing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from ..utils.progress import report
 from ..utils.units import parse_size
 
 LIMIT_VARIABLE, DEFAULT_LIMIT = "OFFLOAD_RT_PACKED_LIMIT", "64GiB"
-"""Environment variable with the maximum size of all folders. The folders used least recently are deleted."""
+"""Environment variable with the maximum total size of all folders, and its default.
+
+Above the limit, the least recently used folders are deleted.
+"""
 
 DIGEST, ORIGIN = "model.digest", "origin"
-"""Files with the digest of all other files, which is written last, and with the name of the checkpoint."""
+"""Names of two files in each folder: the digest of all other files, which is written last, and the source's name."""
 
-_NEW = "new-"  # prefix of folders that are not complete
+_NEW = "new-"  # prefix of the names of folders that are not complete
 _LOCK = "lock"
 _BYTES_AT_ONCE = 1 << 24
 _log = logging.getLogger(__name__)
@@ -31,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """A cached checkpoint.
+    """A cached packed checkpoint.
 
     Attributes:
         folder: Its folder.
-        origin: The checkpoint that it was made from.
-        size: Bytes of its files.
-        used: Time of the last use, in seconds.
+        origin: Name of the checkpoint from which it was converted.
+        size: Size of its files in bytes.
+        used: Time of the last use, in seconds since the epoch.
     """
 
     folder: Path
@@ -47,24 +50,24 @@ class PackedEntry:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a cached checkpoint exists. Its digest is not checked."""
+    """Return whether `folder` contains a complete packed checkpoint. Its digest is not verified."""
     return (folder / DIGEST).exists()
 
 
 def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
-    """Return the cached checkpoint `folder`. If it does not exist, `write` it.
+    """Return the cached checkpoint `folder`. If it does not exist, create it with the function `write`.
 
-    One process writes at a time. Others wait for it, and for the same folder they find the result.
+    Only one process writes at a time. Other processes wait. If they need the same folder, they use the result.
 
     Raises:
         OSError: The folder cannot be written.
     """
     if is_complete(folder):
-        os.utime(folder)  # marks it as used
+        os.utime(folder)  # the modification time is the time of the last use
         return folder
     with _locked(folder.parent):
         if not is_complete(folder):
-            for leftover in folder.parent.glob(f"{_NEW}*"):  # of a process that was killed
+            for leftover in folder.parent.glob(f"{_NEW}*"):  # left by processes that were killed
                 shutil.rmtree(leftover, ignore_errors=True)
             _write(folder, origin, write)
         _limit(folder.parent, parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE), folder)
@@ -72,7 +75,7 @@ def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> P
 
 
 def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
-    """Write a folder under another name, and rename it once all files are on the disk."""
+    """Write a folder under a temporary name. Rename it when all files are on the disk."""
     new = folder.with_name(f"{_NEW}{folder.name}")
     make_private_folder(new)
     try:
@@ -81,7 +84,7 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
         (new / DIGEST).write_text(_digest(new))
         for file in (*new.iterdir(), new):
             _sync(file)
-        if folder.exists():  # what is left of an interrupted deletion
+        if folder.exists():  # the rest of an interrupted deletion
             shutil.rmtree(folder)
         os.replace(new, folder)
         _sync(folder.parent)
@@ -90,7 +93,7 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether the files of a cached checkpoint are unchanged."""
+    """Return whether the files of a cached checkpoint still have the digest that was stored with them."""
     try:
         return (folder / DIGEST).read_text() == _digest(folder)
     except OSError:
@@ -98,7 +101,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """Return the digest of the names and contents of all files except `DIGEST`."""
+    """Return a digest of the names and contents of all files except the digest itself."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_BYTES_AT_ONCE)
     for path in sorted(folder.iterdir()):
         if path.name != DIGEST:
@@ -119,7 +122,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Hold the lock of the cache. The kernel releases it when the process ends."""
+    """Context that locks the cache. If the process ends, the operating system releases the lock."""
     make_private_folder(home)
     handle = open_private(home / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
@@ -137,7 +140,8 @@ def packed_entries(home: Path) -> list[PackedEntry]:
     """Return the cached checkpoints in `home`, least recently used first."""
     found = []
     for folder in home.iterdir() if home.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted at the same time, or a file
+        # the entry was deleted in the meantime, or is a file
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not folder.name.startswith(_NEW):
                 size = sum(file.stat().st_size for file in folder.iterdir())
                 origin = (folder / ORIGIN).read_text() if (folder / ORIGIN).exists() else folder.name
@@ -146,9 +150,9 @@ def packed_entries(home: Path) -> list[PackedEntry]:
 
 
 def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
-    """Delete the checkpoints used least recently until the others have at most `limit` bytes. Return the deleted ones.
+    """Delete the least recently used checkpoints until at most `limit` bytes remain. Return the deleted checkpoints.
 
-    With a limit of 0, the records of files that cannot be packed are deleted as well.
+    With a limit of 0, the records of checkpoints that cannot be packed are deleted as well.
     """
     if not home.is_dir():
         return []
@@ -159,12 +163,13 @@ def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the folders used least recently while all of them are larger than the limit, except `keep`."""
+    """Delete the least recently used folders, except `keep`, while their total size exceeds `limit`. Return them."""
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:
         if total > limit and entry.folder != keep:
-            # Processes that use these weights have mapped the file, which stays until they end.
+            # Processes that use these weights have mapped the file. Its contents stay on the disk until these processes
+            # end.
             (entry.folder / DIGEST).unlink(missing_ok=True)
             shutil.rmtree(entry.folder, ignore_errors=True)
             total -= entry.size

@@ -1,7 +1,7 @@
-"""Checkpoint folders with packed weights: how importers write them and how they are loaded.
+"""Packed checkpoints, which are folders with packed weights: how they are written and loaded.
 
-A folder has config.json, the tokenizer, and model.safetensors. The file is mapped into memory, so its weights are not
-copied. `quantization_config` names the format of each packed weight.
+A folder contains config.json, the tokenizer, and model.safetensors. On a CPU, model.safetensors is mapped into memory,
+so its weights are not copied. `quantization_config` has the format of each packed weight.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def write_checkpoint(
     Args:
         folder: An existing folder.
         config: Configuration of the model.
-        tensors: Weights by name. A packed module has its parameters, such as `packed`.
-        formats: Format of each packed weight, by the name of its module.
+        tensors: Weights by name. For a packed module, these are its parameters, such as `packed`.
+        formats: Format of each packed weight, by module name.
     """
     from safetensors.torch import save_file
 
@@ -56,13 +56,16 @@ def write_checkpoint(
 
 
 def stated_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
-    """Return the formats in the configuration of a packed checkpoint, by the name of the module."""
+    """Return the packed formats in the configuration of a packed checkpoint, by module name."""
     weights: dict[str, dict[str, Any]] = config.quantization_config["weights"]
     return {name: PackedFormat(**entries) for name, entries in weights.items()}
 
 
 def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Give the modules of a model on the meta device packed weights of these formats, in place."""
+    """Give modules of a model on the meta device packed weights, in place.
+
+    `formats` has their formats by module name.
+    """
     if not formats:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -80,7 +83,9 @@ def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.d
 def read_checkpoint(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Load a packed checkpoint. Weights that are not packed get `dtype`. On a CPU, the file is mapped.
+    """Load a packed checkpoint. Weights that are not packed are converted to `dtype`.
+
+    On a CPU, the file is memory-mapped.
 
     Raises:
         ModelError: The weights are damaged or do not belong to the configuration.
@@ -95,9 +100,10 @@ def read_checkpoint(
     auto: Any = AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
         model: Any = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.tie_weights()  # `init_empty_weights` replaces every parameter by one of its own
+    # `init_empty_weights` replaces every parameter by a new one, so tied weights must be tied again
+    model.tie_weights()
     hold_formats(model, stated_formats(config), dtype)
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # tied weights have several
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # modules and names of each weight; a tied weight has several
     for module in model.modules():
         for own, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             owners.setdefault(id(weight), []).append((module, own))

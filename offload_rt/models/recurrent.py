@@ -1,7 +1,7 @@
-"""Recurrent state of hybrid models, and the decoder layers that keep it.
+"""Recurrent state of hybrid models, and the decoder layers that have recurrent state.
 
-Layers without attention are transformers' own modules, called as they are. `RecurrentState` is passed in place of
-transformers' cache: linear attention, Mamba-2 and short convolutions call five methods of it.
+Layers without attention are whole modules of transformers. They get a `RecurrentState` in place of transformers' cache.
+Linear attention, Mamba-2 and short convolutions call five of the cache's methods.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .weights import attention_of
 
 
 class StateSlots:
-    """The recurrent state of all sequences of a model: one slot per sequence, and one tensor of slots per layer.
+    """Recurrent state of all sequences of a model. Each sequence has a slot, and each layer has a tensor of all slots.
 
     The lowest free slot is used first, so that a batch is usually a view of adjacent slots.
     """
@@ -31,8 +31,8 @@ class StateSlots:
         self._free: set[int] = set()
         self.conv: dict[int, torch.Tensor] = {}
         self.recurrent: dict[int, torch.Tensor] = {}
-        # Tokens that each layer has seen, by slot: a layer that runs twice, or misses tokens, gives wrong states that
-        # show only hundreds of tokens later.
+        # Number of tokens that each layer has processed, by slot. If a layer runs twice or misses tokens, its state is
+        # wrong, and the error shows only hundreds of tokens later.
         self.seen: dict[int, list[int]] = {shape.layer: [] for shape in self._shapes}
         self._grow(0)
 
@@ -47,7 +47,11 @@ class StateSlots:
         return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
 
     def take(self, origin: int | None = None) -> int:
-        """Return a slot with a copy of the state in slot `origin`, or with the state of an empty sequence."""
+        """Allocate a slot and return it.
+
+        If `origin` is given, the state of slot `origin` is copied to the new slot. Otherwise, the new slot gets the
+        state of an empty sequence.
+        """
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
@@ -67,22 +71,25 @@ class StateSlots:
     def view(self, slots: Sequence[int], finished: Callable[[int], None] = lambda layer: None) -> RecurrentState:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
-        `finished` is called with a decoder layer each time its state has been stored.
+        `finished` is called with the index of a decoder layer each time the state of this layer has been stored.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
         return RecurrentState(self, slots, finished)
 
     def of_layer(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return views of the recurrent state and the convolution state of one decoder layer."""
+        """Return views of the recurrent state (or None) and the convolution state of one decoder layer in a slot."""
         return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
 
     def check(self, slot: int, tokens: int) -> None:
-        """Assert that every layer has seen exactly the first `tokens` tokens of the sequence in `slot`."""
+        """Assert that every layer has processed exactly the first `tokens` tokens of the sequence in `slot`."""
         wrong = {layer: seen[slot] for layer, seen in self.seen.items() if seen[slot] != tokens}
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
 
     def _grow(self, size: int) -> None:
-        """Allocate `size` slots and copy the existing ones. If memory runs out, nothing changes."""
+        """Allocate `size` slots and copy the existing slots.
+
+        If memory is exhausted, the existing slots stay unchanged.
+        """
         conv = {one.layer: self._resized(self.conv, one.layer, (size, *one.conv), self._dtype) for one in self._shapes}
         recurrent = {
             one.layer: self._resized(self.recurrent, one.layer, (size, *one.recurrent), torch.float32)
@@ -105,9 +112,9 @@ class StateSlots:
 
 
 class RecurrentState:
-    """The state of the sequences of one step, passed to transformers' modules as their cache.
+    """Recurrent state of the sequences of one step. transformers' modules use it as their cache.
 
-    States of adjacent slots are views. Others are copies, which `finish` writes back.
+    If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
     """
 
     def __init__(
@@ -121,11 +128,11 @@ class RecurrentState:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences."""
+        """Number of sequences in the step."""
         return len(self._slots)
 
     def finish(self, layer: int, tokens: int) -> None:
-        """Store the state of a decoder layer after `tokens` tokens of each sequence."""
+        """Store the state of decoder layer `layer` after it has processed `tokens` tokens of each sequence."""
         for states, copied in self._copies:
             states[self._slots] = copied
         self._copies.clear()
@@ -136,7 +143,7 @@ class RecurrentState:
             self._finished(layer)
 
     def _of(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the state `[B, ...]` of a layer, which may be written in place until `finish`."""
+        """Return the state `[B, ...]` of a layer. It may be modified in place before `finish`."""
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
@@ -150,28 +157,31 @@ class RecurrentState:
     # ------------------------------------------------------------------------- transformers' cache protocol
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """Return the last inputs `[B, channels, kernel]` of a convolution; zeros before the first token."""
+        """Return the last inputs of a layer's convolution, `[B, channels, kernel]`; zeros before the first token."""
         return self._of("conv", layer_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """Return the recurrent state `[B, ...]`; zeros before the first token."""
+        """Return the recurrent state of a layer, `[B, ...]`; zeros before the first token."""
         return self._of("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append inputs `[B, channels, T]`. Return them after the earlier ones, `[B, channels, kernel + T]`."""
+        """Append new inputs `[B, channels, T]` of a convolution.
+
+        Return earlier and new inputs, `[B, channels, kernel + T]`.
+        """
         held = self._of("conv", layer_idx)
         whole = torch.cat([held, conv_states.to(held.dtype)], dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])
         return whole
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Replace the recurrent state `[B, ...]`."""
+        """Replace the recurrent state of a layer by `recurrent_states` `[B, ...]` and return it."""
         held = self._of("recurrent", layer_idx)
         assert held.shape == recurrent_states.shape
         return held.copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: states of earlier tokens are not kept."""
+        """Return False, because states of earlier tokens are not kept."""
         return False
 
 
@@ -179,7 +189,7 @@ class RecurrentState:
 class Stage:
     """A decoder layer without attention.
 
-    `run` computes its output `[T, D]` from its input. Every token must pass it once.
+    `run` computes the layer's output `[T, D]` from its input. Every token must pass through it exactly once.
     """
 
     layer: int
@@ -187,7 +197,7 @@ class Stage:
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-    """Return the output `[T, D]` of transformers' decoder layer or mixer `module` for inputs `[T, D]`."""
+    """Return the output `[T, D]` of `module`, a decoder layer or mixer of transformers, for inputs `[T, D]`."""
     known = inspect.signature(module.forward).parameters
     given: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
     given |= {"past_key_values": state, "cache_params": state}
@@ -200,13 +210,15 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
 
 
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
-    """Return the states that decoder layers keep per sequence. The layers `at` have attention.
+    """Return the shapes of the states that decoder layers have for each sequence.
 
     Args:
-        name: Name of the model's class, for errors.
+        name: Name of the model's class, for error messages.
+        layers: All decoder layers.
+        at: Indices of the layers with attention.
 
     Raises:
-        ModelError: No layer has attention, or layers keep state of an unknown kind.
+        ModelError: No layer has attention, or layers have state of an unknown kind.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := _recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
@@ -224,7 +236,10 @@ def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> t
 
 
 def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """Return the shapes of a mixer's convolution state and recurrent state, or None if its kind is unknown."""
+    """Return the shapes of a mixer's convolution state and recurrent state.
+
+    Return None if its kind is not supported.
+    """
     conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
     if conv is None or kernel is None:
         return None
@@ -235,11 +250,14 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
         return shape, (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
     if any(hasattr(mixer, name) for name in ("A_log", "dt_bias", "ssm_state_size")):
         return None
-    return shape, ()  # a short convolution
+    return shape, ()  # short convolution
 
 
 def _recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a decoder layer that has a causal convolution, as all recurrent layers do, or None."""
+    """Return the module of a decoder layer with a causal convolution, or None.
+
+    All recurrent layers have a causal convolution.
+    """
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""Supported architectures and their adapters."""
+"""Registry of supported architectures and their adapters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _DECODERS = (
     "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe",
     "GraniteMoeHybrid", "Lfm2", "Lfm2Moe", "Lfm3", "FalconH1", "NemotronH", "OlmoHybrid", "Bamba",
 )  # fmt: skip
-"""Prefixes of the `...ForCausalLM` classes of transformers that `DecoderAdapter` is tested with."""
+"""Prefixes of the `...ForCausalLM` classes of transformers with which `DecoderAdapter` is tested."""
 
 _MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
-"""Prefixes of the `...ForConditionalGeneration` classes whose language model `DecoderAdapter` is tested with."""
+"""Prefixes of the tested multimodal classes `...ForConditionalGeneration`. `DecoderAdapter` runs their language models.
+"""
 
 _DECODER = "offload_rt.models.decoder:DecoderAdapter"
 
@@ -30,14 +31,14 @@ _adapters = {
     "OPTForCausalLM": "offload_rt.models.learned_positions:OPTAdapter",
     "GPT2LMHeadModel": "offload_rt.models.learned_positions:GPT2Adapter",
 }
-"""Maps a transformers class to its adapter as "module:class", which is imported on first use."""
+"""Adapter of each transformers class, as "module:class". The adapter is imported on first use."""
 
 
 def register_architecture(architecture: str, adapter: str) -> None:
     """Register an adapter for models of a transformers class.
 
-    A class that is not part of transformers must also be registered with `AutoConfig` and `AutoModelForCausalLM` to be
-    loaded from a folder.
+    If the class is not part of transformers, it must also be registered with `AutoConfig` and `AutoModelForCausalLM`.
+    Otherwise it cannot be loaded from a folder.
 
     Args:
         architecture: Name of the transformers class.
@@ -58,8 +59,8 @@ def architectures() -> tuple[str, ...]:
 def adapter_for(model: Any) -> ModelAdapter:
     """Return the adapter of a loaded transformers model, chosen by its class.
 
-    A class that is not registered gets the adapter of most decoders if its modules fit. It must pass load-time
-    verification before it runs.
+    If the class is not registered, `DecoderAdapter` is used, provided that the model's modules are recognised. The
+    model must then pass load-time verification before it runs.
 
     Raises:
         ModelError: The architecture, or one of its options, is not supported.
@@ -88,7 +89,10 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Return the error for an unsupported architecture. Without a reason `why`, it lists the supported ones."""
+    """Return the error for an unsupported architecture.
+
+    If `why` is empty, the message lists the supported architectures.
+    """
     return ModelError(f"{architecture} is not supported{f': {why}' if why else _listed()}", reason=reason)
 
 

@@ -1,11 +1,12 @@
 """Rotary position embedding with cos and sin from the model's own rotary module.
 
-Models pair the dimensions of a head in one of two layouts, and rotate all dimensions or only the first ones. The layout
-is detected: `apply_rotary_pos_emb` of the model's source file is applied to random queries, and the result is compared
-with both layouts. Models that match neither are rejected.
+RoPE rotates pairs of dimensions of a head: all dimensions or only the first ones. Models form pairs in one of two
+layouts. To detect the layout, `apply_rotary_pos_emb` of the model's source file is applied to random queries, and the
+result is compared with both layouts. Models that match neither layout are refused.
 
-RoPE scaling whose frequencies depend on the text length is fixed to the frequencies for the longest supported text, as
-in vLLM: keys are rotated before they are cached, so they become invalid if the frequencies change later.
+Some kinds of RoPE scaling use frequencies that depend on the text length. They are fixed to the frequencies for the
+longest supported text, as in vLLM. Keys are rotated before they are cached, so a later change of frequencies would
+invalidate cached keys.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from .multimodal import text_config, text_decoder
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """RoPE types with frequencies that depend on the text length.
 
-"longrope" (Phi) has two sets: one for texts up to the original training length and one for longer texts. "dynamic" has
-one set up to the training length and different frequencies for each longer length.
+"longrope" (Phi) has two sets of frequencies: one for texts up to the original training length and one for longer texts.
+"dynamic" has one set for texts up to the training length, and a different set for each longer length.
 """
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head. See `HalfSplit.signed`."""
+"""Tables of a rotation: cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head.
+
+The sin of the first dimension of each pair is negated (`HalfSplit.signed`).
+"""
 
 
 class HalfSplit:
-    """Pair dimension i with dimension i + w/2 (NeoX): Llama and most other models."""
+    """Layout that pairs dimension i with dimension i + w/2 (NeoX), as in Llama and most other models."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
-        """Expand values `[..., w/2]`, one for each pair, to `[..., w]`, one for each dimension."""
+        """Expand values `[..., w/2]` of the pairs to `[..., w]`, one value per dimension."""
         return torch.cat((waves, waves), dim=-1)
 
     @staticmethod
@@ -52,7 +56,7 @@ class HalfSplit:
 
 
 class Interleaved:
-    """Pair dimension 2i with dimension 2i + 1 (GPT-J): Cohere, GLM."""
+    """Layout that pairs dimension 2i with dimension 2i + 1 (GPT-J), as in Cohere and GLM."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -75,8 +79,8 @@ Layout = type[HalfSplit] | type[Interleaved]
 def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
     """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
 
-    The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If the tables have a wider
-    dtype than `x` (OLMo), the computation uses it. The result has the dtype of `x`.
+    The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If cos and sin have a wider
+    dtype than `x` (OLMo), the computation uses the wider dtype. The result has the dtype of `x`.
     """
     cos, sin = rotation
     width = cos.shape[-1]
@@ -89,10 +93,10 @@ def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
 
 
 class Rotary:
-    """Rotations of all layers, computed by the decoder's rotary module.
+    """Rotations of queries and keys in all layers, with tables from the decoder's rotary module.
 
-    The rotations of the latest positions are cached. Layer 0 always computes them again. Later layers reuse them if
-    they are called with the same tensor object, so this tensor must not be changed in place during a pass. A CUDA graph
+    The tables of the latest positions are cached. Layer 0 always computes them. Later layers reuse them if they are
+    called with the same `positions` object, so this tensor must not be changed in place during a pass. A CUDA graph
     that captures a step from layer 0 includes this computation.
     """
 
@@ -101,8 +105,8 @@ class Rotary:
 
         Args:
             module: The decoder's rotary module.
-            kinds: Name of each layer's frequencies in `module`. "" if there is only one set, None for layers without
-                rotary positions.
+            kinds: Name of the set of frequencies in `module` that each layer uses. "" if there is only one set; None
+                for layers without rotary positions.
             attention: An attention module of the model, used to find its source file.
         """
         self._module, self._kinds = module, tuple(kinds)
@@ -110,13 +114,13 @@ class Rotary:
         self._rotations: dict[str, Rotation] = {}
         self._layout: Layout = HalfSplit
         self._ready = True
-        """Whether the module's tables are already in this layout."""
+        """Whether the tables of the rotary module already are in the detected layout."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
             self._detect(used[0], attention)
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layouts of the rotation and of the module's tables."""
+        """Detect the layout of the model's rotation, and the layout of the tables of the rotary module."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -126,7 +130,10 @@ class Rotary:
         self._ready = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` `[heads, T, d]` to positions `[T]`. Return `x` for a layer without rotary positions."""
+        """Rotate `x` `[heads, T, d]` to `positions` `[T]`.
+
+        For a layer without rotary positions, return `x` unchanged.
+        """
         if layer == 0 or positions is not self._positions:
             self._rotations.clear()
             self._positions = positions
@@ -142,9 +149,9 @@ class Rotary:
         return rotate(x, self._rotations[kind], self._layout)
 
     def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Rotate keys `[Hkv, n, d]`, which are already rotated, by `offset` more positions.
+        """Rotate keys `[Hkv, n, d]` that are already rotated to positions `offset` higher.
 
-        Angles are computed in float64, products in float32 or the dtype of `k` if that is wider.
+        Angles are computed in float64. Products are computed in float32, or in the dtype of `k` if it is wider.
         """
         kind = self._kinds[layer]
         if kind is None:
@@ -155,27 +162,28 @@ class Rotary:
         return rotate(k.to(compute), (cos, self._layout.signed(sin)), self._layout).to(k.dtype)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of a kind."""
+        """Return the inverse frequencies `[w/2]` of the set `kind`."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
     def _tables(self, kind: str, x: torch.Tensor, positions: torch.Tensor) -> Rotation:
-        """Return cos and sin for positions `[T]` from the module, including its attention factor (YaRN)."""
+        """Return the tables cos and sin for `positions` `[T]`, including the module's attention factor (YaRN)."""
         at = positions[None]
-        if hasattr(self._module, "mrope_section"):  # Qwen-VL: time, height and width are equal for text
+        # Qwen-VL has three positions per token (time, height, width), which are equal for text.
+        if hasattr(self._module, "mrope_section"):
             at = at.expand(3, 1, -1)
         tables: Any = self._module(x, at, kind) if kind else self._module(x, at)
-        if isinstance(tables, torch.Tensor):  # Llama 4: one complex number for each pair
+        if isinstance(tables, torch.Tensor):  # Llama 4's module returns one complex number per pair.
             return tables.real, tables.imag
         rotation: Rotation = tables
         return rotation
 
 
 def _layout_of(attention: Any, waves: Rotation) -> Layout:
-    """Detect the layout of the rotation in the source file of `attention`, with cos and sin `waves` `[1, T, w/2]`.
+    """Detect the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
 
-    Without `apply_rotary_pos_emb` in the file, the layout is `Interleaved` if there is an `apply_rotary_emb` (Llama 4),
-    else `HalfSplit`. Load-time verification detects a wrong guess.
+    If the file has no `apply_rotary_pos_emb`, the layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else
+    `HalfSplit`. Load-time verification detects a wrong guess.
     """
     file = sys.modules[type(attention).__module__]
     apply = getattr(file, "apply_rotary_pos_emb", None)
@@ -200,14 +208,14 @@ def _layout_of(attention: Any, waves: Rotation) -> Layout:
 
 
 def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
-    """Fix length-dependent rotary frequencies of `model` in place, for texts of `max_model_len` tokens.
+    """Fix length-dependent rotary frequencies of `model` in place, for texts of up to `max_model_len` tokens.
 
     If `max_model_len` is at most the training length, `max_position_embeddings` is set to the training length. Models
-    with other RoPE types, or with several, are left unchanged.
+    with other RoPE types, or with several RoPE types, stay unchanged.
 
     Args:
         model: A loaded transformers model.
-        max_model_len: Length of the longest text in tokens. None stands for `max_position_embeddings`.
+        max_model_len: Length of the longest text in tokens. None means `max_position_embeddings`.
 
     Raises:
         ModelError: No single set of frequencies is valid up to `max_model_len`.
@@ -226,7 +234,8 @@ def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
             f"become invalid; max_model_len={max_model_len} must be at most {trained}",
             reason="rope_length",
         )
-    elif not rotary.inv_freq.is_meta:  # a pass beyond `trained` switches to the long set
+    # a forward pass beyond `trained` makes the module switch to the frequencies for long texts
+    elif not rotary.inv_freq.is_meta:
         device = rotary.inv_freq.device
         rotary(torch.zeros(1, device=device), torch.full((1, 1), trained, device=device))
     rotary.rope_type = "default"

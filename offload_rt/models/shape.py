@@ -1,4 +1,4 @@
-"""Properties of a model that are known before its weights are read."""
+"""Properties of a model that are determined before its weights are read."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of a model that are known before its weights are read.
+    """Properties of a model that are determined before its weights are read.
 
     Attributes:
-        weight_bytes: Like `LoadedModel.weight_bytes`, without weights that `placement` keeps in host memory.
-        sizes: The parts of `weight_bytes`.
+        geometry: Dimensions of the model.
+        weight_bytes: Size in bytes of parameters and buffers, without weights that `placement` keeps in host memory.
+            Tied weights count once.
+        sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
+        dtype: Dtype of the weights.
+        device: Compute device.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
-        placement: Weights other than layers that stay in host memory.
+        placement: Experts and embedding that stay in host memory.
         host_bytes: Size in bytes of the weights that `placement` keeps in host memory.
     """
 
@@ -57,7 +61,7 @@ class ModelShape:
     host_bytes: int = 0
 
     def placed(self, placement: Placement) -> ModelShape:
-        """Return the shape with experts and embedding placed according to `placement`."""
+        """Return this shape with experts and embedding placed as in `placement`."""
         assert not self.placement and not placement.layers, "layers are placed by a plan"
         sizes, on_host, slots = self.sizes.on_device(placement), self.sizes.on_host(placement), placement.experts
         weights = self.weight_bytes - on_host
@@ -75,9 +79,9 @@ def load_shape(
     max_model_len: int | None = None,
     quantize: Quantize = "auto",
 ) -> ModelShape:
-    """Return the shape of a model from its configuration (config.json or GGUF header), or of a loaded model.
+    """Return the shape of a model, computed from its configuration (config.json or GGUF header) or from a loaded model.
 
-    Raises the errors of `load_model`.
+    For arguments and errors, see `load_model`.
     """
     if not isinstance(model, (str, os.PathLike)):
         check_loaded(model, str(device), str(dtype).removeprefix("torch."))
@@ -108,7 +112,7 @@ def load_shape(
 
 
 def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-    """Return the formats of the modules that will be packed, if the checkpoint is, or will be, a packed one."""
+    """Return the packed format of each module, by name. Empty if the checkpoint is not and will not be packed."""
     if packing(skeleton.config) == PACKED.method:
         return stated_formats(skeleton.config)
     if conversion is None:
@@ -120,10 +124,10 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the size in bytes of a packed checkpoint's weights outside its layers, and of each layer.
+    """Return the sizes in bytes of a packed checkpoint's weights: of all weights outside of layers, and of each layer.
 
-    Packed weights count with their size in the file, plain weights with their size in `dtype`. Weights of layers are
-    aligned.
+    Packed weights count with their size in the file, other weights with their size in `dtype`. Each weight of a layer
+    is aligned.
 
     Raises:
         ModelError: The files cannot be read.
@@ -150,7 +154,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 
 def _short(name: str) -> str:
-    """Return the name of a weight without its prefix."""
-    # The prefix differs between the files and the modules of multimodal models.
+    """Return the name of a weight without the prefix of its module path."""
+    # The prefix in files of multimodal models differs from the prefix in their modules.
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])

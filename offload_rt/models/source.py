@@ -1,4 +1,4 @@
-"""Resolve a model name to a shipped checkpoint, a folder, a GGUF file or a hub repository."""
+"""Resolution of a model name to a shipped checkpoint, a folder, a GGUF file or a hub repository."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..config import EngineConfig
 from ..errors import ModelError
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
-"""Shipped checkpoints by name, with their folders under `offload_rt/reference`."""
+"""Folders of the shipped checkpoints under `offload_rt/reference`, by model name."""
 
 MERGE = (
     "merge the adapter with peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), and pass the result or "
     "the folder where it is saved"
 )
-"""Advice for PEFT adapters, for error messages."""
+"""Advice about PEFT adapters, used in error messages."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -52,7 +52,7 @@ class Hub:
 
 
 def hub_of(config: EngineConfig) -> Hub:
-    """Return the hub options of a configuration."""
+    """Return the hub options of an engine configuration."""
     return Hub(config.revision, config.hf_token, config.download_dir, config.trust_remote_code)
 
 
@@ -65,8 +65,9 @@ class ModelSource:
     """Location of the files of a checkpoint.
 
     Attributes:
-        place: Folder or hub id, in the form that transformers accepts.
-        gguf: GGUF file in `place` with configuration, weights and tokenizer. None if they are separate files.
+        place: Folder or hub id, as accepted by transformers.
+        gguf: Name of the GGUF file in `place` that contains configuration, weights and tokenizer. None if they are
+            separate files.
         shipped: Whether the checkpoint ships with the package.
         hub: Download options.
     """
@@ -82,7 +83,7 @@ class ModelSource:
         return Path(self.place) if Path(self.place).is_dir() else None
 
     def check_folder(self) -> None:
-        """Raise ModelError if a local folder contains no model. No file is read."""
+        """Raise ModelError if a local folder contains no model. Files are not opened."""
         folder = self.folder
         if folder is None or self.gguf is not None or (folder / "config.json").is_file():
             return
@@ -93,14 +94,14 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer. False only for a local folder without the files of one."""
+        """Whether the checkpoint has a tokenizer. False only for a local folder without tokenizer files."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
 
     def check_reachable(self) -> None:
         """Raise ModelError if a model of the hub is not in the cache and the hub cannot be reached.
 
-        transformers would retry for half a minute.
+        transformers would retry for half a minute before it fails.
         """
         if self.folder is not None:
             return
@@ -114,22 +115,22 @@ class ModelSource:
             raise ModelError(f"{self} is not in the cache, and HF_HUB_OFFLINE forbids a download: {cure}")
         try:
             get_hf_file_metadata(hf_hub_url(self.place, file, revision=revision), timeout=2, token=self.hub.token)
-        except Exception as error:  # the class for a failed connection differs between versions of huggingface_hub
+        except Exception as error:  # The type of a connection error differs between versions of huggingface_hub.
             if getattr(error, "response", None) is not None:
-                return  # the hub answers; transformers reports the reason
+                return  # The hub can be reached; transformers will report the reason.
             raise ModelError(
                 f"{self} is not in the cache, and {constants.ENDPOINT} cannot be reached ({error}): {cure}, or set "
                 "HF_ENDPOINT to a mirror"
             ) from error
 
     def __str__(self) -> str:
-        """Return the quoted location, for messages."""
+        """Return the location in quotes, for messages."""
         what = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 
 
 def truncated(path: Path, missing: int) -> ModelError:
-    """Return the error for a file of weights that ends `missing` bytes early."""
+    """Return the error for a file of weights that lacks its last `missing` bytes."""
     return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")
 
 
@@ -142,7 +143,7 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
         hub: Download options.
 
     Raises:
-        ModelError: `model` is none of these. A missing path is never looked up on the hub.
+        ModelError: `model` is none of these. The name of a missing path is never looked up on the hub.
     """
     name = os.fspath(model)
     if name in SHIPPED:
@@ -172,7 +173,11 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """Return the GGUF file of a folder without safetensors, or None. Raises ModelError if there are several."""
+    """Return the name of the only GGUF file in a folder without safetensors files, or None.
+
+    Raises:
+        ModelError: The folder has several GGUF files.
+    """
     files = sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
     if not files or any(folder.glob("*.safetensors")):
         return None

@@ -1,4 +1,4 @@
-"""Names and sizes of the tensors in the safetensors files of a checkpoint, from their headers."""
+"""Names and sizes of the tensors in the safetensors files of a checkpoint, read from the headers of the files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from .source import ModelSource, truncated
 
 _INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
-"""Longest header in bytes that the safetensors library accepts."""
+"""Largest size in bytes of a header that the safetensors library accepts."""
 
 
 class StoredTensor(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:
-        kind: Its dtype in the notation of safetensors, such as "BF16".
-        size: Its bytes.
-        file: The file that holds it, None on the hub.
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        kind: Dtype in the notation of safetensors, such as "BF16".
+        size: Size in bytes.
+        file: The file that contains the tensor; None for a checkpoint on the hub.
     """
 
     name: str
@@ -33,7 +35,10 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads: the files of the index, model.safetensors, or all."""
+    """Return the safetensors files that transformers reads.
+
+    These are the files listed in the index, else model.safetensors, else all safetensors files.
+    """
     if (index := folder / _INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
     whole = folder / "model.safetensors"
@@ -41,7 +46,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
-    """Yield the tensors of a checkpoint. Only headers are read.
+    """Yield the tensors of a checkpoint. Only the headers of files are read.
 
     Raises:
         OSError: A file cannot be read.
@@ -76,7 +81,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def check_complete(path: Path) -> Path:
-    """Return `path`. Raise ModelError if this safetensors file is damaged or ends before its last tensor does."""
+    """Return `path`. Raise ModelError if this safetensors file is damaged or ends before the end of its last tensor."""
     try:
         ends = [entry["data_offsets"][1] for name, entry in _header(path).items() if name != "__metadata__"]
         with path.open("rb") as file:
@@ -92,7 +97,7 @@ def check_complete(path: Path) -> Path:
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise ModelError if a local folder has no safetensors files or incomplete ones. Only headers are read."""
+    """Raise ModelError if a local folder has no safetensors files, or an incomplete one. Only headers are read."""
     folder = source.folder
     if folder is None or source.gguf is not None:
         return

@@ -1,9 +1,9 @@
-"""Load-time verification: compare an adapter with transformers' own forward on random tokens, layer by layer.
+"""Load-time verification: an adapter is compared with transformers' own forward on random tokens, layer by layer.
 
-Results must be equal within the rounding of the dtype. Each layer of the adapter gets the input of the model's own
-layer, so rounding errors do not accumulate and the first layer that differs is known. The last tokens run one by one,
-as in decoding. The model runs its "eager" attention, whose arguments are recorded. Unknown arguments are refused, even
-if the results are equal.
+Results must be equal within the rounding of the dtype. Each layer of the adapter gets the same input as the layer in
+transformers. Rounding errors therefore do not accumulate, and the first layer that differs is known. The last tokens
+are computed one by one, as in decoding. transformers runs its "eager" attention, whose arguments are recorded. If an
+argument is unknown, the model is refused even if the results are equal.
 """
 
 from __future__ import annotations
@@ -37,36 +37,41 @@ _FORMAT = 1
 _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 """Configuration entries that do not affect results."""
 _DECODE_TOKENS = 8
-"""Number of last tokens that run one by one."""
+"""Number of last tokens that are computed one by one."""
 _LONGEST_WINDOW = 512
-"""Sliding windows up to this length are tested with tokens. For longer windows, only the argument is compared."""
+"""Sliding windows up to this length, in tokens, are tested with tokens.
+
+For longer windows, only the argument `sliding_window` of the attention is compared.
+"""
 _EXPERTS_SHARE = 0.75
-"""Share of tokens that must agree in a mixture of experts, because rounding may change the chosen expert."""
+"""Fraction of tokens that must agree in a mixture of experts. Rounding may change which expert is chosen."""
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Maximum error relative to a layer's contribution to the residual stream. Norms of float64 models compute in
-float32."""
+"""Maximum error, relative to a layer's contribution to the residual stream, by dtype.
+
+In float64 models, norms are still computed in float32.
+"""
 
 _HARMLESS = (
     "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
     "cache_position", "position_embeddings", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits",
 )  # fmt: skip
-"""Known attention arguments: compared here, covered by the results, or without effect."""
+"""Known attention arguments. They are compared here, covered by the comparison of results, or have no effect."""
 
 _recorded: ContextVar[list[dict[str, Any]] | None] = ContextVar("_recorded", default=None)
 _log = logging.getLogger(__name__)
 
 
 def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
-    """Call `verify_model` unless the cache folder records an earlier success.
+    """Call `verify_model`, unless the cache folder has a record of an earlier success.
 
-    A record is valid for one model, adapter, configuration, and versions of this package and of transformers.
+    A record is valid for one model, adapter and configuration, and for one version of this package and of transformers.
 
     Raises:
         ModelError: See `verify_model`.
     """
-    # The whole configuration counts, because the fingerprint ignores some entries.
+    # The complete configuration is part of the record, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
     kind, dtype = type(adapter), str(adapter.dtype).removeprefix("torch.")
@@ -88,15 +93,15 @@ def verify_model(model: Any, adapter: ModelAdapter) -> None:
     """Verify `adapter` against transformers' own forward of `model`.
 
     Raises:
-        ModelError: Results differ (reason "verification"; the message names the first layer that does), or the model
+        ModelError: Results differ (reason "verification"; the message names the first layer that differs), or the model
             passes an unsupported argument to its attention (reason "attention_argument").
     """
     geometry = adapter.geometry
     tested = [window for window in geometry.windows if window is not None and window <= _LONGEST_WINDOW]
     length = min(max(tested, default=16) + 2 * _DECODE_TOKENS, geometry.max_positions)
     _Verification(model, adapter, length, 0).run()
-    # Test the last positions too, because errors can depend on the position. Llama 4 (chunked) counts cached tokens
-    # instead.
+    # Also test the last positions, because errors can depend on the position. Llama 4 (chunked attention) counts cached
+    # tokens instead of positions, so it is only tested at the first positions.
     if length < geometry.max_positions and not geometry.chunked:
         _Verification(model, adapter, _DECODE_TOKENS, geometry.max_positions - _DECODE_TOKENS).run()
 
@@ -106,7 +111,7 @@ class _Observed:
     """Results of transformers' own forward.
 
     Attributes:
-        hidden: Hidden states `[T, D]` before, between and after the layers.
+        hidden: Hidden states `[T, D]` before each layer and after the last layer.
         logits: Logits `[n, V]` of the last n tokens.
         arguments: Arguments of each attention call.
     """
@@ -117,7 +122,7 @@ class _Observed:
 
 
 class _Verification:
-    """One comparison over `length` tokens, starting at position `start`."""
+    """A comparison over `length` tokens that start at position `start`."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
@@ -128,16 +133,18 @@ class _Verification:
         self._positions = torch.arange(start, start + length, device=adapter.device)
         self._one_by_one = range(max(1, length - _DECODE_TOKENS), length)
         first = self._one_by_one.start
-        half = first // 2 if adapter.geometry.states else 0  # states must continue between two pieces
+        # For hybrid models, the tokens are computed in two pieces, because states must continue from piece to piece.
+        half = first // 2 if adapter.geometry.states else 0
         cuts = sorted({0, half, *self._one_by_one, length})
         self._pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def run(self) -> None:
-        """Run the comparison. Raises ModelError like `verify_model`."""
+        """Run the comparison. Raise ModelError like `verify_model`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._through(-1, self._adapter.embed(self._tokens, self._positions))
-        # A layer of the adapter covers a decoder layer with attention and all later ones without attention.
+        # A layer of the adapter covers a decoder layer with attention and all decoder layers without attention after
+        # it.
         starts = attention_layers(decoder_layers(self._model))
         stops = [*starts[1:], len(seen.hidden) - 1]
         self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])
@@ -156,7 +163,7 @@ class _Verification:
         parameters = inspect.signature(self._model.forward).parameters
         known = set(parameters)
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            known.add("position_ids")  # a subclass may pass on all arguments without naming them
+            known.add("position_ids")  # A subclass may pass all arguments to its base class without naming them.
         options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -174,7 +181,7 @@ class _Verification:
         return seen
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a layer of the adapter on its input `[T, D]`: the last tokens one by one, the others together."""
+        """Run a layer of the adapter on its input `[T, D]`: the last tokens one by one, all earlier tokens together."""
         adapter, outs, parts = self._adapter, [], []
         for s in self._pieces:
             q, *rows = adapter.qkv(layer, adapter.attention_input(layer, hidden[s]), self._positions[s])
@@ -184,7 +191,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stages of the adapter after a layer on its output `[T, D]`, in the same pieces."""
+        """Run the adapter's stages after a layer on its output `[T, D]`, divided into the same pieces of tokens."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden
@@ -192,7 +199,8 @@ class _Verification:
     def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding.
 
-        The tolerance is relative to the difference between `expected` and the layer's input `given`.
+        The tolerance is relative to the layer's contribution: the difference between `expected` and the layer's input
+        `given`.
         """
         wide = torch.promote_types(actual.dtype, torch.float32)
         actual, expected, given = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, given))
@@ -212,9 +220,10 @@ class _Verification:
                 )
 
     def _compare_arguments(self, arguments: list[dict[str, Any]]) -> None:
-        """Raise ModelError if the attention of a layer was called with arguments that this package does not support."""
+        """Raise ModelError if a layer's attention was called with arguments that this package does not support."""
         geometry = self._adapter.geometry
-        if len(arguments) != geometry.layers:  # the model does not call attention through transformers' interface
+        # The model does not call its attention through transformers' attention interface.
+        if len(arguments) != geometry.layers:
             return
         for layer, given in enumerate(arguments):
             strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _has_effect(value))
@@ -252,7 +261,10 @@ def _tensor(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """Run the model of `config` with eager attention, and append the arguments of each call to `arguments`."""
+    """Context in which the model of `config` uses eager attention.
+
+    The arguments of each call are added to `arguments`.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
@@ -271,7 +283,7 @@ _NAME = "offload_rt_recording"
 
 
 def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
-    """Record the arguments, then run the eager attention of the model's module, or torch's if it has none."""
+    """Record the arguments. Then run the eager attention of the model's module, or torch's attention if it has none."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     recorded = _recorded.get()
@@ -279,7 +291,7 @@ def _attend(module: Any, *tensors: Any, **arguments: Any) -> Any:
         recorded.append(arguments)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     dtype = tensors[0].dtype
-    # At least float32: with large keys (Qwen's biases), scores in half precision are too inaccurate.
+    # Compute in at least float32: with large keys (Qwen's biases), scores in half precision are too inaccurate.
     exact = (x.to(torch.promote_types(dtype, torch.float32)) if _is_half(x) else x for x in tensors)
     out, *rest = eager(module, *exact, **arguments)
     return out.to(dtype), *rest

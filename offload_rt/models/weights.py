@@ -1,4 +1,4 @@
-"""A model's decoder layers, the sizes of its weights, and their placement on the device or in host memory."""
+"""The decoder layers of a model, the sizes of its weights, and their placement on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .linear import held_bytes, places_of, tensors_of
 from .multimodal import text_decoder
 
 ALIGNMENT = 64
-"""Alignment in bytes of each weight in a layer that is copied as one buffer."""
+"""Alignment in bytes of each weight in a layer that is copied to the device as one buffer."""
 
 _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
-"""Names of the attention module in a decoder layer."""
+"""Names that transformers uses for the attention module of a decoder layer."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Placement:
     """Weights that stay in host memory.
 
     Attributes:
-        layers: Decoder layers whose weights are copied to the device in every pass.
-        experts: Number of most recently used experts per layer on the device. Others are copied when the router chooses
-            them. None: all experts are on the device.
-        embedding: Look up the embedding in host memory, and copy only the results to the device.
+        layers: Indices of decoder layers whose weights are copied to the device in every pass.
+        experts: Number of experts per layer that stay on the device: the most recently used experts. Other experts are
+            copied when the router chooses them. None keeps all experts on the device.
+        embedding: Whether embeddings are looked up in host memory, and only the results are copied to the device.
     """
 
     layers: tuple[int, ...] = ()
@@ -46,10 +46,10 @@ class ExpertSizes:
     """Sizes of the experts of a model.
 
     Attributes:
-        count: Experts in each layer that has any.
-        chosen: Experts per token.
-        each: Size of one expert in bytes, per layer; 0 if the layer has none.
-        whole: Aligned size of all experts in bytes, per layer; 0 if the layer has none.
+        count: Number of experts in each mixture-of-experts layer.
+        chosen: Number of experts that the router chooses per token.
+        each: Size in bytes of one expert of each layer; 0 for layers without experts.
+        whole: Aligned size in bytes of all experts of each layer; 0 for layers without experts.
     """
 
     count: int
@@ -63,11 +63,11 @@ class WeightSizes:
     """Sizes of a model's weights in bytes.
 
     Attributes:
-        fixed: Embeddings (a tied head counts once), head, final norm, and all buffers.
-        layers: Weights of each decoder layer, aligned.
-        widest: Longest side of any matrix of a layer, in elements.
-        experts: The part of `layers` that are experts and may stay in host memory.
-        embedding: The part of `fixed` that is the embedding, if it may stay in host memory; else 0.
+        fixed: Embedding, head (not counted if tied to the embedding), final norm, and all buffers.
+        layers: Aligned size of the weights of each decoder layer.
+        widest: Largest number of rows or columns of any matrix in a layer.
+        experts: Sizes of the experts in `layers`, which may stay in host memory; None if there are none.
+        embedding: Size of the embedding in `fixed` if it may stay in host memory; else 0.
     """
 
     fixed: int
@@ -77,9 +77,9 @@ class WeightSizes:
     embedding: int = 0
 
     def on_device(self, placement: Placement) -> WeightSizes:
-        """Return the sizes without weights that `placement` keeps in host memory.
+        """Return the sizes of the weights that are on the device with `placement`.
 
-        `fixed` then includes the device slots of experts in host memory.
+        `fixed` then includes the device slots of experts that are in host memory.
         """
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
@@ -88,24 +88,27 @@ class WeightSizes:
         return replace(self, fixed=fixed, layers=layers)
 
     def on_host(self, placement: Placement) -> int:
-        """Return the size in bytes of experts and embedding in host memory."""
+        """Return the size in bytes of the experts and the embedding that `placement` keeps in host memory."""
         experts = None if placement.experts is None else self.experts
         stacked = 0 if experts is None else experts.count * sum(experts.each)
         return stacked + (self.embedding if placement.embedding else 0)
 
 
 class HostEmbedding(nn.Module):
-    """Replacement of a model's embedding that looks up tokens in host memory and copies only the results."""
+    """Replacement of a model's embedding that looks up tokens in host memory.
+
+    Only the results are copied to the device.
+    """
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
-        """`device` is the model's device, which has token ids and results."""
+        """Create the replacement of `embedding`. `device` is the device of token ids and results."""
         super().__init__()
         self.inner = embedding
         self.bytes = 0
         """Bytes copied to the device so far."""
         own = next(embedding.parameters())
         self.weight = own.new_empty((0, *own.shape[1:]), device=device)
-        """Empty tensor `[0, D]` with the model's device and dtype, which adapters read from the embedding."""
+        """Empty tensor `[0, D]`. Adapters read the model's device and dtype from it."""
 
     device_bytes = 0
 
@@ -122,28 +125,35 @@ class HostEmbedding(nn.Module):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a transformers model in order: the outermost `ModuleList` of its decoder."""
+    """Return the decoder layers of a transformers model in order.
+
+    They are the outermost `ModuleList` of its decoder.
+    """
     stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
 
 def attention_layers(layers: list[nn.Module]) -> list[int]:
-    """Return the indices of the decoder layers that have an attention module; all if none has a known name."""
+    """Return the indices of the decoder layers with an attention module. If no module has a known name, return all."""
     found = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
     return found or list(range(len(layers)))
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """Return the attention module of a decoder layer, or None. Nemotron-H has one `mixer` of any kind per layer."""
+    """Return the attention module of a decoder layer, or None if it has none.
+
+    Nemotron-H has one module named `mixer` per layer, which may be an attention, a recurrent layer or an MLP.
+    """
     found = next((each for name in _ATTENTION if (each := getattr(layer, name, None)) is not None), None)
     mixer = getattr(layer, "mixer", None)
     return found if found is not None or not hasattr(mixer, "q_proj") else mixer
 
 
 def experts_of(layer: nn.Module) -> Any:
-    """Return the module with the stacked experts of a decoder layer, or None if there is none.
+    """Return the module with the stacked experts of a decoder layer, or None if it has none.
 
-    Each of its parameters is `[num_experts, ...]`, as transformers stacks them for `use_experts_implementation`.
+    Each parameter of the module is `[num_experts, ...]`, as transformers stacks experts for
+    `use_experts_implementation`.
     """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
@@ -155,9 +165,9 @@ def experts_of(layer: nn.Module) -> Any:
 
 
 def lone_embedding(model: Any) -> nn.Module | None:
-    """Return the token embedding, or None if the head shares its weight.
+    """Return the token embedding, or None if the head uses the same weight.
 
-    Every token reads the whole matrix of a tied head, so it must stay on the device.
+    Every step reads the whole matrix of the head, so a tied embedding must stay on the device.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(weight) for weight in embedding.parameters()}
@@ -166,22 +176,22 @@ def lone_embedding(model: Any) -> nn.Module | None:
 
 
 def aligned(size: int) -> int:
-    """Round `size` in bytes up to a multiple of `ALIGNMENT`."""
+    """Round `size` (bytes) up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """Return the size in bytes of a decoder layer's parameters, each aligned."""
+    """Return the total size in bytes of a decoder layer's parameters, each aligned."""
     return sum(aligned(tensor.nbytes) for weight in layer.parameters() for tensor in tensors_of(weight))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the size in bytes of all parameters and buffers; tied ones count once."""
+    """Return the size in bytes of all parameters and buffers. Tied weights count once."""
     return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
-    """Return the weight sizes of a loaded model or of one on the meta device."""
+    """Return the weight sizes of a model, which may be on the meta device."""
     layers, embedding = decoder_layers(model), lone_embedding(model)
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
@@ -206,14 +216,14 @@ def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
 
 
 def _chosen_by_a_token(layer: nn.Module) -> int:
-    """Return the number of experts per token of a decoder layer, or 1 if it has none."""
+    """Return how many experts of a decoder layer each token uses; 1 if the layer has no experts."""
     return max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
 
 
 def _widest_side(layer: nn.Module) -> int:
-    """Return the longest side of any matrix of a layer, packed or not.
+    """Return the largest number of rows or columns of any matrix in a layer, packed or not.
 
-    For experts it is the sum of both sides times the number of experts per token.
+    For experts, it is the sum of rows and columns, times the number of experts per token.
     """
     sides, chosen = [0], _chosen_by_a_token(layer)
     for module in layer.modules():
@@ -228,7 +238,7 @@ def _widest_side(layer: nn.Module) -> int:
 
 
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
-    """Move weights and buffers from host memory to `device` one by one, except weights that `placement` keeps there."""
+    """Move weights and buffers from host memory to `device` one by one. Weights in `placement` stay in host memory."""
     layers = decoder_layers(model)
     embedding = lone_embedding(model) if placement.embedding else None
     stay: list[nn.Module] = [layers[layer] for layer in placement.layers]
@@ -240,7 +250,7 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
             for place in places_of(weight):
                 place.put(place.tensor.to(device))
     for module in model.modules():
-        if module is embedding:  # its buffers stay in host memory too
+        if module is embedding:  # the buffers of the embedding stay in host memory too
             continue
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -1,1 +1,1 @@
-"""Memory planning for a model and a context, based on shapes only."""
+"""Memory planning for a model and a context, computed from shapes only."""

@@ -1,6 +1,6 @@
-"""Plan the device memory under a limit (`device_memory`), before anything is loaded.
+"""Plan of the device memory for a limit (`device_memory`), made before the model is loaded.
 
-If not everything fits, the plan moves data to host memory in this order:
+If the data does not fit the limit, the plan moves data to host memory in this order:
 
 1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
 2. Decoder layers. They are streamed through two buffers, and are evenly spaced to keep the transfers busy.
@@ -36,7 +36,7 @@ class DevicePlan:
     Attributes:
         limit: Limit on device memory in bytes.
         costs: Upper bounds for the memory of sequences.
-        context: Tokens of the sequence that the plan was made for.
+        context: Length in tokens of the sequence that the plan was made for.
         streamed: Layers whose weights are streamed from host memory.
     """
 
@@ -47,7 +47,7 @@ class DevicePlan:
 
     @property
     def weights(self) -> int:
-        """Size in bytes of weights and streaming buffers on the device."""
+        """Size in bytes of the weights, expert slots and streaming buffers on the device."""
         return _weights(self.costs, self.streamed)
 
     @property
@@ -57,12 +57,12 @@ class DevicePlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Size in bytes of the streamed layers, which every step of a batch copies from host memory."""
+        """Size in bytes of the streamed layers, which every step copies from host memory once."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of weights and scoring keys in host memory."""
+        """Size in bytes of the weights and scoring keys in host memory."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
@@ -71,20 +71,20 @@ class DevicePlan:
 
     @property
     def keys_on_host(self) -> bool:
-        """Whether scoring keys are kept and evaluated on the host."""
+        """Whether scoring keys are in host memory and tokens are scored by the host."""
         return self.costs.keys_on_host
 
     @property
     def room(self) -> int:
-        """Bytes on the device for everything except weights."""
+        """Bytes of device memory that are left for everything except weights."""
         return self.limit - self.weights
 
     def beside(self, other: DevicePlan) -> bool:
-        """Return whether `other` has the same weights and scoring keys on the device."""
+        """Return whether `other` has the same weights on the device and its scoring keys in the same memory."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
-        """Raise DeviceFullError if sequences of `contexts` tokens could exceed the limit."""
+        """Raise DeviceFullError if concurrent sequences with `contexts` tokens each could exceed the limit."""
         needed = self.costs.total([_slots(context) for context in contexts]) if contexts else 0
         if needed > self.room:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
@@ -99,8 +99,9 @@ class DevicePlan:
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
-    Raises MemoryLimitError if no plan fits into `limit` bytes. The message gives the missing bytes and the longest
-    context that fits.
+    Raises:
+        MemoryLimitError: If no plan fits `limit` bytes. The message states the missing bytes and the longest context
+            that fits.
     """
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
@@ -116,7 +117,7 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
     """Return the possible prefill chunk sizes in tokens, best first.
 
-    GPUs benefit from large chunks. On a CPU, more than 512 tokens give no speedup.
+    GPUs benefit from large chunks. On a CPU, chunks of more than 512 tokens are not faster.
     """
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
@@ -124,9 +125,10 @@ def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """Return the device memory costs of sequences with the best prefill chunk size.
+    """Return the device memory costs of sequences, with the best prefill chunk size.
 
-    Raises ConfigError for invalid policy options.
+    Raises:
+        ConfigError: If a policy option is invalid.
     """
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
@@ -137,7 +139,9 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """Return the plan for `config.device_memory`.
 
-    Raises ConfigError for invalid policy options, and MemoryLimitError if no plan fits.
+    Raises:
+        ConfigError: If a policy option is invalid.
+        MemoryLimitError: If no plan fits.
     """
     assert config.device_memory is not None
     geometry = shape.geometry
@@ -163,7 +167,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
 
 
 def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
-    """Return the placement requested by `config`. Raise ConfigError if the model has no such weights."""
+    """Return the placement that `config` requests. Raise ConfigError if the model has no such weights."""
     sizes, slots = shape.sizes, config.experts_on_device
     if slots is not None and sizes.experts is None:
         packed = f" that can be told apart: its weights are packed ({shape.packing})" if shape.packing else ""
@@ -178,9 +182,10 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try under a limit, starting with the most weights on the device.
+    """Yield the placements to try for a limit, starting with the most weights on the device.
 
-    Raises ConfigError like `requested_placement`.
+    Raises:
+        ConfigError: See `requested_placement`.
     """
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
@@ -190,19 +195,19 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
 
 
 def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield a plan for each of `several` that fits."""
+    """Yield a plan for each cost model in `several`, unless no plan fits `limit` bytes."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:
-    """Return `count` evenly spaced layers."""
+    """Return the indices of `count` evenly spaced layers of `layers`."""
     return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
 
 
 def _slots(context: int) -> int:
-    """Round tokens up to whole blocks."""
+    """Return the number of slots for `context` tokens: whole blocks."""
     return -(-context // BLOCK_SIZE) * BLOCK_SIZE
 
 
@@ -213,7 +218,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 
 
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
-    """Return the error message if even `costs`, with the minimum on the device, exceeds the limit."""
+    """Return the error message for a limit that is below the minimum device memory of `costs`."""
     layers = len(costs.shape.sizes.layers)
     least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
     rest = costs.total([_slots(context)])
@@ -230,7 +235,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest(room: int, costs: DeviceCosts, context: int) -> int:
-    """Return the maximum tokens of one sequence, below `context`, that fit into `room` bytes, or 0."""
+    """Return the length in tokens of the longest sequence, below `context`, that fits `room` bytes; 0 if none fits."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

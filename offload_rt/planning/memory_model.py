@@ -1,7 +1,7 @@
-"""Memory requirements of a model and a context, computed from shapes without loading anything.
+"""Memory requirements of a model and a context, computed from shapes without loading the model.
 
-The device figures are upper bounds for each part. `--device-memory` uses them (`device_plan.py`), and a test compares
-them with a counting allocator.
+For the device, the memory of each part is an upper bound. The bounds are used for `--device-memory` (`device_plan.py`),
+and a test compares them with a counting allocator.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
 from .host_memory import kv_memory
 
-CUDA_WORKSPACE = 64 * 2**20  # bytes that torch allocates for cuBLAS with two streams on the largest devices
+CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch for two streams, on the largest devices
 
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Upper bounds of the device memory in bytes, without the weights.
+    """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes.
 
     Attributes:
         shape: Shapes of the model.
         demand: Memory demand of the policy.
-        slice: Prompt tokens whose queries, attention and MLP are computed together.
+        slice: Number of prompt tokens whose queries, attention and MLP are computed together.
         rounded: Whether the KV cache uses a format that must be decoded.
-        keys_on_host: Whether scoring keys are kept and evaluated on the host.
-        working_set: Fetched KV entries that each KV head of a sparse layer keeps on the device.
+        keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
+        working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
+            tokens.
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
             that another graph keeps.
     """
@@ -55,19 +56,19 @@ class DeviceCosts:
     graphs: bool = False
 
     def basis(self) -> int:
-        """Return the bytes for scoring that do not depend on the context."""
+        """Return the size in bytes of the scoring data that does not depend on the context."""
         return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the constant bytes: bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
+        """Return the bytes of constant data: bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
         rotation = 2 * self.slice * self.shape.geometry.head_dim * self.shape.dtype.itemsize
         return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def scoring(self, context: int) -> int:
-        """Return the size in bytes of a sequence's scoring keys if none are shared.
+        """Return the size in bytes of a sequence's scoring keys, without sharing between sequences.
 
-        Keys are allocated in pages or in growing buffers. Growing buffers allocate ahead, and one layer at a time
-        exists twice.
+        Keys are allocated in pages or in growing buffers. Growing buffers have spare capacity, and while a layer's
+        buffer grows, the old buffer exists as well.
         """
         if self.keys_on_host:
             return 0
@@ -77,24 +78,27 @@ class DeviceCosts:
 
     @property
     def working_set_bytes(self) -> int:
-        """Size in bytes of the working sets of a sequence, one per sparse layer."""
+        """Size in bytes of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
         selecting = geometry.layers - len(self.demand.dense)
         return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
-        """Size in bytes of sinks, recent window, sliding windows and working sets of a sequence."""
+        """Size in bytes of a sequence's sinks, recent window, sliding windows and working sets."""
         geometry = self.shape.geometry
         tokens = sum(sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
     def states(self, sequences: int) -> int:
-        """Return the size in bytes of the recurrent state of sequences. Slots grow by a quarter (`StateSlots`)."""
+        """Return the size in bytes of the recurrent state of `sequences` sequences.
+
+        It includes spare slots, because the number of slots grows by a quarter at a time (`StateSlots`).
+        """
         return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
 
     def fetched(self, context: int, layer: int) -> int:
-        """Return the maximum tokens that a layer fetches; 0 for sliding-window layers and after the last layer."""
+        """Return the maximum number of tokens that a layer fetches. 0 for sliding windows and after the last layer."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         if layer in self.demand.dense:
@@ -102,23 +106,23 @@ class DeviceCosts:
         return max(1, int(self.demand.share * context), min(context, self.demand.whole))
 
     def h2d_bytes(self, context: int) -> int:
-        """Return the maximum bytes copied to the device per step of a sequence, in the model's dtype."""
+        """Return the largest number of bytes that a step of one sequence copies to the device, in the model's dtype."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return the contexts of a batch after padding to the longest (`model_runner/batched.py`)."""
+        """Return the context lengths of a batch, all padded to the longest context (`model_runner/batched.py`)."""
         if self.shape.device.type == "cpu" or self.keys_on_host or len(self.demand.dense) == self.shape.geometry.layers:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
         return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes of fetched KV with its ids.
+        """Return the size in bytes of fetched KV with its indices.
 
-        Includes the KV of the current and the next layer of all sequences, and a copy for one sequence merged with its
-        resident KV. If the KV is encoded, adds the decoded KV of that sequence, or of all sequences on CUDA.
+        It includes the KV of the current and the next layer of all sequences, and a copy of one sequence's KV merged
+        with its resident KV. If KV is encoded, it includes decoded KV of that sequence, or of all sequences on CUDA.
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -134,15 +138,16 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the memory of a prefill in bytes: hidden states, new and merged KV of a layer, and temporaries."""
+        """Return the bytes that a prefill needs: hidden states, new and merged KV of a layer, temporary tensors."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
-        # Norms use a wider dtype. An MLP holds its gate, both factors and their product at once. Attention over the
-        # earlier context and over the slice gives two results, merged in the wider dtype.
+        # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention over
+        # earlier tokens and over the slice gives two results, which are merged in the wider dtype.
         mlp = 4 * geometry.hidden * compute + 4 * self.shape.sizes.widest * size
         attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
-        if geometry.sinks or geometry.softcap is not None:  # no fused torch kernel: scores, weights, and a mask of each
+        # There is no fused torch kernel for this, so scores, weights and a mask of the same size are in memory.
+        if geometry.sinks or geometry.softcap is not None:
             at_once = min(context, KEYS_AT_ONCE)
             attention += at_once * (geometry.heads * (2 * compute + size) + geometry.group * (8 + 3))
             attention += 2 * heads * compute
@@ -158,7 +163,7 @@ class DeviceCosts:
         return rows + weighed + work + self._logits(1)
 
     def calibration(self) -> int:
-        """Return the memory of the calibration pass on the first start, in bytes; 0 if nothing is calibrated.
+        """Return the size in bytes of the calibration's memory at the first start; 0 if no calibration is needed.
 
         Its float64 sums need no more memory per slice than attention and MLP.
         """
@@ -167,28 +172,28 @@ class DeviceCosts:
         return replace(self, slice=max(self.slice, SLICE)).prefill(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """Return the memory of a decode step in bytes: hidden states, logits, scores and attention weights.
+        """Return the size in bytes of a decode step's memory: hidden states, logits, scores and attention weights.
 
-        Scores and weights exist for one sequence at a time on a CPU and for all sequences on CUDA.
+        On a CPU, scores and weights of one sequence exist at a time; on CUDA, those of all sequences.
         """
         geometry, compute, contexts = self.shape.geometry, self._compute, self._padded(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type != "cpu" else 1
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
-            # Scores, selection masks, the maximum per group, and its sorted values and indices.
+            # Scores, selection masks, the maximum per group, its sorted values and their indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
-            scored += longest * geometry.kv_heads * geometry.head_dim  # keys under a mask, or unpacked
+            scored += longest * geometry.kv_heads * geometry.head_dim  # masked or unpacked keys
             scored += int(longest * self.demand.copied_bytes)
             scored *= at_once
-        scored = max(scored, self.working_set * geometry.kv_heads * 64)  # two sorts of its slots
+        scored = max(scored, self.working_set * geometry.kv_heads * 64)  # A working set sorts its slots twice.
         resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         attended = max(self.fetched(longest, layer) + own for layer, own in enumerate(resident))
         weights = attended * geometry.heads * 4 * compute * at_once
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the total bytes for concurrent sequences, including a prefill of the longest one."""
+        """Return the bytes for concurrent sequences with `contexts` tokens, including a prefill of the longest."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         lasting += self.states(len(contexts))
         step = self.staging(contexts) + self.decode(contexts)
@@ -200,18 +205,18 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits(self, sequences: int) -> int:
-        """Return the size in bytes of a batch's logits with wider copies, and of one sequence's in the sampler."""
+        """Return the bytes of a batch's logits, their wider copies, and the sampler's copies for one sequence."""
         vocab = self.shape.geometry.vocab
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Bytes for one sequence of `context` tokens.
+    """Memory requirements of one sequence of `context` tokens. All sizes are in bytes.
 
     Attributes:
-        context: Tokens of the sequence.
-        kv_per_token: KV cache per additional token (full-attention layers only).
+        context: Length of the sequence in tokens.
+        kv_per_token: KV cache per additional token, in full-attention layers only.
         kv_host: KV cache of the context, in whole blocks.
         weights: Weights on the device.
         scoring: Scoring keys, their bases and constant buffers on the device.
@@ -219,10 +224,10 @@ class Requirements:
         working_set: Working sets on the device.
         staging: Fetched KV of the current layer, merged with the resident KV, and of the next layer.
         decode: Hidden states, scores, attention weights and logits while decoding.
-        prefill: Temporary memory of a prefill, in place of `staging` and `decode`.
-        graphs: Memory kept by captured CUDA graphs other than the running one.
+        prefill: Temporary memory of a prefill. During a prefill, `staging` and `decode` are not needed.
+        graphs: Memory of captured CUDA graphs, except the one that runs.
         states: Recurrent state of a hybrid model, which does not depend on the context.
-        snapshots: Snapshots of recurrent state in host memory, at most.
+        snapshots: Limit on snapshots of recurrent state in host memory.
     """
 
     context: int
@@ -241,7 +246,7 @@ class Requirements:
 
     @property
     def device(self) -> int:
-        """Device memory: the maximum of prefill and decoding."""
+        """Size in bytes of the device memory: the maximum over prefill and decoding."""
         lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
         return lasting + max(self.prefill, self.staging + self.decode)
 
@@ -251,8 +256,8 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
 
     Args:
         costs: Upper bounds for the device memory.
-        weights: Bytes of weights on the device.
-        context: Tokens of the sequence.
+        weights: Size in bytes of the weights on the device.
+        context: Length of the sequence in tokens.
         max_graphs: Maximum number of captured CUDA graphs.
     """
     assert context >= 1
@@ -276,16 +281,17 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """`limit`: maximum size in bytes of KV on the disk. `shares`: division of the host memory."""
+    """Plan of a KV cache on disk: maximum file size in bytes (`limit`) and division of host memory (`shares`)."""
 
     limit: int
     shares: MemoryBudget
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """Return the plan for `config`, or None without `config.disk`.
+    """Return the plan of the KV cache on disk. None if `config.disk` is not set.
 
-    Raises MemoryLimitError if a limit is too large or too small.
+    Raises:
+        MemoryLimitError: If a limit is too large or too small.
     """
     if config.disk is None:
         return None
@@ -302,10 +308,10 @@ class SystemMemory:
 
     Attributes:
         host_free: Free host memory.
-        pool_limit: Maximum host memory of the KV cache.
+        pool_limit: Maximum size of the KV cache in host memory.
         device: Name of a device with separate memory, or None if everything is in host memory.
         device_free: Free memory of that device, or None.
-        disk_limit: Maximum disk space of the KV cache, or None if it is in memory.
+        disk_limit: Maximum size of the KV cache on disk, or None if it is in memory.
     """
 
     host_free: int
@@ -316,7 +322,7 @@ class SystemMemory:
 
     @classmethod
     def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
-        """Query this system. `host_memory` None means half of the free memory, as in `LLM`."""
+        """Return the free memory of this system. If `host_memory` is None, `pool_limit` is half of the free memory."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
         if device.type == "cpu":
@@ -326,7 +332,7 @@ class SystemMemory:
 
 
 def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> list[str]:
-    """Return one sentence per reason why the requirements do not fit. Empty if they fit.
+    """Return one sentence for each reason why the requirements do not fit `machine`. Empty if they fit.
 
     `on_host` is the size in bytes of weights and scoring keys in host memory.
     """

@@ -27,7 +27,7 @@ _CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none
 
 
 class InputMessage(Body):
-    """A message. Its content is a string or a list of content blocks."""
+    """A message of a request. Its content is a string or a list of content blocks."""
 
     role: Literal["user", "assistant"]
     content: str | list[dict[str, Any]]
@@ -47,7 +47,7 @@ class ToolChoice(Body):
 
 
 class CountRequest(RequestBody):
-    """`POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
@@ -56,7 +56,7 @@ class CountRequest(RequestBody):
 
 
 class MessagesRequest(CountRequest):
-    """`POST /v1/messages`."""
+    """Body of `POST /v1/messages`."""
 
     max_tokens: Count
     stop_sequences: Texts | None = None
@@ -69,7 +69,7 @@ class MessagesRequest(CountRequest):
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request, service: CurrentService) -> Response:
-    """Count the tokens of a prompt."""
+    """Handle `/v1/messages/count_tokens`: return the number of prompt tokens."""
     service.admit(body, request)
     made = service.prompts.of_conversation(_conversation(body))
     _, ids = await until_gone(request, made)
@@ -78,7 +78,7 @@ async def count_tokens(body: CountRequest, request: Request, service: CurrentSer
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, service: CurrentService) -> Response:
-    """Handle a request. The response is an event stream if `stream` is true."""
+    """Handle `/v1/messages`. The response is an event stream if `stream` is true."""
     service.admit(body, request)
     conversation = _conversation(body)
     sampling = sampling_fields(body) | {"stop": body.stop_sequences or ()}
@@ -104,7 +104,7 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object. Unsupported fields of the schema are null."""
+    """Return the usage object of a response. Fields that this server does not support are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -201,7 +201,7 @@ def _conversation(body: CountRequest) -> Conversation:
 
 
 def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Convert a message to template messages. Each tool result becomes a separate message."""
+    """Convert a message to messages for the chat template. Each tool result becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Generation of chat responses, shared by all protocols with messages."""
+"""Generate chat responses, for all protocols that send messages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .service import EngineArguments, Service
 
 @dataclass(frozen=True)
 class ChatJob:
-    """A tokenized chat request.
+    """A chat request, rendered and tokenized.
 
     Attributes:
-        text: Rendered prompt.
+        text: Prompt rendered with the chat template.
         ids: Token ids of the prompt.
         params: Sampling parameters.
-        make_parser: Creates the parser of each completion.
+        make_parser: Creates the parser for one completion's reasoning and tool calls.
     """
 
     text: str
@@ -42,15 +42,12 @@ async def prepare(
     sampling: Mapping[str, Any],
     structured: Mapping[str, Any] | None = None,
 ) -> ChatJob:
-    """Render and tokenize a conversation, and check the limits.
+    """Render and tokenize a conversation, and check the token limits.
 
     Args:
-        service: The service.
-        request: HTTP request.
-        conversation: The conversation.
-        max_tokens: Requested maximum number of new tokens, or None.
+        max_tokens: Maximum number of new tokens that the client requested, or None.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Dictionary with the field `structured_outputs`, or empty. It takes precedence over a required tool
+        structured: Dictionary with the field `structured_outputs`, or None. It takes precedence over a required tool
             call.
     """
     text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
@@ -63,7 +60,7 @@ async def prepare(
     params = service.params(max_tokens=tokens, **fields)
 
     def make_parser() -> Parser:
-        # Guided decoding applies from the first token on, so the response has no reasoning section.
+        # Guided decoding starts with the first token, so the response has no reasoning section.
         if guided:
             return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
         thinking = ends_within_thinking(text, conversation.prefill)
@@ -76,7 +73,7 @@ async def prepare(
 async def respond_to(
     service: Service, request: Request, job: ChatJob, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Generate and parse `params.n` responses to a conversation."""
+    """Generate `params.n` responses to a conversation, and yield their parsed increments."""
     stream = ChatStream(job.make_parser)
     async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
         async for output in outputs:

@@ -1,4 +1,4 @@
-"""Parsed increments of a request's outputs: text, reasoning, tool calls, tokens, and token counts."""
+"""Convert the outputs of a request to parsed increments: text, reasoning, tool calls, tokens and token counts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from .parsers import Parser, Piece, Plain, ToolCall, joined
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request so far.
+    """Numbers of tokens of a request up to now.
 
     Attributes:
-        cached: Prompt tokens found in the prefix cache.
+        prompt: Prompt tokens.
+        cached: Prompt tokens whose KV was in the prefix cache.
+        generated: Generated tokens.
         recomputed: Prompt tokens that were computed although their KV was cached (hybrid models).
     """
 
@@ -36,17 +38,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class Step:
-    """New output of the completion `index`.
+    """New output of one completion.
 
     Attributes:
-        index: Position of the completion in the response.
-        pieces: New content, reasoning and tool calls.
-        token_ids: New tokens `[t]`.
-        logprobs: Log-probabilities of the new tokens, if requested. None for the first token of an echoed prompt.
+        index: Index of the completion in the response.
+        pieces: New content, reasoning and tool calls, in order.
+        token_ids: New token ids.
+        logprobs: Log-probabilities of the new tokens, or None if not requested. The entry of the first token of an
+            echoed prompt is None.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
-        stop_reason: Stop string or token that ended the completion.
-        usage: Token counts of the whole request so far.
-        traced: Output with trace data. It comes in a separate step.
+        stop_reason: Stop string or token that ended the completion, or None.
+        usage: Token counts of the whole request up to now.
+        traced: Output with trace data. A step with this field has no other new output.
     """
 
     index: int
@@ -60,20 +63,20 @@ class Step:
 
 
 class ChatStream:
-    """Compute steps from successive outputs of a request.
+    """Compute the increments (`Step`) between successive outputs of a request.
 
     Args:
-        make_parser: Creates the parser of each completion. By default all text is content.
+        make_parser: Creates a parser for each completion. By default all text is content.
     """
 
     def __init__(self, make_parser: Callable[[], Parser] = Plain) -> None:
         self._parsers: defaultdict[int, Parser] = defaultdict(make_parser)
         self._seen: dict[int, tuple[int, int, bool]] = {}
-        """Characters and tokens of each completion that were returned, and whether it has finished."""
+        """For each completion index: numbers of returned characters and tokens, and whether it has finished."""
         self._called: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[Step]:
-        """Return a step for each completion that has changed since the last call, and one for the trace."""
+        """Return a step for each completion that has changed since the last call, and one step for new trace data."""
         usage, found = Usage.of(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))
@@ -91,7 +94,7 @@ class ChatStream:
         return found
 
     def _parsed(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
-        """Parse the new text of a completion. Return its pieces and the finish reason."""
+        """Parse the new text of the completion `index`. Return the pieces and the finish reason."""
         parser = self._parsers[index]
         pieces = parser.push(text)
         if reason is not None:
@@ -102,7 +105,7 @@ class ChatStream:
 
 
 async def collected(steps: AsyncGenerator[Step, None]) -> list[Step]:
-    """Return one step for each completion, with all its pieces and tokens and the usage of the whole request."""
+    """Merge all steps into one step per completion, with the usage of the whole request."""
     by_index: dict[int, list[Step]] = defaultdict(list)
     async with aclosing(steps):
         async for step in steps:

@@ -1,4 +1,4 @@
-"""Cancellation on client disconnect, JSON responses and server-sent events."""
+"""Responses: JSON, server-sent events, and cancellation of the work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ class ClientGoneError(Exception):
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Call `until_disconnect` for a request.
+    """Call `until_disconnect` for a request, with the deadline of the request.
 
-    If `work` does not end by the deadline of the request, raises TimeoutError shortly after it. The connection is
-    aborted later.
+    Raises TimeoutError if `work` does not end by the deadline. The connection is aborted a little later, so the client
+    can still receive the error.
     """
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Cancel it and raise ClientGoneError if the client closes the connection."""
+    """Run `work` and return its result.
+
+    If the client closes the connection, cancel `work` and raise ClientGoneError.
+    """
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +85,7 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events, created by `streamed`."""
+    """A response of server-sent events. `streamed` creates it."""
 
     media_type = "text/event-stream"
 
@@ -92,7 +95,7 @@ class EventStream(Response):
         self._events, self._next = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. Close the generator if the client disconnects."""
+        """Send all events. If the client disconnects, close the generator of the events."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await until_disconnect(receive, self._send(scope, send))
@@ -123,14 +126,17 @@ class EventStream(Response):
 
 
 async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
-    """End a stream with an error event."""
+    """End an event stream with an event that describes `error`."""
     scope["state"]["notes"]["error"] = error.message
     name = "error" if scope["path"].startswith("/v1/messages") else None
     await send({"type": "http.response.body", "body": event(error_body(error, scope["path"]), name)})
 
 
 async def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Return a streamed response. Errors of the first `PATIENCE` seconds are raised, later ones become events."""
+    """Return a response that streams `events`.
+
+    Errors in the first `PATIENCE` seconds are raised, so that they get an error status. Later errors become events.
+    """
     first = asyncio.ensure_future(anext(events))
     try:
         await until_gone(request, asyncio.wait({first}, timeout=PATIENCE))

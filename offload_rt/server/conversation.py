@@ -1,4 +1,4 @@
-"""Conversations as input of chat templates, their conversion from requests, and required tool calls."""
+"""Conversations as input of a chat template: their conversion from requests, and required tool calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Conversation:
     Attributes:
         messages: Messages with `role` and `content` (a string).
         tools: Tools in OpenAI's format.
-        choice: Whether the response may, must not or must call a tool.
+        choice: Whether the response may ("auto"), must not ("none") or must ("required") call a tool.
         named: Name of the tool that must be called.
         parallel: Whether the response may call several tools.
-        template: Additional variables of the chat template, such as `enable_thinking`.
-        continues: Whether the response continues the last message.
+        template: Further variables for the chat template, such as `enable_thinking`.
+        continues: Whether the response continues the text of the last message instead of beginning a new one.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -41,7 +41,10 @@ class Conversation:
 
     @property
     def offered(self) -> Tools | None:
-        """Tools that the response may call, with the schemas of their parameters, or None if it may call none."""
+        """Tools that the response may call: maps each name to the JSON schema of its parameters.
+
+        None if the response may call no tool.
+        """
         if not self.tools or self.choice == "none":
             return None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -49,17 +52,17 @@ class Conversation:
 
     @property
     def prefill(self) -> str:
-        """Text of the message that the response continues."""
+        """Text of the last message if the response continues it, else ""."""
         return str(self.messages[-1]["content"]) if self.continues else ""
 
 
 def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bool | None = None) -> bool:
-    """Return whether the response continues the last message, which must be an assistant message.
+    """Return whether the response continues the last message. Only an assistant message can be continued.
 
     Args:
         messages: Messages of the conversation.
-        param: Name of the field with the messages.
-        wanted: vLLM's `continue_final_message`. False: begin a new message.
+        param: Name of the request field with the messages, for errors.
+        wanted: vLLM's `continue_final_message`. False begins a new message. None continues an assistant message.
 
     Raises:
         RefusedError: The last message cannot be continued.
@@ -75,7 +78,10 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Return a conversation with the response. If it continues the last message, join the two."""
+    """Return the conversation with the response appended.
+
+    If the response continues the last message, both become one message.
+    """
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -83,7 +89,7 @@ def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, 
 
 
 def from_chat(body: ChatRequest) -> Conversation:
-    """Convert a chat request. Raises RefusedError for content that is not text."""
+    """Convert a chat request to a conversation. Raises RefusedError for content that is not text."""
     found = conversation_of(body, body.messages, body.tool_choice, parallel=body.parallel_tool_calls is not False)
     if body.add_generation_prompt is False and not found.continues:
         raise refused(
@@ -101,7 +107,7 @@ def conversation_of(
     *,
     parallel: bool = True,
 ) -> Conversation:
-    """Convert messages and tools in the format of chat requests."""
+    """Return a conversation from messages and tools in the format of chat requests."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
@@ -116,12 +122,12 @@ def conversation_of(
 
 
 def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str | None) -> dict[str, Any]:
-    """Return the fields of a `Conversation` for tools.
+    """Return the fields of a `Conversation` that describe its tools.
 
     Args:
         functions: Name, description and parameters of each tool.
-        choice: "auto", "none" or "required". None is "auto".
-        named: Name of the tool that must be called, whatever `choice` is.
+        choice: "auto", "none" or "required". None means "auto".
+        named: Name of the tool that must be called, or None. It takes precedence over `choice`.
     """
     if named is not None and named not in [function["name"] for function in functions]:
         raise refused(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
@@ -132,7 +138,10 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """Convert a message: content to a string, arguments of tool calls to objects. Fields that are None are removed."""
+    """Convert a message for the chat template. `where` is its place in the request, for errors.
+
+    Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed.
+    """
     found = message.model_dump(exclude_none=True)
     found["content"] = content_text(message.content, where)
     if message.tool_calls is not None:
@@ -141,9 +150,10 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """Return the text of a message content: None, a string, or parts, which are joined by newlines.
+    """Return the text of a message's content.
 
-    Raises RefusedError for other content.
+    Content is None (no text), a string, or a list of text parts, which are joined by newlines. Raises RefusedError for
+    other content.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -162,7 +172,7 @@ def content_text(content: Any, where: str) -> str:
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """Return a tool call of an earlier response in the format of assistant messages."""
+    """Return an assistant message with one tool call of an earlier response."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 
@@ -179,9 +189,9 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the arguments of a tool call. Incomplete JSON is completed. Return None if the result is no object.
+    """Parse the JSON arguments of a tool call of an earlier response. Return None if they are not an object.
 
-    Arguments are incomplete if `max_tokens` cut off a response that the client sends back with the next request.
+    Incomplete JSON is completed: `max_tokens` may have cut off the response that the client now sends back.
     """
     try:
         found = from_json(text, allow_partial="trailing-strings", cache_strings=False)
@@ -195,9 +205,9 @@ MAX_CALLS = 8
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return the field `structured_outputs` of `SamplingParams` that forces tool calls, or {} if none is required.
+    """Return {"structured_outputs": ...} for `SamplingParams`, which forces tool calls, or {} if none is required.
 
-    The response is one call, or a list of calls if several may be made.
+    The response then is one call, or a list of calls if several are allowed.
     """
     if conversation.choice != "required":
         return {}
@@ -213,7 +223,7 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the schema of a call of `function`. `place`: JSON pointer of the schema."""
+    """Return the JSON schema of a call of `function`. `place` is the JSON pointer at which it will be inserted."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
     arguments = _moved(parameters, f"{place}/properties/arguments") if known else {"type": "object"}
@@ -226,8 +236,11 @@ def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Adjust the references of a schema (`#/$defs/...`) for its new position `place` in another schema."""
-    # References in a schema with `$id` are relative to that schema, wherever it is.
+    """Return a JSON schema that is inserted into another schema at the JSON pointer `place`.
+
+    Its references (`#/$defs/...`) are changed to the new position.
+    """
+    # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
         target = found.get("$ref")

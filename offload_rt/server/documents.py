@@ -1,4 +1,4 @@
-"""Storage for conversations and responses, in memory or in a folder."""
+"""Store conversations and responses as JSON documents, in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ _SUFFIX = ".json"
 _FILE = re.compile(r"([0-9a-f]{32})\.json")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{32})?\.tmp")
 _STALE = 60.0
-"""Age in seconds after which a temporary file is removed. Another server may still be writing younger ones."""
+"""Age in seconds from which a temporary file is removed. Another server may still be writing younger files."""
 
 
 def digest(*parts: str) -> str:
-    """Return a file name that does not reveal `parts`, so that clients cannot choose paths."""
+    """Return a digest of `parts` as a file name. It does not reveal `parts`, and clients cannot choose paths."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class DocumentCache:
-    """LRU store of JSON documents, keyed by a `digest`. A document consists of a small head and a body.
+    """LRU store of JSON documents. A document consists of a small head and a body, and its key is a `digest`.
 
-    In a folder, each document is a file with one line for the head and one line for the body. Files are replaced
-    atomically, so a killed server leaves the old or the new version. Several servers may share a folder. Other files
-    in it are not touched.
+    In a folder, each document is a file: one line for the head and one line for the body. A file is replaced
+    atomically, so a killed server leaves either the old or the new version. Several servers may share a folder. Other
+    files in the folder are not changed.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
         """Open the store. Raises OSError if the folder cannot be created.
 
-        `fields`: fields of every head. A file whose head lacks one of them is ignored.
+        Args:
+            folder: Folder of the documents. None keeps them in memory.
+            fields: Names of fields that every head must have. A file whose head lacks one of them is ignored.
         """
         self._folder, self._fields = folder, frozenset(fields)
         self._heads: OrderedDict[str, Head] = OrderedDict()
@@ -65,7 +67,7 @@ class DocumentCache:
             self._scan()
 
     def _clean(self, folder: Path) -> None:
-        """Remove temporary files of killed servers and restrict the documents to their owner."""
+        """Remove temporary files of killed servers, and make all documents readable only by their owner."""
         for path in folder.iterdir():
             with contextlib.suppress(OSError):
                 if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < time.time() - _STALE:
@@ -74,7 +76,7 @@ class DocumentCache:
                     make_private(path)
 
     def _scan(self) -> None:
-        """Update the heads from the folder. New files are added in the order of their modification times."""
+        """Read the heads of files that other servers have added. Files are added in the order of modification times."""
         if self._folder is None:
             return
         found = {}
@@ -88,7 +90,7 @@ class DocumentCache:
             self._enter(name)
 
     def _enter(self, name: str) -> None:
-        """Read the head of a document. A missing or malformed file is ignored."""
+        """Read the head of the document `name`. A missing or malformed file is ignored."""
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
             head = parse_json(file.readline(1 << 20))
@@ -101,7 +103,7 @@ class DocumentCache:
         self._bodies.pop(name, None)
 
     def heads(self) -> dict[str, Head]:
-        """Return all heads by name, least recently used first."""
+        """Return the heads of all documents by document name, least recently used first."""
         self._scan()
         return dict(self._heads)
 
@@ -111,7 +113,7 @@ class DocumentCache:
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Store or replace a document. Return the heads of evicted documents. Raises OSError."""
+        """Store or replace a document. Return the heads of documents that were evicted for it. Raises OSError."""
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -131,6 +133,10 @@ class DocumentCache:
         if self.head(name) is None:
             return None
         self._heads.move_to_end(name)
+        return self.peek(name)
+
+    def peek(self, name: str) -> Any:
+        """Return the body of a document, without marking the document as used. Worker threads may call this."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -138,7 +144,7 @@ class DocumentCache:
                 with os.fdopen(open_regular(self._path(name)), "rb") as file:
                     content = file.read()
             return parse_json(content.partition(b"\n")[2])
-        except (OSError, ValueError):
+        except (KeyError, OSError, ValueError):
             return None
 
     def delete(self, name: str) -> None:
@@ -169,17 +175,18 @@ MAX_NAME = 100
 """Maximum length of a session name in characters."""
 
 _TITLE = 80
+_EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id of a session, unique per API key and name. Raises RefusedError."""
+    """Return the engine's id of the session `name`. It is unique per API key (`owner`). Raises RefusedError."""
     if not 1 <= len(name) <= MAX_NAME:
         raise refused(f"session must be a string of 1 to {MAX_NAME} characters", "session")
     return digest("session", owner, name)
 
 
 class Conversations:
-    """Conversations by session name, separate for each API key (`owner`)."""
+    """Store conversations by session name. Each API key (`owner`) sees only its own conversations."""
 
     FIELDS = ("owner", "id", "title", "turns", "updated")
 
@@ -187,9 +194,9 @@ class Conversations:
         self._documents = documents
 
     def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None) -> list[str]:
-        """Store a conversation and return the engine ids of evicted sessions.
+        """Store a conversation. Return the engine's ids of sessions whose conversations were evicted for it.
 
-        `title` names it until the next title is given. By default its title is the first question.
+        If `title` is None, the last title that a client set remains. If there is none, the title is the first question.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -202,20 +209,36 @@ class Conversations:
     def update(
         self, owner: str, name: str, title: str | None, messages: Sequence[Mapping[str, Any]] | None
     ) -> list[str]:
-        """Change the title, the messages or both, and return the engine ids of evicted sessions.
+        """Change the title, the messages or both. Return the engine's ids of sessions that were evicted.
 
-        Messages of an unknown name are a new conversation. Raises RefusedError (404) for only a title of one.
+        If the name is unknown, the messages start a new conversation. Raises RefusedError (404) for an unknown name
+        without messages.
         """
         return self.keep(owner, name, self.messages(owner, name) if messages is None else messages, title)
 
     def of(self, owner: str) -> list[dict[str, Any]]:
-        """Return the heads of an owner's conversations, newest first."""
+        """Return the heads of all conversations of `owner`, newest first."""
         found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
+    def containing(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
+        """Return the conversations whose title and messages together contain all `words`. The words are in lower case.
+
+        `excerpt` in the result is the text around the first word that occurs in the messages, or "". All files are
+        read, so call this in a worker thread.
+        """
+        found = []
+        for head in heads:
+            messages = self._documents.peek(session_of(owner, head["id"])) or []
+            text = "\n".join(each["content"] for each in messages if isinstance(each.get("content"), str))
+            everything = f"{head['title']}\n{text}".lower()
+            if all(word in everything for word in words):
+                found.append({**head, "excerpt": _excerpt(text, words)})
+        return found
+
     def exists(self, owner: str, name: str) -> bool:
-        """Return whether a conversation is stored, even if its file is damaged."""
+        """Return whether a conversation of this name is stored, even if its file is damaged."""
         return self._documents.head(session_of(owner, name)) is not None
 
     def messages(self, owner: str, name: str) -> list[dict[str, Any]]:
@@ -236,8 +259,20 @@ def _unknown(name: str) -> RefusedError:
     return RefusedError(404, f"the session {name!r:.80} does not exist", param="session", code="session_not_found")
 
 
+def _excerpt(text: str, words: Sequence[str]) -> str:
+    lower = text.lower()
+    places = [place for word in words if (place := lower.find(word)) >= 0]
+    if not places:
+        return ""
+    begin = max(0, min(places) - _EXCERPT // 4)
+    return " ".join(text[begin : begin + _EXCERPT].split())
+
+
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last line of the first user message, because earlier lines may be a document."""
+    """Return the last line of the first user message.
+
+    Earlier lines often are a document, and the last one the question.
+    """
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
@@ -246,20 +281,21 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's session id of a response, unique per API key and response id."""
+    """Return the engine's session id of a response. It is unique per API key and response id."""
     return digest("response", owner, name)
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and its conversation.
+    """A response of the Responses API and its conversation.
 
     Attributes:
         owner: Digest of the API key.
         response: JSON of the response.
-        messages: Conversation including the response.
-        session: Engine session with the KV. Consecutive responses of a conversation share it.
-        prefill: Text of the last input message, if the response continues it. The last of `messages` begins with it.
+        messages: Messages of the conversation, including the response.
+        session: Id of the engine's session with the KV. Consecutive responses of a conversation use the same session.
+        prefill: Text of the last input message if the response continues this message, else "". The last of `messages`
+            then begins with this text.
     """
 
     owner: str
@@ -270,13 +306,13 @@ class StoredResponse:
 
     @property
     def input_messages(self) -> list[Mapping[str, Any]]:
-        """The conversation before the response."""
+        """Messages of the conversation before the response."""
         continued = [{"role": "assistant", "content": self.prefill}] if self.prefill else []
         return [*self.messages[:-1], *continued]
 
 
 class ResponseStore:
-    """Responses by id, each visible only to the API key that created it."""
+    """Store responses by id. Only the API key that created a response can read it."""
 
     FIELDS = ("owner", "session")
 
@@ -284,7 +320,10 @@ class ResponseStore:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:
-        """Store a response and return the sessions of evicted responses that no other response uses."""
+        """Store a response.
+
+        Return the sessions of responses that were evicted for it, except sessions that other stored responses use.
+        """
         head = {"owner": stored.owner, "session": stored.session}
         body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)
@@ -305,5 +344,5 @@ class ResponseStore:
         return StoredResponse(owner, body["response"], body["messages"], head["session"], body.get("prefill", ""))
 
     def delete(self, name: str) -> None:
-        """Delete a response. Its session remains. Other responses of the conversation remain usable."""
+        """Delete a response. Its session and the other responses of the conversation remain."""
         self._documents.delete(digest(name))

@@ -1,4 +1,4 @@
-"""Engines for the policies that requests name, with shared weights and a shared KV pool."""
+"""Manage one engine per policy that requests choose. All engines share the weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _ADDED = (
     "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "h2d_bytes", "device_kv_bytes",
     "host_hit_tokens",
 )  # fmt: skip
-"""Fields of `EngineLoad` that are summed over the engines. The other fields describe the shared pool."""
+"""Fields of `EngineLoad` that are summed over all engines.
+
+The other fields describe the pool that all engines share.
+"""
 
 
 class Engines:
-    """The server's engine, and up to `max_engines - 1` engines for other policies.
+    """The server's own engine, and up to `max_engines - 1` engines for other policies.
 
-    Each engine decodes a separate batch. The engines take turns on the shared pool and share cached prefixes. If the
-    limit is reached, an idle engine is closed.
+    Each engine decodes a separate batch. The engines use the shared pool alternately, and share cached prefixes. If all
+    `max_engines` engines exist and another policy is requested, an idle engine is closed.
     """
 
     def __init__(self, own: AsyncLLM, options: ServerOptions) -> None:
@@ -38,10 +41,10 @@ class Engines:
 
     @asynccontextmanager
     async def under(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
-        """Reserve the engine of a policy for the duration of the block.
+        """Open the engine of a policy, or reuse it, and keep it open while the body of the `async with` statement runs.
 
         Raises:
-            RefusedError: Requests cannot choose a policy, or too many policies are in use.
+            RefusedError: Requests cannot choose a policy on this server, or too many policies are in use.
             ConfigError: The policy does not exist, or its options are invalid.
         """
         if policy is None:
@@ -52,7 +55,7 @@ class Engines:
         key = json.dumps([policy, dict(options or {})], sort_keys=True)
         taking = asyncio.ensure_future(self._take(key, policy, options or {}))
         try:
-            yield await asyncio.shield(taking)  # finish opening or closing an engine if the client disconnects
+            yield await asyncio.shield(taking)  # opening must finish even if the client disconnects
         finally:
             if taking.done():
                 self._give_back(key, taking)
@@ -95,7 +98,7 @@ class Engines:
         engine = self._others[key]
         await engine.close()
         load = engine.load()
-        del self._others[key]  # no await until its totals are added, so that `load` counts them once
+        del self._others[key]  # no await before the totals are added, so that `load` counts them exactly once
         self._users.pop(key, None)
         for name in _ADDED:
             self._past[name] += getattr(load, name)
@@ -106,7 +109,7 @@ class Engines:
         return replace(own, **added)
 
     async def close(self) -> None:
-        """Close all engines, the server's engine last because the others use its pool."""
+        """Close all engines. The server's own engine is closed last, because the other engines use its pool."""
         async with self._lock:
             for key in list(self._others):
                 await self._drop(key)

@@ -1,6 +1,7 @@
 """HTTP errors in the formats of OpenAI and Anthropic.
 
-Client errors are 4xx, and their messages say what to change. The text of internal errors (5xx) is only logged.
+Client errors have a status 4xx, and their messages say what to change. For internal errors (5xx), the client gets a
+general message, and the text of the error is only logged.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _KINDS = {
 
 
 class RefusedError(Exception):
-    """An error response.
+    """An error that becomes the HTTP response of a request.
 
     Args:
         status: HTTP status.
         message: Text for the user.
-        param: Name of the invalid field.
-        code: Machine-readable error code.
+        param: Name of the invalid field of the request, or None.
+        code: Machine-readable error code, or None.
         headers: Additional response headers.
     """
 
@@ -67,7 +68,7 @@ class RefusedError(Exception):
 
     @property
     def kind(self) -> str:
-        """Error type, with the names that OpenAI and Anthropic share."""
+        """Error type in the response. OpenAI and Anthropic use the same names."""
         return _KINDS.get(self.status, "invalid_request_error")
 
 
@@ -82,7 +83,7 @@ def ending() -> RefusedError:
 
 
 def refusal(error: BaseException) -> RefusedError:
-    # Not at the top of the file, because the server listens before it imports FastAPI.
+    # Imported here, because the server starts to listen before it imports FastAPI.
     from fastapi.exceptions import RequestValidationError
     from pydantic import ValidationError
 
@@ -109,14 +110,14 @@ def refusal(error: BaseException) -> RefusedError:
 
 
 def error_body(error: RefusedError, path: str) -> dict[str, Any]:
-    """Return the JSON of an error in the protocol of `path`."""
+    """Return the JSON body of an error, in the protocol that `path` belongs to."""
     if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": error.kind, "message": error.message}}
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RefusedError, path: str) -> Response:
-    """Return the HTTP response of an error in the protocol of `path`."""
+    """Return the HTTP response for an error, in the protocol that `path` belongs to."""
     # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     content = json.dumps(error_body(error, path), ensure_ascii=True)
     return Response(content, error.status, error.headers, "application/json")

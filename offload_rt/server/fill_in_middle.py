@@ -1,4 +1,7 @@
-"""Fill-in-the-middle prompts: special tokens mark the text before and after a gap."""
+"""Build fill-in-the-middle prompts.
+
+In such a prompt, special tokens mark the text before (prefix) and after (suffix) a gap, which the model fills.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ MARKS: Sequence[Sequence[tuple[str, Part]]] = (
     (("▁<PRE>", "prefix"), ("▁<SUF>", "suffix"), ("▁<MID>", "")),  # Code Llama
     (("[SUFFIX]", "suffix"), ("[PREFIX]", "prefix")),  # Codestral
 )
-"""Tokens of each family in the order of the prompt, each with the text that follows it."""
+"""Special tokens of each model family, in the order of the prompt.
+
+Each comes with the part of the text that follows it.
+"""
 
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>")
-"""Tokens that end a completion, in addition to the tokens in `MARKS`."""
+"""Further tokens that end a completion. The tokens in `MARKS` also end it."""
 
 
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt, and the token ids that end its completion.
+    """Return the token ids of a fill-in-the-middle prompt, and the token ids that end its completion.
 
     Raises:
         RefusedError: The model has no fill-in-the-middle tokens.

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template does not support them: tools, calls and results become text."""
+"""Describe tools, tool calls and tool results as text, for models whose chat template does not support tools."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ The user then sends the results. If no tool is needed, respond with text."""
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, system: bool
 ) -> list[dict[str, Any]]:
-    """Return a conversation in which tools, tool calls and tool results are text.
+    """Return the conversation with tools, tool calls and tool results converted to text.
 
     Args:
         messages: Messages of a conversation.
         tools: Tools in OpenAI's format.
-        system: Whether the template has system messages. If not, the description is part of the first user message.
+        system: Whether the chat template accepts system messages. If not, the tools are described in the first user
+            message.
     """
     found: list[dict[str, Any]] = []
     names: dict[Any, str] = {}
@@ -45,7 +46,7 @@ def describe_tools(
 
 
 def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. Join it with another user message before it, because templates expect alternating roles."""
+    """Append a message. Join two consecutive user messages, because chat templates expect alternating roles."""
     last = messages[-1] if messages else {}
     if message["role"] == last.get("role") == "user":
         messages[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}

@@ -1,4 +1,4 @@
-"""Log on stderr, as text or JSON lines. It contains prompts and responses only with `--log-prompts`."""
+"""Log to stderr, as text or JSON lines. The log contains prompts and responses only with `--log-prompts`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_KINDS = 100
 """Maximum number of message kinds that are counted separately."""
 
 QUIET_PATHS = ("/health", "/metrics", "/v1/load")
-"""Paths whose successful requests are logged at level DEBUG, because they are polled."""
+"""Paths that clients poll. Successful requests to them are logged at level DEBUG."""
 
 logger = logging.getLogger("offload_rt.server")
 
@@ -37,7 +37,10 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal: the time, then the `text` of `extra` or else the message with its `fields`."""
+    """Format records for a terminal.
+
+    A line contains the time and either `extra["text"]` or, without it, the message followed by its `fields`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -47,14 +50,14 @@ class TextLines(logging.Formatter):
         said = getattr(record, "text", f"{record.getMessage()} {shown}")
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{said}"
         trace = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
-        # Some values come from clients, so no control characters may reach the terminal.
+        # Some values come from clients, so control characters must be removed before they reach the terminal.
         return "".join(c if c.isprintable() else " " for c in line).rstrip() + trace
 
 
 class Repetitions(logging.Filter):
     """Pass only the first `limit` warnings, errors and refused requests of each kind per interval.
 
-    The field `suppressed` of the first record after an interval contains the numbers of dropped records by kind.
+    The first record after an interval has a field `suppressed`: the number of dropped records of each kind.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:
@@ -89,7 +92,7 @@ def log_to_stderr(log_format: LogFormat = "auto") -> None:
         chosen = logging.getLogger(name)
         chosen.handlers, chosen.propagate = [handler], False
         chosen.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.access").disabled = True  # replaced by `log_request`
+    logging.getLogger("uvicorn.access").disabled = True  # `log_request` logs requests instead
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:

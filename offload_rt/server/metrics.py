@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and as JSON for the page. Names and buckets follow vLLM."""
+"""Metrics for Prometheus, and as JSON for the web page. Names and histogram buckets follow vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 16
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _WHOLE = (0.3, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 10, 100, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000)
-"""Upper bounds of the histogram buckets: seconds, seconds per token, seconds, tokens."""
+"""Upper bounds of histogram buckets: time to the first token (s), time per token (s), time per request (s), tokens."""
 
 _GAUGES = {
     "num_requests_waiting": ("waiting requests", "waiting"),
@@ -39,7 +39,10 @@ _TIERS = {
     "disk": "disk_hit_tokens",
     "lost": "lost_tokens",
 }
-"""Fields of `EngineLoad` with the tokens of each tier. `_GAUGES` and `_TOTALS` map metrics to (help text, field)."""
+"""Maps each tier to the field of `EngineLoad` that counts its tokens.
+
+`_GAUGES` and `_TOTALS` map metric names to (help text, field of `EngineLoad`).
+"""
 
 PREFIX = "offload_rt_"
 
@@ -75,7 +78,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
-        """Record a finished request. `after_first`: seconds from the first to the last token."""
+        """Record a finished request. `after_first` is the time from its first to its last token, in seconds."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._prompt.observe(usage.prompt)
@@ -87,14 +90,14 @@ class Metrics:
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:
-        """Return the load and the totals of the engine as JSON fields."""
+        """Return the current load and the totals of all engines as JSON fields."""
         load = self._engines.load()
         counted = [field for _, field in (*_GAUGES.values(), *_TOTALS.values())]
         return {field: int(getattr(load, field)) for field in (*counted, *_TIERS.values())}
 
 
 class _EngineCollector(Collector):
-    """Collector that reads the engine's load at each scrape."""
+    """Prometheus collector that reads the engines' load at each scrape."""
 
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines, self._model = engines, model

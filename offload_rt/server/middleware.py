@@ -1,4 +1,4 @@
-"""Middleware for every request: request id, log record, host check, API key and body limit."""
+"""Middleware that every request passes: request id, log record, host check, API key and body limit."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .protocol import MAX_HEAD_BYTES
 REQUEST_ID = "x-request-id"
 
 IGNORED_FIELDS = "x-ignored-fields"
-"""Response header with the unknown fields of the request."""
+"""Response header that lists the unknown fields of the request, which were ignored."""
 
 GONE = 499
-"""Status in the log if the client disconnects before the response begins."""
+"""HTTP status in the log for a client that disconnects before the response begins."""
 
 MAX_BODIES = 16
-"""Maximum total size of incomplete bodies, in units of `max_body`. Further bodies are refused with 503."""
+"""Maximum total size of all incomplete bodies, as a multiple of `max_body`. Above it, requests are refused with 503."""
 
 logger = logging.getLogger(__name__)
 
 
 class RequestMiddleware:
-    """ASGI middleware. It adds the header `x-request-id` to each response and logs each request once.
+    """ASGI middleware that checks and logs each request, and adds the header `x-request-id` to each response.
 
     Args:
         app: The application.
@@ -72,7 +72,7 @@ class RequestMiddleware:
 
         try:
             await self._pass(scope, receive, noted)
-        except asyncio.CancelledError:  # the grace period of the shutdown is over
+        except asyncio.CancelledError:  # the server stops and the grace period is over
             if status == GONE:
                 await error_response(ending(), scope["path"])(scope, receive, noted)
         except Exception as error:
@@ -96,7 +96,10 @@ class RequestMiddleware:
             await self._app(scope, _replayed(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise RefusedError for unknown host names if the server is local, to prevent DNS rebinding."""
+        """Raise RefusedError if a local server is called by an unknown host name.
+
+        This prevents DNS rebinding: a web page of another host whose name resolves to this machine.
+        """
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
         if self._options.local and name and name not in known:
@@ -110,7 +113,7 @@ class RequestMiddleware:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
-        # Compare with all keys in constant time, so that the duration reveals nothing about them.
+        # Compare with all keys in constant time, so that the response time reveals nothing about the keys.
         if sum(hmac.compare_digest(given, known) for known in self._digests) == 0:
             raise RefusedError(
                 401,
@@ -121,12 +124,15 @@ class RequestMiddleware:
         return given.hex()
 
     async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
-        """Return the complete body, or None if the client disconnects. Raises RefusedError."""
+        """Return the complete body, or None if the client disconnects.
+
+        Raises RefusedError if the body is too large or late.
+        """
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
         if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MAX_HEAD_BYTES:
             raise RefusedError(431, "the headers of the request are too large", headers={"Connection": "close"})
-        if announced and "transfer-encoding" in headers:  # prevents request smuggling through a proxy
+        if announced and "transfer-encoding" in headers:  # prevents request smuggling via a proxy
             both = "a request has either Content-Length or Transfer-Encoding, not both"
             raise RefusedError(400, both, headers={"Connection": "close"})
         too_large = RefusedError(413, f"the request is larger than this server's limit of {limit:,} bytes (--max-body)")
@@ -163,7 +169,7 @@ def _host_name(host: str) -> str:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` callable that first yields the body and then the further messages of the connection."""
+    """Return a `receive` callable that returns the body first, and then further messages of the connection."""
     left: Sequence[bytes] = [body]
 
     async def again() -> Message:

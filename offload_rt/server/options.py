@@ -30,30 +30,35 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 DELIVERY_SECONDS = 2.0
-"""Seconds after `timeout` to deliver the 408 response or the error event before the connection is aborted."""
+"""Seconds between `timeout` and the abort of the connection. They allow the server to send the error first."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Access, limits and formats of the server. Sizes and durations may be strings ("16MiB", "10m").
+    """Options for access, limits and formats of the server.
+
+    Sizes are in bytes and durations in seconds, or strings with a unit ("16MiB", "10m"). Options that are not listed
+    here are described by their `help` text.
 
     Attributes:
-        api_keys: Each request must send one of these keys. Empty: requests need no key.
-        served_model_names: Model names for clients. The first one is used in metrics. Empty: the hub id, or the last
-            part of the path.
+        api_keys: Accepted API keys. Each request must send one of them. If empty, requests need no key.
+        served_model_names: Model names that clients may use. The first one is used in metrics. If empty, the name is
+            the hub id or the last part of the model's path.
         max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
-        max_tokens_limit: Maximum number of new tokens. Requests for more tokens get this many. None: the model's
-            context length.
-        max_engines: Maximum number of engines: one for each policy with its options, including the default policy.
+        max_tokens_limit: Maximum number of new tokens per request. Larger values of a client are reduced to it. None:
+            only the model's context length limits them.
+        max_engines: Maximum number of engines. There is one for each combination of policy and options in use,
+            including the default policy.
         max_body: Maximum size of a request body. Larger requests get 413.
         timeout: Maximum time from the arrival of a request to the last byte of the response.
         max_connections: Maximum number of open connections. A further connection replaces the one whose client has been
             silent for longest. It is refused if every client waits for a response.
         share_prefixes: Share cached prefixes among API keys. By default a key reuses only its own KV, so that
             `cached_tokens` and latency do not reveal prompts of other keys.
-        documents: Folder for conversations and responses. None: in memory.
-        allowed_hosts: Additional host names. A server on a local address refuses other names to prevent DNS rebinding.
-        log_prompts: Write prompts and responses to the log. By default it contains only sizes and times.
+        documents: Folder for conversations and responses. None keeps them in memory.
+        allowed_hosts: Further host names that clients may use in URLs. A server on a local address refuses unknown
+            names to prevent DNS rebinding.
+        log_prompts: Write prompts and responses to the log. By default, the log contains only sizes and times.
     """
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS", group="server")
@@ -138,5 +143,5 @@ class ServerOptions:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Whether the server listens on a local address, which other machines cannot reach."""
         return self.host in LOCAL_HOSTS

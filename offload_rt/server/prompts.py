@@ -1,4 +1,4 @@
-"""Token limits, and tokenization of texts and conversations in worker threads."""
+"""Check token limits, and tokenize texts and conversations in worker threads."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ LONG = 1 << 18
 """Length in characters above which a text is long. Long texts are tokenized one after another."""
 
 TOKEN_SIZE = 4
-"""A token id counts as this many characters when a thread is chosen. A message counts as 16 ids plus its text."""
+"""Number of characters that one token id counts when a thread is chosen.
+
+A message counts its text plus 16 token ids.
+"""
 
 SHORT_THREADS = 2
-"""Threads for short texts."""
+"""Number of threads for short texts."""
 
 
 class TokenLimits:
-    """Token limits: context length of the model, KV cache capacity, and the server's limit on new tokens.
+    """Limits on prompts and new tokens.
 
     Args:
         positions: Context length of the model in tokens.
         capacity: Capacity of the KV cache in tokens.
-        options: Server options.
+        options: Server options, which may limit the number of new tokens.
     """
 
     def __init__(self, positions: int, capacity: int, options: ServerOptions) -> None:
         self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
+        """Raise RefusedError if a prompt exceeds the limits. `tokens` is a lower bound of its number of tokens."""
         if tokens >= self.positions:
             raise refused(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
@@ -61,7 +64,9 @@ class TokenLimits:
     def tokens(self, prompt: int, requested: int | None, default: int | None = None) -> int:
         """Return the maximum number of new tokens for a prompt of `prompt` tokens.
 
-        It is `requested` or `default`, limited by the context length, the KV cache and the server's limit.
+        The result is `requested`, or `default` if the client requested none. It is limited by the context length, the
+        KV cache and the server's limit.
+
         Raises RefusedError if the prompt is empty or too long.
         """
         if prompt == 0:
@@ -74,8 +79,8 @@ class TokenLimits:
 class Prompts:
     """Tokenize and render prompts.
 
-    Methods raise RefusedError for invalid texts and for prompts that exceed the token limits. Cancelling a call stops
-    its work.
+    The methods raise RefusedError for invalid texts and for prompts that exceed the token limits. If the caller of a
+    method is cancelled, the work in the thread stops.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
@@ -103,7 +108,10 @@ class Prompts:
         return await self._in_thread(len(text), lambda cancelled: self._ids(text, special_tokens, cancelled))
 
     async def of_conversation(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
-        """Return a rendered conversation and its token ids. `answer`: whether to add the generation prompt."""
+        """Render a conversation with the chat template. Return the text and its token ids.
+
+        `answer` tells whether to add the generation prompt, which begins an assistant message.
+        """
 
         def make(cancelled: Event) -> tuple[str, list[int]]:
             text = self._rendered(conversation, answer)
@@ -113,7 +121,7 @@ class Prompts:
         return await self._in_thread(size, make)
 
     async def spans_of(self, text: str, tokens: int) -> list[tuple[int, int]]:
-        """Return the character span of each token, or an empty list if the tokenizer reports no offsets."""
+        """Return (start, end) characters of each token of `text`, or an empty list if the tokenizer reports none."""
 
         def find(cancelled: Event) -> list[tuple[int, int]]:
             if not self.tokenizer.is_fast:
@@ -124,7 +132,7 @@ class Prompts:
         return await self._in_thread(len(text), find)
 
     async def text_of(self, ids: Sequence[int]) -> str:
-        """Decode token ids, including special tokens."""
+        """Return the text of token ids, including special tokens."""
 
         def decode(cancelled: Event) -> str:
             size = len(self.tokenizer)
@@ -135,7 +143,7 @@ class Prompts:
         return await self._in_thread(TOKEN_SIZE * len(ids), decode)
 
     async def tokens_of(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary entries of token ids."""
+        """Return the vocabulary entry of each token id."""
         convert = self.tokenizer.convert_ids_to_tokens
         return await self._in_thread(TOKEN_SIZE * len(ids), lambda cancelled: list(convert(list(ids))))
 
@@ -145,14 +153,18 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Run `work` in a thread for texts of `size` characters. The event passed to it is set on cancellation."""
+        """Run `work` in a worker thread and return its result.
+
+        `size` is the length of the texts in characters; it decides which thread is used. If the caller is cancelled,
+        the event passed to `work` is set.
+        """
         cancelled, loop = Event(), asyncio.get_running_loop()
 
         def long() -> T:
             try:
                 return work(cancelled)
             finally:
-                give_back()  # return hundreds of megabytes to the system
+                give_back()  # return freed memory (hundreds of megabytes) to the system
 
         try:
             if size > LONG:
@@ -179,7 +191,7 @@ class Prompts:
             system = "System role not supported" not in self.template
             messages, tools = describe_tools(messages, tools, system=system), ()
         continues = conversation.continues
-        if continues and not conversation.prefill.strip():  # an empty message cannot be continued: begin a new one
+        if continues and not conversation.prefill.strip():  # an empty message cannot be continued, so begin a new one
             messages, continues = messages[:-1], False
         try:
             return render_chat(
@@ -192,5 +204,5 @@ class Prompts:
             )
         except OffloadError:
             raise
-        except Exception as error:  # a template can raise any error for the input of a client
+        except Exception as error:  # a chat template can raise any error for a client's input
             raise refused(f"the chat template cannot render this conversation: {error}", "messages") from error

@@ -27,11 +27,11 @@ MAX_CONNECTIONS = 4096
 MIN_CONNECTIONS = 16
 LISTEN_QUEUE = 2048
 REFUSED_SECONDS = 2.0
-"""Seconds that the client of a refused connection has to read the response."""
+"""Seconds that a client has to read the response that refuses its connection."""
 
 
 def _refusal(status: HTTPStatus, message: str) -> bytes:
-    """Return a complete HTTP response in OpenAI's format for a request that was not read."""
+    """Return a complete HTTP response in OpenAI's error format, for a request that the server has not read."""
     body = json.dumps(error_body(RefusedError(status, message), "")).encode()
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\nretry-after: 1\r\nconnection: close\r\n"
     return head.encode() + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
@@ -55,15 +55,15 @@ class Connections:
         self.refused: set[LimitedProtocol] = set()
 
     def heard(self, connection: LimitedProtocol) -> None:
-        """Move a connection that has sent data to the end."""
+        """Mark a connection as the one that has sent data most recently."""
         self.open.pop(connection, None)
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection, and close another one if necessary. Return False if all are busy."""
+        """Add a connection. At the limit, close another one, or return False if every client waits for a response."""
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
-            # Prefer clients that never completed a request.
+            # Close clients first that never completed a request.
             silent = min(waiting, key=lambda other: other.cycle is not None, default=None)
             if silent is None:
                 return False
@@ -75,9 +75,9 @@ class Connections:
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with timers for the head, the request and a client that does not read.
 
-    The head timer runs from the connection, or the first byte of a further request, until the head is complete. The
-    request timer runs from there until the response has left this process. The stall timer runs while the transport's
-    buffer is full because the client does not read.
+    The head timer starts when the client connects, or with the first byte of a further request. It stops when the head
+    is complete. Then the request timer runs until the response has left this process. The stall timer runs while the
+    transport's buffer is full because the client does not read.
     """
 
     def __init__(self, limits: Connections, *args: Any, **kwargs: Any) -> None:
@@ -91,8 +91,8 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the server waits for the client to send data, and not the client for a response."""
-        if self.transport.get_write_buffer_size():  # the response is complete, but not sent
+        """Whether the server waits for data from the client. Otherwise the client waits for a response."""
+        if self.transport.get_write_buffer_size():  # the response is complete, but not yet sent
             return False
         return self.cycle is None or self.cycle.response_complete or self.conn.their_state is h11.SEND_BODY
 
@@ -145,21 +145,21 @@ class LimitedProtocol(H11Protocol):
             self.abort("invalid HTTP")
 
     def pause_writing(self) -> None:
-        """Start the stall timer: the client does not read."""
+        """Start the stall timer, because the client does not read."""
         super().pause_writing()
         if self._stall is None:
             seconds = min(self._limits.options.send_timeout, self._limits.options.timeout)
             self._stall = self.loop.call_later(seconds, self.abort, "the client does not read")
 
     def resume_writing(self) -> None:
-        """Stop the stall timer: the client reads again."""
+        """Stop the stall timer, because the client reads again."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
     def abort(self, reason: str) -> None:
-        """Close the connection and drop unsent data. The request ends as after a disconnect."""
+        """Close the connection and discard unsent data. The request is cancelled as after a disconnect."""
         if self in self._limits.open:
             self._limits.open.pop(self)
             path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None
@@ -199,7 +199,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def default_connections() -> int:
-    """Return half of the file descriptor limit. The rest is for stores and models."""
+    """Return the default limit on connections: half of the file descriptor limit. Stores and models need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     half = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, half))
@@ -208,8 +208,8 @@ def default_connections() -> int:
 class LimitedServer(uvicorn.Server):
     """uvicorn's server with a long listen queue.
 
-    asyncio uses one number for the length of the listen queue and for the connections that it accepts at once. It must
-    accept few connections at once, so this class lengthens the queue after the start.
+    asyncio uses one number for two things: the length of the listen queue, and how many connections it accepts at once.
+    The second must be small. This class therefore lengthens the queue after the start.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -224,9 +224,10 @@ def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
-        ws="none",  # WebSocket connections would escape these limits
-        # asyncio accepts this many connections at once, and twice as many before it reads from the first of them.
-        # It must be below the limit on connections, else connections would be replaced before their requests are read.
+        ws="none",  # these limits do not apply to WebSocket connections
+        # asyncio accepts this many connections at once, and twice as many before it reads from the first of them. The
+        # number must be below the limit on connections. Otherwise connections would be closed before their requests are
+        # read.
         backlog=max(1, min(100, connections.limit // 4)),
         log_config=None,
         access_log=False,

@@ -1,4 +1,4 @@
-"""Forwarding of HTTP requests to replicas: the proxy reads requests, a replica runs the application."""
+"""Forward HTTP requests to replicas: the proxy reads each request, and a replica runs the application on it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .options import DELIVERY_SECONDS
 SESSION_HEADER = "x-session-id"
 
 PREFIX = 2048
-"""Length in characters of the prefix by which long prompts are routed."""
+"""Length of the prefix, in characters, whose digest chooses the replica for a long prompt."""
 
 MIN_PREFIX = 256
-"""Length in characters of the prefix used for shorter prompts. Even shorter prompts are routed to any replica."""
+"""Length of the prefix, in characters, for prompts shorter than `PREFIX`. Still shorter prompts go to any replica."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
-"""Prompt fields of all protocols, in the order of a chat template."""
+"""Request fields with the prompt, in all protocols, sorted as in a rendered chat template."""
 
 
 def route_key(headers: Headers, body: bytes) -> str:
@@ -58,10 +58,10 @@ def route_key(headers: Headers, body: bytes) -> str:
 
 
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
-    """Return the order in which replicas are tried, given their numbers of running requests.
+    """Return the indices of the replicas, sorted by preference.
 
-    The order is unchanged unless the first replica has more than `max_ahead` requests more than the least loaded one.
-    Then the replicas are sorted by load.
+    `queues` contains the number of running requests of each replica. The order is unchanged unless the first replica
+    has more than `max_ahead` requests more than the least loaded one. Then the replicas are sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:
@@ -71,7 +71,7 @@ def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
 
 def _texts(value: Any) -> Iterator[str]:
     """Yield the strings and token ids of a JSON value in order."""
-    # Without recursion, because bodies may be deeply nested.
+    # A loop instead of recursion, because bodies may be deeply nested.
     left = [value]
     while left:
         match left.pop():
@@ -106,8 +106,8 @@ class Proxy:
     """ASGI application that forwards requests to replicas.
 
     Args:
-        ask: Takes a request and its routing key, and yields the messages of the response. It is closed if the client
-            disconnects.
+        ask: Sends a request with its routing key to a replica. Yields the ASGI messages of the response. The generator
+            is closed if the client disconnects.
         max_body: Size in bytes after which the rest of a body is not read. The replica refuses larger bodies.
         timeout: Maximum duration of a request in seconds.
     """
@@ -118,7 +118,10 @@ class Proxy:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request. Cancel it shortly after `timeout`, so that the replica can report the timeout first."""
+        """Forward a request.
+
+        Cancel it shortly after `timeout`, so that the replica can report the timeout itself first.
+        """
         with suppress(ClientGoneError):
             async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
                 body = bytearray()
@@ -148,13 +151,13 @@ class Proxy:
 
 
 class Upstream:
-    """Run the application in a replica. Requests may run concurrently."""
+    """Run the application in a replica, for requests that a proxy forwards. Requests may run concurrently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def answer(self, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
-        """Yield the messages of the application. Closing the iterator signals a disconnect to the application."""
+        """Yield the ASGI messages of the response. If the iterator is closed, the application sees a disconnect."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone, bodies = asyncio.Event(), [forwarded.body]
 

@@ -1,8 +1,9 @@
-"""The application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
+"""Run the application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
 
-Requests with the same `x-session-id`, session or prompt prefix are routed to the same replica by consistent hashing,
-unless its load is much higher than the load of the others. Conversations are stored in a shared folder, so that every
-replica can continue them. Each replica stores KV in a separate folder, and its replacement takes over the folder.
+Consistent hashing routes requests with the same `x-session-id`, session or prompt prefix to the same replica. If this
+replica has a much higher load than other replicas, another one is used. Conversations are stored in a shared folder, so
+every replica can continue them. Each replica stores KV in its own folder. A replica that replaces it later uses the
+same folder.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from .proxy import ForwardedRequest, Proxy, Upstream
 ROUTER = "offload_rt.server.ray_router.BalancedRouter"
 
 ENGINE, PROXY = "engine", "proxy"
-"""Deployment names."""
+"""Names of the two Ray deployments."""
 
 MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
-"""Maximum number of running requests per replica of a deployment. The proxy only waits for the engines."""
+"""Maximum number of running requests per replica of each deployment. The proxy accepts many, because it only waits."""
 
 MAX_FOLDERS = 1000
-"""Maximum number of KV folders to try. They cannot all be locked by other replicas, so there is another error."""
+"""Maximum number of KV folders to try. There are fewer replicas, so if all folders fail, there is another error."""
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
-"""Replicas are added above this number of running requests per replica. The delays are in seconds."""
+"""Autoscaling options. Replicas are added above `target_ongoing_requests` per replica. The delays are in seconds."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Replicas of a deployment and their scaling. Raises ConfigError for invalid values.
+    """Number and resources of the replicas. Raises ConfigError for invalid values.
 
     Attributes:
-        replicas: Number of replicas, or the minimum if `max_replicas` is given.
+        replicas: Number of replicas. With `max_replicas`, the minimum.
         max_replicas: Maximum number of replicas. None disables autoscaling.
-        gpus: GPUs that Ray reserves for each replica, in addition to one CPU.
+        gpus: Number of GPUs that Ray reserves for each replica, in addition to one CPU.
     """
 
     replicas: int = 2
@@ -63,14 +64,14 @@ class Cluster:
 
     @property
     def size(self) -> dict[str, Any]:
-        """Options of the deployment for the number of replicas."""
+        """Ray options that set the number of replicas of a deployment."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas}
         return {"autoscaling_config": SCALING | {"min_replicas": self.replicas, "max_replicas": self.max_replicas}}
 
 
 class Replica:
-    """Deployment class: an application with an engine that handles the requests of the proxy."""
+    """Class of the engine deployment: the application with one engine, for requests that the proxy forwards."""
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
@@ -81,7 +82,7 @@ class Replica:
             yield message
 
     async def __del__(self) -> None:
-        """Save the sessions. Serve awaits this method when the replica stops."""
+        """Save the sessions. Ray Serve calls and awaits this method when it stops the replica."""
         async with self._app.router.lifespan_context(self._app):
             pass
 
@@ -94,7 +95,7 @@ def ray_app(
     store_options: StoreOptions | None = None,
     cluster: Cluster | None = None,
 ) -> Any:
-    """Return the application for `ray.serve.run`. `store` must be a folder that all nodes can access."""
+    """Return the application for `ray.serve.run`. `store` must be a folder that all nodes of the cluster can access."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -124,7 +125,7 @@ def _proxy(options: ServerOptions) -> Starlette:
     handle = serve.get_deployment_handle(ENGINE).options(stream=True)
 
     async def ask(forwarded: ForwardedRequest, route_key: str) -> AsyncIterator[Message]:
-        # Without a session id, Serve's router chooses any replica.
+        # For a request without a session id, Serve's router chooses any replica.
         answers = (handle.options(session_id=route_key) if route_key else handle).answer.remote(forwarded)
         try:
             async for message in answers:
@@ -136,7 +137,10 @@ def _proxy(options: ServerOptions) -> Starlette:
 
 
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
-    """Run the application on the cluster of RAY_ADDRESS, or on a new local cluster, until the process is stopped."""
+    """Run the application until the process is stopped.
+
+    It runs on the cluster that the environment variable RAY_ADDRESS names, or else on a new local cluster.
+    """
     import ray
     from ray import serve
 
@@ -152,11 +156,11 @@ def _builder(
 
 
 def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options: StoreOptions | None) -> AsyncLLM:
-    """Create an engine on the first KV folder that no running replica uses. Raises StoreError if there is none."""
+    """Create an engine with the first KV folder that no running replica uses. Raises StoreError if all are in use."""
     if store is None:
         return AsyncLLM(llm, max_waiting=options.max_waiting)
     for number in range(MAX_FOLDERS):
-        with suppress(StoreError):  # locked by a running replica
+        with suppress(StoreError):  # a running replica has locked this folder
             folder = store / f"replica-{number}"
             return AsyncLLM(llm, max_waiting=options.max_waiting, store=folder, store_options=store_options)
     raise StoreError(f"cannot open any of {MAX_FOLDERS:,} KV folders below {str(store)!r}: check its permissions")

@@ -1,6 +1,6 @@
-"""Start and shutdown of the server.
+"""Start and stop the server.
 
-After SIGTERM or Ctrl-C running requests may finish. A second signal stops them.
+After SIGTERM or Ctrl-C, running requests may finish. A second signal cancels them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from ..utils.progress import observed
 from .errors import RefusedError, error_body
 from .log import log_to_stderr, logger
 from .options import ServerOptions
+from .page import PAGE_PATHS, page_file
 from .protocol import make_server
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 RETRY_AFTER = 2
-"""Seconds after which a client may retry and a browser reloads."""
+"""Seconds after which a client may retry while the model is loading."""
 
 
 class Loading:
-    """Application that responds with 503 while `make` creates the real application in a thread, then delegates to it.
+    """ASGI application that serves requests while `make` creates the real application in a thread.
 
-    If `make` fails, `on_failure` is called and `error` holds the exception.
+    Until the real application exists, only the chat page is served, and other requests get 503 with the progress. After
+    that, all requests are passed to the real application. If `make` fails, `on_failure` is called, and `error` contains
+    the exception.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
@@ -82,7 +85,7 @@ class Loading:
             self.error = error
         try:
             loop.call_soon_threadsafe(loaded.set)
-        except RuntimeError:  # the server has stopped already
+        except RuntimeError:  # the server has already stopped
             return
 
 
@@ -90,7 +93,7 @@ class LoadingProgress:
     """Log each task of loading when it begins, and its progress every `INTERVAL` seconds.
 
     Attributes:
-        state: The current task with its finished and total amounts, for responses to clients.
+        state: Name of the current task with its finished and total amounts, for responses to clients.
     """
 
     INTERVAL = 5.0
@@ -108,16 +111,18 @@ class LoadingProgress:
 
 
 def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
+    if scope["path"] in PAGE_PATHS and scope["method"] == "GET":
+        return page_file(scope["path"])
     headers = {"Retry-After": str(RETRY_AFTER)}
-    if scope["path"] == "/":
-        headers["Refresh"] = str(RETRY_AFTER)
-        return Response("The model is being loaded.", 503, headers, "text/plain")
     error = RefusedError(503, "the model is being loaded: retry later", code="loading")
     return JSONResponse({"status": "loading"} | state | error_body(error, scope["path"]), 503, headers)
 
 
 def bound(options: ServerOptions) -> socket.socket:
-    """Return a bound socket, so that address errors are raised before the model is loaded. Raises ConfigError."""
+    """Return a listening socket. Raises ConfigError if the address cannot be used.
+
+    The socket is opened before the model is loaded, so that address errors are reported immediately.
+    """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     found = socket.socket(family)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,7 +137,8 @@ def bound(options: ServerOptions) -> socket.socket:
 def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: socket.socket) -> None:
     """Serve on `listener` until the process is stopped. Running requests then have `options.grace` seconds to finish.
 
-    `make_app` runs in a separate thread. Requests get 503 until it returns. Its exceptions are raised here.
+    `make_app` runs in a separate thread. Requests get status 503 until it returns. If it raises an exception, the
+    server stops and the exception is raised here.
     """
     log_to_stderr(options.log_format)
 
@@ -153,8 +159,8 @@ def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: soc
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Disable garbage collection during imports and model loading, then freeze the existing objects."""
-    # Collection would take a quarter of the start-up time and find no garbage.
+    """Disable garbage collection during imports and model loading. Afterwards, exempt all existing objects from it."""
+    # Garbage collection would take a quarter of the start-up time and find no garbage.
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The service shared by all endpoints: limits, sessions, generation with a deadline, metrics and logging."""
+"""The object that all endpoints share: it checks limits, manages sessions, generates, counts metrics and logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from .prompts import Prompts, TokenLimits
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Engine options of a request. `session` is the engine's session id (see `session_of`)."""
+    """Options of a request for the engine.
+
+    `session` is the engine's session id (see `session_of`), not the client's name.
+    """
 
     policy: str | None = None
     policy_options: Mapping[str, Any] | None = None
@@ -46,7 +49,7 @@ class EngineArguments:
 
 
 class Service:
-    """State shared by all endpoints of one model."""
+    """The engine, the stores and the options of one model. All endpoints share this object."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -67,7 +70,7 @@ class Service:
         self.reasoning = reasoning_parser(options.reasoning_parser, self.prompts.template)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name of a response. Raises RefusedError (404) for another model."""
+        """Return the model name to report in a response. Raises RefusedError (404) if `name` is another model."""
         if name is None or name in self.names or self.options.accept_any_model:
             return name or self.name
         raise RefusedError(
@@ -78,7 +81,7 @@ class Service:
         )
 
     def admit(self, body: RequestBody, request: Request) -> None:
-        """Check the model of a request, and note unknown fields for the log and the response header."""
+        """Check the model name of a request. Record unknown fields for the log and for the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -101,13 +104,16 @@ class Service:
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the cache salt of a request, derived from its API key (if there are several) and its `cache_salt`."""
+        """Return the cache salt of a request, derived from its field `cache_salt` (`given`).
+
+        If the server has several API keys, the salt also depends on the request's key.
+        """
         owner = request.state.owner if self._salts_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
-        # The engine writes the salt to session files. Without the secret key, a reader of these files cannot test API
-        # keys against it.
+        # The engine writes the salt to session files. A reader of these files must not be able to test guessed API
+        # keys, so the salt is computed with a secret key.
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
@@ -115,7 +121,7 @@ class Service:
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open a document store whose heads have `fields`. Raises ConfigError if its folder cannot be used."""
+        """Open a document store whose heads have the given fields. Raises ConfigError if the folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)
@@ -124,7 +130,7 @@ class Service:
 
     @property
     def remembers(self) -> bool:
-        """Whether sessions are stored."""
+        """Whether the engine stores sessions, so that conversations can continue later."""
         return self.options.documents is not None
 
     def is_locked(self, session: str) -> bool:
@@ -132,9 +138,9 @@ class Service:
 
     @contextmanager
     def locked(self, *names: str | None) -> Iterator[None]:
-        """Lock sessions and responses while they are generated and stored, or deleted.
+        """Lock sessions and responses by id while they are generated, stored or deleted.
 
-        Raises SessionBusyError (409) if one of them is locked.
+        Raises SessionBusyError (409) if another request has locked one of them. Names that are None are ignored.
         """
         sessions = {name for name in names if name is not None}
         if sessions & self._locked:
@@ -156,7 +162,7 @@ class Service:
 
     async def delete_response(self, owner: str, name: str) -> None:
         """Delete a response and the KV of its conversation. Raises the errors of `delete_session`."""
-        with self.locked(response_of(owner, name)):  # lock before `get`: an unfinished response is not stored yet
+        with self.locked(response_of(owner, name)):  # lock before `get`: a running response is not stored yet
             session = self.responses.get(name, owner).session
             with self.locked(None if session == response_of(owner, name) else session):
                 await self._delete_kv(session)
@@ -166,7 +172,10 @@ class Service:
         return self.remembers and await self.engine.delete_session(session)
 
     def forget(self, sessions: Sequence[str]) -> None:
-        """Delete the KV of evicted conversations in the background, except those in use, which are stored again."""
+        """Delete the KV of evicted conversations in the background.
+
+        A session that a request uses now is skipped, because the request will store its conversation again.
+        """
         for session in [name for name in sessions if self.remembers and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._forget(session))
             self._forgetting.add(task)
@@ -181,10 +190,10 @@ class Service:
     async def outputs(
         self, request: Request, ids: Sequence[int], params: SamplingParams, arguments: EngineArguments
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request; the last one is finished. Closing the iterator aborts the request.
+        """Yield the outputs of a request until it is finished. If the iterator is closed, the request is aborted.
 
         Raises:
-            OffloadError: Generation failed. The message is suitable for clients.
+            OffloadError: Generation failed. The message may be sent to the client.
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
@@ -228,7 +237,10 @@ class Service:
             self._note(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return an error message that reveals neither the model's folder nor the memory use of other sessions."""
+        """Return the message of an error for the client.
+
+        It reveals neither the model's folder nor how much memory other sessions use.
+        """
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -243,7 +255,15 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of a request to its log record, summed over its prompts."""
+        """Add the statistics of a request to its log record. Several prompts of one request are summed.
+
+        Args:
+            ids: Token ids of the prompt.
+            last: Last output, or None if there was none.
+            usage: Token counts.
+            reason: Finish reason, or why the request ended early.
+            first: Seconds until the first token, or None if there was none.
+        """
         notes: dict[str, Any] = request.state.notes
         for name, count in asdict(usage).items():
             notes[f"{name}_tokens"] = notes.get(f"{name}_tokens", 0) + count
@@ -252,7 +272,7 @@ class Service:
             notes.setdefault("first_token_seconds", round(first, 4))
         if self.options.log_prompts:
             tokenizer = self.engine.llm.tokenizer
-            texts = tokenizer is not None and max(ids) < len(tokenizer)  # a refused prompt may have invalid ids
+            texts = tokenizer is not None and max(ids) < len(tokenizer)  # a refused prompt may have invalid token ids
             prompt = tokenizer.decode(list(ids)) if tokenizer is not None and texts else list(ids)
             notes.setdefault("prompts", []).append(prompt)
             notes.setdefault("answers", []).append([each.text for each in last.outputs] if last else [])
@@ -265,16 +285,17 @@ class Service:
 
 
 def _copied(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return `output` with `copies` copies of its only completion."""
+    """Return `output`, which has one completion, with `copies` copies of this completion."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
 
 
 def _salt_key(folder: Path | None) -> bytes:
-    """Return the secret key of cache salts. It is stored in `folder`, so that cached prompts outlive a restart.
+    """Return the secret key from which cache salts are computed.
 
-    Raises ConfigError if the folder cannot be used.
+    The key is stored in `folder`, so that cached prompts can be reused after a restart. Raises ConfigError if the
+    folder cannot be used.
     """
     if folder is None:
         return secrets.token_bytes(32)
@@ -292,7 +313,10 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """Write a file unless it exists. If several processes do this at once, one of them wins. Raise OSError."""
+    """Write a file unless it exists.
+
+    If several processes do this at the same time, the file of one of them is kept. Raises OSError.
+    """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -306,7 +330,7 @@ def _write_once(path: Path, data: bytes) -> None:
 
 
 def _called(name: str) -> str:
-    """Return the default served model name: the hub id, or the last part of a path to hide the local folders."""
+    """Return the default served model name: the hub id, or the last part of a path, so that folders stay private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
 
@@ -317,4 +341,4 @@ async def _service_of(request: Request) -> Service:
 
 
 CurrentService = Annotated[Service, Depends(_service_of)]
-"""Parameter of a route: the service of the application."""
+"""Type of a route parameter for which FastAPI passes the application's `Service`."""

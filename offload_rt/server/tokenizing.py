@@ -1,4 +1,7 @@
-"""Cancellable tokenization of long texts in pieces, with the same token ids as the whole text."""
+"""Tokenize long texts in pieces, so that the work can be cancelled.
+
+The token ids are the same as if the whole text were tokenized at once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PIECE = 1 << 16
 """Minimum length of a piece in characters. Shorter texts are tokenized whole."""
 
 NFC_SHRINKS = 4
-"""NFC shortens UTF-8 text at most by this factor. The maximum in Unicode 16 is 3.5, for U+0390."""
+"""Maximum factor by which NFC normalisation shortens UTF-8 text. In Unicode 16 the maximum is 3.5, for U+0390."""
 
 LOCAL_PATTERNS = (
     # GPT-2, and the default of `ByteLevel`
@@ -29,11 +32,11 @@ LOCAL_PATTERNS = (
     # Qwen 2
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""Pre-tokenizer patterns that always start a word at a space between two letters."""
+"""Pre-tokenizer patterns that always begin a new word at a space between two letters."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPACES = (" ", "Ġ", "▁")
-"""Representations of a space in vocabularies: plain, byte-level BPE, SentencePiece."""
+"""How a space is written in vocabularies: plain, in byte-level BPE, and in SentencePiece."""
 
 
 class CancelledError(Exception):
@@ -42,7 +45,7 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True)
 class _Steps:
-    """A fast tokenizer's steps before its model: all normalizers and all pre-tokenizers, in order."""
+    """The steps of a fast tokenizer before its BPE model: all normalizers and all pre-tokenizers, in order."""
 
     normalizers: list[Mapping[str, Any]]
     pre_tokenizers: list[Mapping[str, Any]]
@@ -69,19 +72,23 @@ class _Steps:
 
     @property
     def local(self) -> bool:
-        """Whether splitting the text before a space between two letters leaves the result of all steps unchanged."""
+        """Whether a text may be split before a space between two letters.
+
+        This is so if all steps give the same result for the two parts as for the whole text.
+        """
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
-        # A pre-tokenizer that splits at spaces would move the cut after the space, unless all spaces were replaced.
+        # A pre-tokenizer that splits at spaces would split after the space, unless a normalizer has replaced all
+        # spaces.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
         return normal and all(_is_local(step, spaces) for step in self.pre_tokenizers)
 
 
 _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
-"""Pre-tokenizers that keep all of a text, except `Split` with behavior "Removed"."""
+"""Pre-tokenizers that remove nothing from a text. `Split` with behavior "Removed" is an exception."""
 
 
 def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer, with sequences flattened."""
+    """Yield the single steps of a normalizer or pre-tokenizer, which may be a sequence of steps."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
         found = left.pop(0)
@@ -93,7 +100,7 @@ def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _grows(step: Mapping[str, Any]) -> bool:
-    """Return whether a normalizer never shortens a text."""
+    """Return whether a normalizer step never makes a text shorter."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())
@@ -101,14 +108,15 @@ def _grows(step: Mapping[str, Any]) -> bool:
 
 
 def _replaces_one(step: Mapping[str, Any]) -> bool:
-    """Return whether a normalizer replaces a single character by one or more characters."""
+    """Return whether a normalizer step replaces single characters by one or more characters."""
     return step["type"] == "Replace" and _grows(step) and len(step["pattern"]["String"]) == 1
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer splits both sides of a cut as it splits the whole text.
+    """Return whether a pre-tokenizer step gives the same words for two parts of a text as for the whole text.
 
-    `spaces`: whether the normalized text still contains spaces.
+    The text is split before a space between two letters. `spaces` tells whether the normalized text still contains
+    spaces.
     """
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
@@ -119,7 +127,7 @@ def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
 
 
 class TextTokenizer:
-    """Tokenizer for texts of any size. The wrapped tokenizer is analysed when the first long text arrives."""
+    """Tokenize texts of any length. The wrapped tokenizer is analysed when the first long text arrives."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -130,8 +138,9 @@ class TextTokenizer:
         Args:
             text: The text.
             special_tokens: Whether to add the special tokens of the tokenizer.
-            cancelled: Checked between the pieces of a long text.
-            check: Called with lower bounds of the token count of a long text. It may raise an error to reject the text.
+            cancelled: Cancels the work if it is set. Checked between the pieces of a long text.
+            check: Called with lower bounds of the number of tokens while a long text is tokenized. It may raise an
+                error to reject a text that is too long.
 
         Raises:
             CancelledError: `cancelled` was set.
@@ -151,13 +160,14 @@ class TextTokenizer:
         return [*before, *ids, *after]
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the token count of `text`, from its size and the longest token."""
+        """Return a lower bound of the number of tokens of `text`: its size divided by the size of the longest token."""
         return 0 if self.most_bytes is None else -(-len(text.encode("utf-8", "surrogatepass")) // self.most_bytes)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Split `text` into pieces of at least `PIECE` characters that can be tokenized independently.
+        """Split `text` into pieces of at least `PIECE` characters, which can be tokenized independently.
 
-        The concatenated token ids equal the token ids of the whole text. If no safe cut exists, the text is one piece.
+        The concatenated token ids equal the token ids of the whole text. If the text cannot be split safely, it is
+        returned as one piece.
         """
         start = 0
         while self._cut is not None and (found := self._cut.search(text, start + PIECE)) is not None:
@@ -167,7 +177,10 @@ class TextTokenizer:
 
     @cached_property
     def _bpe(self) -> tuple[Any, _Steps] | None:
-        """Backend and steps of a BPE tokenizer whose added tokens strip no whitespace, else None."""
+        """Return the backend and the steps of the tokenizer, or None if its texts cannot be split.
+
+        They can be split if the tokenizer is a BPE tokenizer whose added tokens do not strip whitespace.
+        """
         # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or type(backend.model).__name__ != "BPE" or backend.model.dropout:
@@ -179,7 +192,7 @@ class TextTokenizer:
 
     @cached_property
     def most_bytes(self) -> int | None:
-        """Maximum number of text bytes that one token covers, or None if unbounded."""
+        """Maximum number of bytes of text that one token covers, or None if there is no maximum."""
         if self._bpe is None:
             return None
         backend, steps = self._bpe
@@ -195,10 +208,10 @@ class TextTokenizer:
 
     @cached_property
     def _cut(self) -> re.Pattern[str] | None:
-        """Pattern of a safe cut, or None if the tokenizer has none.
+        """Pattern of positions at which a text can be split safely, or None if there are none for this tokenizer.
 
-        A text may be cut after a letter if a space and another letter follow and no token contains that letter before a
-        space. BPE cannot merge across such a position.
+        A text may be split after a letter that is followed by a space and another letter, if no token of the vocabulary
+        contains this letter followed by a space. BPE cannot merge tokens across such a position.
         """
         if self._bpe is None or not self._bpe[1].local or self._bpe[0].model.end_of_word_suffix:
             return None
@@ -211,7 +224,7 @@ class TextTokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """Special tokens added before and after a text."""
+        """Ids of the special tokens that the tokenizer adds before and after a text."""
         alone = encode_rendered(self._tokenizer, "a")
         whole = encode_rendered(self._tokenizer, "a", special_tokens=True)
         at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
@@ -223,7 +236,7 @@ def _utf8(token: str) -> int:
 
 
 def _before_spaces(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the characters that directly precede a space within a token."""
+    """Yield the characters that directly precede a space inside a token of the vocabulary."""
     for token in tokens:
         for i, character in enumerate(token[1:]):
             if character in _SPACES:

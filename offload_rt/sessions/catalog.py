@@ -1,4 +1,4 @@
-"""List, find and delete the sessions in a store folder, without loading a model."""
+"""List, find and delete the sessions in a store folder. No model needs to be loaded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size and time of a stored file.
+    """Size and time of use of a file in a store.
 
     Attributes:
         bytes: Size in bytes.
-        used: Time of the last use in seconds since 1970. With the store policy "fifo", the time of writing.
+        used: Time of the last use in seconds since 1970. With the store policy "fifo", it is the time of writing.
     """
 
     bytes: int
@@ -36,10 +36,10 @@ class StoredSession:
     Attributes:
         document: Document name in the store, as "namespace digest/name".
         history: History of the session.
-        blocks: Files of the blocks that exist on disk.
+        blocks: Files of the session's blocks that exist on disk.
         own_bytes: Size in bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
-        damage: Why the newest history cannot be read. `history` is then the previous one. Empty if it can be read.
+        damage: Why the newest history cannot be read, or "" if it can. If it cannot, `history` is the previous version.
     """
 
     document: str
@@ -54,17 +54,20 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the size in bytes of blocks last used before `time`, which a time to live would remove."""
+        """Return the size in bytes of the blocks that were last used before `time`.
+
+        A time to live would remove these blocks.
+        """
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether this is the session `name` of `model`. If `model` is None, any model matches."""
+        """Return whether this is the session `name` of `model`. If `model` is None, the model is not compared."""
         return self.history.name == name and model in (None, self.history.model)
 
 
 @dataclass(frozen=True)
 class DamagedSession:
-    """A session without a readable history.
+    """A session whose history cannot be read.
 
     Attributes:
         document: Document name in the store, as "namespace digest/name".
@@ -74,16 +77,19 @@ class DamagedSession:
 
     @property
     def space(self) -> str:
-        """Digest of the namespace, used in place of the model name."""
+        """Digest of the namespace. It is shown in place of the model name, which is unknown."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the document, used in place of the session name."""
+        """Name of the document. It is shown in place of the session name, which is unknown."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether this is the session or document `name` in the namespace `model` (None: any namespace)."""
+        """Return whether this is the session or the document `name`.
+
+        `model` is the digest of the namespace, or None for any namespace.
+        """
         return self.name in (document_name(name), name) and model in (None, self.space)
 
 
@@ -138,7 +144,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
-    """Yield (stem, file) of the paths that still exist."""
+    """Yield (file name without suffix, size and time) of the files in `paths` that still exist."""
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -146,7 +152,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Find a stored session by name.
+    """Return the stored session `name`.
 
     Args:
         folder: Folder of the store.
@@ -195,7 +201,7 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session and all blocks of its namespace that no other session and no prompt in the folder uses.
+    """Delete a session, and all blocks of its namespace that no other session and no prompt uses.
 
     Args:
         folder: Folder of the store.
@@ -220,7 +226,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def clear_prompts(folder: Path) -> int:
-    """Delete all KV that no session in the folder refers to: KV of prompts without a session name.
+    """Delete all KV that belongs to no session, which is the KV of requests without a session name.
 
     Returns:
         The number of freed bytes.

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError
 
 Message = Mapping[str, Any]
-"""A message: `role`, `content` (a text or a list of `{"type": "text", "text": ...}`), and fields for the template."""
+"""A message: `role`, `content` (a text or a list of `{"type": "text", "text": ...}`), and other template fields."""
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 """A function the model may call: a JSON schema, or a Python function with annotations and a docstring."""
@@ -33,9 +33,9 @@ def render_chat(
         tokenizer: Tokenizer with a chat template.
         messages: Messages of the conversation, at least one.
         tools: Functions the model may call.
-        chat_template_kwargs: Additional variables for the template.
-        add_generation_prompt: End the text with the header of the assistant's message.
-        continue_final_message: Leave the last message open, so that the model continues it.
+        chat_template_kwargs: Further variables for the template.
+        add_generation_prompt: End the text with the header of a new assistant message.
+        continue_final_message: Leave out the end of the last message, so that the model continues this message.
 
     Raises:
         InputError: The tokenizer has no chat template, an argument is invalid, or the template rejects the messages.
@@ -74,7 +74,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_to
     Args:
         tokenizer: Tokenizer of the model.
         text: Text to tokenize.
-        special_tokens: Add special tokens, for a text without them.
+        special_tokens: Add special tokens. Use this for a text that does not contain them.
 
     Raises:
         InputError: The text has a lone surrogate, for example from a string that was cut within a character.
@@ -93,7 +93,7 @@ def _several(messages: object) -> Sequence[Any]:
 
 
 def _message(message: object) -> dict[str, Any]:
-    """Return a message with its text parts joined into one text, as templates expect it."""
+    """Return a message whose text parts are joined into one text, as chat templates expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")
@@ -110,7 +110,10 @@ def _part(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return template variables. Raise InputError for one that is a parameter of `apply_chat_template`."""
+    """Return `given` as variables for the template.
+
+    Raise InputError if a variable has the name of a parameter of `apply_chat_template`.
+    """
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")

@@ -1,8 +1,8 @@
 """Tokenize the turns of a session, with the tokenizer's chat template if it has one.
 
-Earlier tokens of the conversation are kept, so that their KV stays valid. Many templates trim responses or omit earlier
-reasoning, and rendering the whole conversation again would change these tokens. Therefore a marker replaces the last
-response, and only the text that the template renders after the marker is tokenized.
+The tokens of earlier turns must not change, so that their KV stays valid. Rendering the whole conversation again would
+change them, because many templates trim responses or omit earlier reasoning. Therefore the last response is replaced by
+a marker, and only the text that the template renders after the marker is tokenized.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TurnTokens:
 
     Attributes:
         held: Number of tokens before the turn.
-        dropped: Number of last tokens to remove.
-        added: Tokens to append after that.
+        dropped: Number of tokens to remove from the end.
+        added: Tokens to append after the removal.
     """
 
     held: int
@@ -39,10 +39,10 @@ class TurnTokens:
 def turn_tokens(
     tokenizer: PreTrainedTokenizerBase, history: History, text: str, ends: AbstractSet[int] = frozenset()
 ) -> TurnTokens:
-    """Return the tokens that a user message adds to a session.
+    """Return how a user message changes the tokens of a session.
 
-    With a chat template, these are the tokens of the text that the template renders between the last response and the
-    next one. If the template does not render the last response unchanged, the whole conversation is rendered and
+    With a chat template, the added tokens are those of the text that the template renders between the last response and
+    the next one. If the template does not render the last response unchanged, the whole conversation is rendered and
     compared with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
 
     Args:
@@ -63,8 +63,8 @@ def turn_tokens(
         added = encode_rendered(tokenizer, _render_turns(tokenizer, [*_system(history), ("user", text)]))
     elif (behind := _behind_answer(tokenizer, history, text)) is not None:
         added = encode_rendered(tokenizer, behind)
-        # `added` begins with the template's own end of a turn, so drop the token that ended the response. The two
-        # tokens may differ, and the dropped one has no KV yet.
+        # `added` begins with the template's own end-of-turn token, so the token that ended the response is removed.
+        # Both tokens may differ, and the removed one has no KV yet.
         dropped = int(tokens[-1] in ends)
     else:
         turns = [*_system(history), *history.turns, ("user", text)]
@@ -82,9 +82,9 @@ def turn_tokens(
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Render the text between the last response and the next one, with the message `text`.
+    """Return the text that the template renders between the last response and the next one, with the message `text`.
 
-    Return None if the template changes or rejects the response.
+    Return None if the template changes or rejects the last response.
     """
     marker = _MARKER
     while marker in text:

@@ -1,7 +1,7 @@
-"""Delete a session: its documents, and all blocks and sink documents without another owner.
+"""Delete a session from a store: its documents, its blocks and its sinks, except blocks and sinks with another owner.
 
-The owners of a stored block are the sessions whose histories contain its key, and all prompts without a session
-together, if one of them has claimed it (`StorageTier.claim`). A block without an owner is removed.
+A stored block is owned by each session whose history contains its key. Prompts without a session name are one common
+owner: they own a block if one of them has claimed it (`StorageTier.claim`). Blocks without an owner are deleted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Removed:
 
     Attributes:
         bytes: Size in bytes of the deleted blocks.
-        unreadable: Unreadable documents of other sessions in the namespace. Their blocks are deleted too, unless they
-            have another owner, because they cannot be distinguished from blocks without an owner.
+        unreadable: Names of damaged documents of other sessions in the namespace. The blocks of these sessions are
+            deleted too, unless they have another owner, because they look like blocks without an owner.
     """
 
     bytes: int = 0
@@ -28,7 +28,7 @@ class Removed:
 
     @property
     def note(self) -> str:
-        """Message about the unreadable documents. Empty if there are none."""
+        """Message about the unreadable documents, or "" if there are none."""
         if not self.unreadable:
             return ""
         return (
@@ -39,11 +39,11 @@ class Removed:
 
 
 def remove_session(store: StorageTier, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
-    """Delete a session and all blocks of the namespace that have no other owner.
+    """Delete a session, and all blocks of its namespace that have no other owner.
 
-    This includes blocks that edits, regenerations, truncations, crashes and interrupted turns of any session left
-    behind. They hold KV of tokens that no session has any more. Stores of earlier versions have no claims, so all
-    blocks without a session are removed from them.
+    Unused blocks of all sessions are deleted at the same time. Edits, regenerated responses, truncations, crashes and
+    interrupted turns leave such blocks: they contain KV of tokens that are no longer in any session. Stores of earlier
+    versions have no claims, so all blocks without a session are deleted from them.
 
     Args:
         store: Storage tier.
@@ -52,15 +52,15 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         held: Keys of blocks that open sessions need.
 
     Returns:
-        The freed bytes, and the unreadable documents of other sessions.
+        The number of freed bytes, and the unreadable documents of other sessions.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
 
     def owns(data: bytes) -> bool | None:
-        """Return whether this is a history of the session; None if it cannot be read."""
-        history = History.from_bytes(data)  # the content decides, because a file may have been renamed
+        """Return whether `data` is a history of the session, or None if it cannot be read."""
+        history = History.from_bytes(data)  # check the content, because a file may have been renamed
         return None if history is None else document_name(history.name) == document
 
     removed = _remove_unowned(store, space, document, held, claimed=True)
@@ -70,7 +70,7 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
 
 
 def remove_claims(store: StorageTier, space: str) -> Removed:
-    """End the claims of all prompts without a session, and delete the blocks that no readable history refers to.
+    """End the claims of all prompts without a session name. Delete the blocks that then have no owner.
 
     Args:
         store: Storage tier. No prompt may be running.
@@ -83,7 +83,7 @@ def remove_claims(store: StorageTier, space: str) -> Removed:
 
 
 def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks and sink documents without an owner. The session `document` does not count as one."""
+    """Delete all blocks and sink documents without an owner. The session `document` does not count as an owner."""
     keys, sinks, unreadable = set(held), set[str](), []
     documents = {key.split("/")[1]: found for key, found in store.documents().items() if key.startswith(f"{space}/")}
     for other, found in documents.items():

@@ -1,4 +1,7 @@
-"""Persistent state of a session: its tokens, how each was computed, the messages and the keys of its stored blocks."""
+"""Persistent state of a session.
+
+It contains the session's tokens, how the KV of each was computed, the messages, and the keys of its stored blocks.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ FORMAT = 2
 """Format version of history documents. Stores with format 1 are refused (`storage.folder`)."""
 
 SINKS = "sinks"
-"""Name prefix of documents that hold original keys of attention sinks."""
+"""Name prefix of documents with the original (not rotated) keys of attention sinks."""
 
 _IDENTITY = re.compile("[0-9a-f]{32,64}")
 
 _MOST = 1 << 40
-"""Exclusive upper limit of token counts and ids in a document. Positions are int64."""
+"""Token counts and ids in a document must be less than this limit. Positions are int64."""
 
 
 @dataclass
@@ -33,22 +36,25 @@ class History:
         name: Name of the session.
         model: Name of the model.
         id: Hexadecimal id of the session. Forks have the same id.
-        tokens: Tokens of the conversation, without truncated ones.
-        computed: Number of first tokens that have KV.
-        decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
+        tokens: Tokens of the conversation, without truncated tokens.
+        computed: Number of tokens at the start whose KV was computed.
+        decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending. Prefill computed all other
+            KV.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
-        truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
-        shift: Number of truncated tokens. A token after the gap has its index plus `shift` as position.
-        sinks: Number of tokens before the gap whose original keys are stored; 0 if their keys are never rotated.
-        sink_shift: Rotation of the sinks' keys, in positions.
+        truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. Empty if there
+            were none.
+        shift: Number of truncated tokens. The position of a token after the gap is its index in `tokens` plus `shift`.
+        sinks: Number of tokens before the gap whose original keys are stored. 0 if their keys are never rotated.
+        sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
         keys: Keys of the blocks on disk, in hexadecimal.
-        tail: Key of the partly filled block of the full-attention layers. Empty if there is none.
+        tail: Key of the partly filled last block of the full-attention layers. Empty if there is none.
         tail_shared: Whether a fork may use the partly filled blocks.
-        floor: First token that sliding-window layers may see.
-        tail_windows: Keys of the partly filled blocks of the sliding-window layers.
+        floor: Index of the first token that sliding-window layers may attend to.
+        tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
         system: System message.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
+        states: Keys of the snapshots of recurrent state among `keys`.
     """
 
     name: str
@@ -70,13 +76,14 @@ class History:
     tail_windows: list[str] = field(default_factory=list)
     system: str = ""
     salt: str = ""
+    states: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
-        """Parse the output of `to_bytes`. Return None if the format differs or the content is invalid."""
+        """Parse the output of `to_bytes`. Return None if the format version differs or the content is invalid."""
         try:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
@@ -89,7 +96,7 @@ class History:
             return None
 
     def _possible(self) -> bool:
-        # The document may have been edited or damaged, and file names are built from some of its fields.
+        # The document may have been edited or damaged. Some fields become file names, so they are checked.
         texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
         counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.starts, *self.tokens)
         starts = [0, *self.starts, len(self.tokens)]
@@ -104,13 +111,13 @@ class History:
             and ends == sorted(ends)
             and starts == sorted(starts)
             and 2 * len(self.starts) <= len(self.turns)
-            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
+            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows, *self.states))
             and isinstance(bytes.fromhex(self.tail), bytes)
         )
 
     @property
     def provenance(self) -> str:
-        """The part of every block key that encodes the cache salt and the truncations (KV provenance)."""
+        """Part of every block's KV provenance key that depends on the cache salt and on truncations."""
         return self.salt + self.truncation_id
 
     @property
@@ -122,10 +129,10 @@ class History:
         return [bytes.fromhex(key) for key in self.keys]
 
     def add_turn(self, start: int, user: str, response: str, *, rewritten: bool) -> None:
-        """Record a turn whose tokens begin at `start`.
+        """Record a turn whose tokens begin at index `start`.
 
-        If the turn has rewritten earlier tokens, neither it nor an earlier turn can be undone any more, because the
-        tokens of the earlier turns are lost.
+        `rewritten` tells whether the turn has replaced earlier tokens. If so, this turn and all earlier turns can no
+        longer be undone, because the replaced tokens are lost.
         """
         self.turns += [("user", user), ("assistant", response)]
         self.starts = [] if rewritten else [*self.starts, start]
@@ -135,7 +142,7 @@ class History:
         self.tokens = self.tokens[: self.starts.pop()]
         self.forget_from(len(self.tokens))
         self.floor = min(self.floor, len(self.tokens))
-        if len(self.tokens) <= self.sinks:  # nothing is left after the gap of a truncation
+        if len(self.tokens) <= self.sinks:  # no token is left after the gap of a truncation
             self.restart(self.tokens)
         (_, text), _ = self.turns[-2:]
         del self.turns[-2:]
@@ -150,12 +157,12 @@ class History:
         )  # fmt: skip
 
     def forget_from(self, token: int) -> None:
-        """Mark the tokens from `token` on as not computed. Prefill recomputes them."""
+        """Mark the KV of the tokens from index `token` on as lost. The next prefill computes it again."""
         self.computed = min(self.computed, token)
         self.decoded = [(a, min(b, token)) for a, b in self.decoded if a < token]
 
     def decoded_with(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return `decoded` extended by tokens [start, stop), which follow all other decoded tokens."""
+        """Return `decoded` extended by the tokens [start, stop), which must follow all earlier decoded tokens."""
         return [*self.decoded, (start, stop)] if start < stop else list(self.decoded)
 
     @property
@@ -168,7 +175,7 @@ class History:
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:
-        """Keep only the tokens at the ascending indices `kept` (below `computed`) and those not computed yet."""
+        """Keep the tokens at the indices `kept` (ascending, below `computed`) and all tokens that have no KV yet."""
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
         gaps = [bisect_left(kept, start) if start < self.computed else start - gone for start in self.starts]
@@ -176,7 +183,8 @@ class History:
         ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
         self.decoded, self.starts = [(run.start, run.stop) for run in ranges], gaps
-        # Sliding windows never reach across a gap. They see the last run of kept tokens only if no gap follows it.
+        # Sliding windows never reach across a gap. They may include the last run of kept tokens only if no gap follows
+        # it.
         follows = kept[-1:] == [self.computed - 1]
         run = len(ranges_of(kept)[-1]) if follows else 0
         self.floor = max(len(kept) - run, sum(token < self.floor for token in kept))
@@ -184,14 +192,14 @@ class History:
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
-        """Record that the keys of the sinks are rotated by the length of the gap."""
+        """Record that the sinks' keys have been rotated by the length of the gap."""
         self.sink_shift = self.shift
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace the tokens with `tokens`. They have no KV, and all truncations are dropped."""
+        """Replace all tokens with `tokens`, which have no KV. All truncations are forgotten."""
         if tokens is not self.tokens:
-            self.starts = []  # the earlier turns have no tokens of their own any more
+            self.starts = []  # the tokens of earlier turns can no longer be told apart
         self.tokens = tokens
         self.forget_from(0)
         self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0

@@ -1,7 +1,7 @@
 """Evict sessions from host memory and prefetch them from disk (CachedAttention §3.3).
 
-As in the paper, the unit is a session with all its KV. KV in host memory is also on disk or being written there, so
-eviction needs no copy. KV evicted from the disk is lost and recomputed.
+As in the paper, a session is always evicted or prefetched as a whole. KV in host memory is also on disk or being
+written there, so eviction needs no copy. If KV is evicted from the disk, it is lost and will be computed again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Where the KV of history tokens came from, summed over all turns of a store.
+    """Counts how the KV of earlier tokens was obtained for turns, summed over all turns of a store.
 
-    New tokens of a turn are not counted. A restarted turn is counted again.
+    The new tokens of a turn are not counted. A turn that is restarted is counted again.
 
     Attributes:
         turns: Number of turns.
         host_tokens: Tokens whose KV was in host memory when the turn started.
         disk_tokens: Tokens whose KV was loaded from disk for the turn.
-        computed_tokens: Tokens whose KV was lost and recomputed.
-        fetched: Sessions prefetched from disk before their turn.
-        fetched_tokens: Tokens of prefetched sessions, also counted in `host_tokens` if loading ended before the turn.
-        evicted: Sessions evicted from host memory.
+        computed_tokens: Tokens whose KV was lost, so that the turn computed it again.
+        fetched: Number of prefetches of a session from disk before its turn.
+        fetched_tokens: Tokens of prefetched sessions. They are also counted in `host_tokens` if loading ended before
+            the turn.
+        evicted: Number of evictions of a session from host memory.
         stall_seconds: Time that prefills waited for KV from disk.
     """
 
@@ -49,9 +50,9 @@ class TierStats:
         """Count one turn.
 
         Args:
-            computed: Tokens of the history that earlier turns computed.
-            known: Tokens whose KV was in host memory or on disk.
-            loaded: Tokens whose KV was only on disk.
+            computed: Number of earlier tokens that have been computed before this turn.
+            known: Number of earlier tokens whose KV was in host memory or on disk.
+            loaded: Number of earlier tokens whose KV was only on disk.
         """
         self.turns += 1
         self.host_tokens += known - loaded
@@ -60,20 +61,21 @@ class TierStats:
 
 
 class HostTier:
-    """Parked sessions of one store: idle sessions whose KV stays in host memory until other requests need the memory.
+    """Keep idle sessions of one store in host memory ("parked" sessions) until other requests need the memory.
 
-    `options.policy` sets the eviction order (`storage/policies.py`). With "lookahead", `look_ahead` receives the
-    waiting sessions before every step:
+    `options.policy` sets the eviction order (`storage/policies.py`). With the policy "lookahead", `look_ahead` uses the
+    queue of waiting sessions before every step:
 
-    - It protects sessions in the eviction window (L_ew = (C_mem + C_disk) / S_kv), in host memory and on disk. Within
-      the window, the session whose turn is furthest away is evicted first.
-    - It keeps the fraction `options.free_host` of the pool free.
-    - It prefetches the sessions in the prefetch window (L_pw = C_free / S_kv) from disk one at a time, overlapped with
-      other sessions' computation.
+    - It protects the waiting sessions in the eviction window, in host memory and on disk. These are the next L_ew =
+      (C_mem + C_disk) / S_kv sessions of the queue (C: capacity, S_kv: mean size of a session). If only protected
+      sessions are left, the session with the latest turn is evicted first.
+    - It evicts sessions until the fraction `options.free_host` of the pool is free.
+    - It prefetches the sessions in the prefetch window from disk, one at a time, while other sessions compute. These
+      are the next L_pw = C_free / S_kv sessions of the queue.
     """
 
     def __init__(self, context: SessionContext, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the tier of a store. `clock` returns seconds."""
+        """Create the tier of a store. `clock` returns the time in seconds."""
         self._runner, self._pool, self._storage = context.runner, context.runner.pool, context.storage
         self._options, self._clock = context.options, clock
         self._order = EvictionOrder[SessionKV](context.options.policy)
@@ -84,23 +86,23 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Sessions that may be evicted from host memory, in eviction order."""
+        """Parked sessions, sorted in the order in which they would be evicted from host memory."""
         return list(self._order.ranked())
 
     @property
     def free_bytes(self) -> int:
-        """Host memory in bytes that is free or held only by the prefix tree."""
+        """Host memory in bytes that is free or used only by the prefix tree, which can give it up."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """Return (prefetch window, eviction window) in sessions, by the paper's formulas.
+        """Return the lengths (prefetch window, eviction window) as numbers of sessions, by the paper's formulas.
 
-        S_kv is the mean size of parked and waiting sessions. Without a disk limit, the eviction window includes all
-        waiting sessions.
+        S_kv in the formulas is the mean size of parked and waiting sessions. Without a disk limit, the eviction window
+        includes all waiting sessions.
         """
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
-        # At least one session is prefetched, because `_fetch` evicts others for it.
+        # At least one session is prefetched, because `_fetch` evicts other sessions for it.
         fetching = max(1, prefetch_window(self.free_bytes, mean))
         if self._options.limit is None:
             return fetching, len(waiting)
@@ -117,20 +119,18 @@ class HostTier:
             self._order.window(self._waiting)
 
     def take(self, kv: SessionKV) -> None:
-        """Remove a session from the parked sessions before it is used or closed. It need not be parked."""
+        """Remove a session from the parked sessions if it is one. Call this before the session is used or closed."""
         if self._since.pop(kv, None) is not None:
             self._order.leave(kv)
         if self._fetching is kv:
             self._fetching = None
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`, and evict parked sessions one at a time while it raises PoolFullError.
+        """Call `action` and return its result. While the call raises PoolFullError, evict a parked session and retry.
 
-        Evict this store's sessions first, in eviction order, even if the disk cannot store them. Then evict sessions of
-        other stores (`Runner.retry_after_reclaim`). The session that `action` is for must not be parked.
-
-        Returns:
-            The result of `action`.
+        Sessions of this store are evicted first, in eviction order, even if the disk has no room for their KV. After
+        them, sessions of other stores are evicted (`Runner.retry_after_reclaim`). The session that `action` works on
+        must not be parked.
 
         Raises:
             PoolFullError: No session is left to evict.
@@ -143,8 +143,11 @@ class HostTier:
         return self._runner.retry_after_reclaim(action)
 
     def reclaim(self) -> bool:
-        """Evict the next parked session whose KV is on disk or can be written now. Return False if there is none."""
-        # Only turns of this store may evict KV that the disk cannot store (`retry_after_reclaim`).
+        """Evict the next parked session whose KV is on disk or can be written now.
+
+        Return False if there is no such session.
+        """
+        # KV that the disk cannot store may be evicted only for turns of this store (`retry_after_reclaim`).
         for kv in self.parked:
             if not kv.write_out():
                 self._evict(kv)
@@ -152,12 +155,12 @@ class HostTier:
         return False
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
-        """Evict expired sessions, and prepare host memory for waiting turns. Call before every step.
+        """Evict expired sessions, and prepare host memory for waiting turns. Call this before every step.
 
-        Expired sessions in the eviction window stay.
+        Expired sessions in the eviction window are not evicted.
 
         Args:
-            waiting: Sessions with waiting turns, earliest first, without duplicates.
+            waiting: Sessions with waiting turns, in the order of their turns, without duplicates.
         """
         self._expire()
         if self._options.policy != "lookahead":
@@ -184,7 +187,7 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evict sessions other than `soon` until the buffer for prefetching is free."""
+        """Evict parked sessions other than `soon` until the share `options.free_host` of the pool is free."""
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
             if (gone := self._order.victim()) in soon:
@@ -192,7 +195,7 @@ class HostTier:
             self._evict(gone)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Prefetch the first session of `soon` that is not in host memory, unless a prefetch is in progress."""
+        """Prefetch the first session of `soon` that is not in host memory. Do nothing during another prefetch."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return

@@ -1,4 +1,4 @@
-"""Names of sessions. No heavy imports."""
+"""Check session names. This module imports no large packages, so the command line can use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGEST_NAME = 200
 
 
 def check_name(name: object) -> None:
-    """Raise InputError if `name` cannot be a session's name."""
+    """Raise InputError if `name` is not a valid session name."""
     try:
         possible = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and bool(name.encode())
     except UnicodeEncodeError:  # a lone surrogate

@@ -30,14 +30,14 @@ P = ParamSpec("P")
 
 
 class Siblings(Protocol):
-    """Operations of a session store that a session needs."""
+    """Interface to the session store, with the operations that a session needs."""
 
     def exists(self, name: str) -> bool:
         """Return whether a session `name` is open or stored."""
         ...
 
     def enter(self, history: History) -> Session:
-        """Register and return an open session with this history."""
+        """Open a session with this history, register it in the store, and return it."""
         ...
 
     def forget(self, name: str) -> Removed:
@@ -45,12 +45,12 @@ class Siblings(Protocol):
         ...
 
     def left(self, session: Session) -> None:
-        """Unregister a closed session."""
+        """Remove a closed session from the open sessions of the store."""
         ...
 
 
 def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Run a method under the lock of the session's pool."""
+    """Decorate a method to hold the lock of the session's pool while it runs."""
 
     @wraps(method)
     def in_turn(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
@@ -63,9 +63,9 @@ def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatena
 class Session:
     """One conversation with a persistent KV cache.
 
-    `send` computes one turn. Between turns the KV stays in the host pool until `close`, or until another request needs
-    the memory. An evicted session is loaded from disk for its next turn. The session is saved at the end of every turn,
-    in the background.
+    `send` computes one turn. Between turns, the KV stays in host memory until `close`, or until another request needs
+    the memory. If it was evicted, the next turn loads it from disk. At the end of every turn, the session is saved in
+    the background.
 
     Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
     """
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """Tokens, turns and stored blocks of the session, as saved to disk."""
+        """Persistent state of the session: tokens, messages and names of stored blocks."""
         return self.kv.history
 
     @property
@@ -100,12 +100,12 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the conversation, without truncated ones."""
+        """Tokens of the conversation, without truncated tokens."""
         return list(self.history.tokens)
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """(role, text) of every message, including those whose tokens were truncated."""
+        """(role, text) of every message, including messages whose tokens were truncated."""
         return list(self.history.turns)
 
     @property
@@ -114,7 +114,7 @@ class Session:
 
     @property
     def loaded_tokens(self) -> int:
-        """Number of tokens whose KV the last load read from disk."""
+        """Number of tokens whose KV the last turn or prefetch read from disk."""
         return self.kv.loaded_tokens
 
     @property
@@ -131,7 +131,7 @@ class Session:
             system: Text of the system message. It can change only before the first turn.
 
         Raises:
-            InputError: The session has turns with another system message, or the model has no chat template.
+            InputError: The session already has a turn with another system message, or the model has no chat template.
         """
         history, tokenizer = self.history, self.kv.runner.model.tokenizer
         if not isinstance(system, str):
@@ -154,10 +154,11 @@ class Session:
     ) -> Iterator[TokenOutput]:
         """Compute one turn and stream its response.
 
-        Closing the iterator ends the response and keeps the tokens generated so far.
+        If the iterator is closed early, the response ends, and the tokens generated until then are kept.
 
         Args:
-            prompt: Text, rendered with the tokenizer's chat template if it has one, or token ids, used unchanged.
+            prompt: Message of the user. A text is rendered with the tokenizer's chat template if there is one. Token
+                ids are used unchanged.
             params: Sampling parameters, or None for the model's defaults.
             on_prefill: Called with the number of finished layers of the prefill.
 
@@ -176,18 +177,18 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """Tokenize a turn and validate it.
+        """Tokenize a turn and check it.
 
         Raises:
             InputError: A parameter is not supported in sessions, or the prompt is invalid.
-            ModelError, PoolFullError: The turn with `max_tokens` new tokens does not fit.
+            ModelError, PoolFullError: The turn with `max_tokens` generated tokens does not fit.
         """
         tokens = self._tokens(prompt)
         self._check_fits(tokens, params)
         return tokens
 
     def _check_fits(self, tokens: TurnTokens, params: SamplingParams) -> None:
-        """Validate a turn of these tokens. Raises the errors of `encode`."""
+        """Check whether a turn with these tokens fits. Raises ModelError or PoolFullError, as `encode`."""
         check_turn(params, self.kv.runner.model)
         new = len(tokens.added) + params.max_tokens
         self._check_overflow(new - tokens.dropped)
@@ -200,7 +201,7 @@ class Session:
         self.kv.runner.check_fits(left + new)
 
     def _check_overflow(self, new: int) -> None:
-        """Raise ModelError if `new` more tokens exceed the model's positions and `overflow` is "error"."""
+        """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
         most, held = self.kv.runner.adapter.geometry.max_positions, len(self.history.tokens)
         if self.context.options.overflow == "error" and held + new > most:
             raise ModelError(
@@ -224,7 +225,7 @@ class Session:
         self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams, on_prefill: Callable[[int], None]
     ) -> Generator[TokenOutput]:
         self.check_idle()
-        if tokens.held != len(self.history.tokens):  # another turn ran between `send` and the first event
+        if tokens.held != len(self.history.tokens):  # another turn ran between the call of `send` and the first event
             tokens = self.encode(prompt, params)
         yield from self._run(Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params), on_prefill)
 
@@ -238,14 +239,15 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Continue a text: replace its last `replaced` tokens by `tokens`, and stream up to `max_tokens` new ones.
 
-        If the iterator is closed before the last token, the session stays as it was. At any time, the disk holds the
-        session with all its KV as it was before the call, or as it is after the call.
+        If the iterator is closed before the last token, the session is unchanged. At any time, the disk contains the
+        session with all its KV either as before or as after the call.
 
         Args:
-            tokens: Token ids, at least one.
+            tokens: Token ids to append, at least one.
             params: Sampling parameters.
-            replaced: 0 or 1. The last token of the session has no KV yet. To continue the text unchanged, replace it
-                with itself: pass 1, and begin `tokens` with it.
+            replaced: Number of tokens to remove from the end first, 0 or 1. The last token of a session has no KV yet,
+                so a turn must compute it. To continue the text unchanged, pass 1, and begin `tokens` with the last
+                token.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
@@ -276,9 +278,9 @@ class Session:
 
     @_in_turn
     def prefetch(self) -> None:
-        """Start loading the session's KV into host memory, before its next turn is known.
+        """Start to load the session's KV from disk into host memory, for a turn that will come soon.
 
-        Load as many layers as the read buffer holds.
+        As many layers are loaded as the read buffer holds.
 
         Raises:
             PoolFullError: The KV does not fit in the pool.
@@ -316,17 +318,17 @@ class Session:
 
     @_in_turn
     def fork(self, name: str) -> Session:
-        """Return a new session `name` with this history. KV is shared copy-on-write.
+        """Return a new session `name` with the same history. Both share their KV until one of them changes it.
 
         Raises:
-            InputError: The session is answering, or the name is invalid or taken.
+            InputError: A turn of the session is running, or the name is invalid or in use.
         """
         self.check_idle()
         check_name(name)
         if self._siblings.exists(name):
             raise InputError(f"there is a session {name!r} already: choose another name")
         kv, runner, host, forked = self.kv, self.kv.runner, self.host, None
-        if kv.sequence is not None and kv.loader is None:
+        if kv.sequence is not None and kv.loader is None and runner.continues(kv.sequence):
             sequence, size = kv.sequence, len(self.history.tokens)
             host.take(kv)
             try:
@@ -341,20 +343,20 @@ class Session:
 
     @_in_turn
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
-        """Remove tokens from the KV cache without recomputing the others.
+        """Remove tokens from the conversation without computing the KV of the other tokens again.
 
         Kept tokens keep their positions, and new tokens continue after the last position.
 
         Args:
-            keep_last: Number of latest tokens to keep, in addition to the first `sinks`.
-            sinks: Number of first tokens to keep.
-            drop: Indices in `tokens` to remove.
+            keep_last: Number of tokens at the end to keep, in addition to the first `sinks`.
+            sinks: Number of tokens at the start to keep.
+            drop: Indices in `tokens` of the tokens to remove. Use either `keep_last` or `drop`.
 
         Returns:
             The number of removed tokens.
 
         Raises:
-            InputError: The session is answering, or the arguments are invalid.
+            InputError: A turn of the session is running, or the arguments are invalid.
             ModelError: The model does not support truncation.
             PoolFullError: The KV does not fit in the pool.
         """
@@ -370,13 +372,13 @@ class Session:
 
     @_in_turn
     def undo(self) -> str:
-        """Remove the last turn: the user's message and its answer. Return the message.
+        """Remove the last turn, which is the user's message and the response. Return the user's message.
 
-        KV of earlier turns is kept. Tokens that the turn truncated do not come back. A turn that rewrote earlier tokens
-        cannot be removed, nor can the turns before it.
+        The KV of earlier turns is kept. Tokens that the turn has truncated are not restored. A turn that has replaced
+        earlier tokens cannot be removed, and neither can the turns before it.
 
         Raises:
-            InputError: The session is answering, or there is no turn that can be removed.
+            InputError: A turn of the session is running, or there is no turn that can be removed.
             StoreError: The session cannot be saved. The turn is removed nevertheless.
         """
         self.check_idle()
@@ -394,9 +396,9 @@ class Session:
 
     @_in_turn
     def close(self) -> None:
-        """Save the session and release its memory. It can be opened again.
+        """Save the session and free its memory. It can be opened again later.
 
-        A response that is being streamed ends. Closing a closed session has no effect.
+        If a response is being streamed, it ends. A second call has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -416,9 +418,10 @@ class Session:
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Delete its text and every block that no other session and no prompt without a session uses, including blocks
-        left over from edits, truncations and crashes of any session. A response that is being streamed ends. Warn if
-        other sessions of the store cannot be read. If the session is closed already, nothing is deleted.
+        Its text is deleted, and every block that no other session and no prompt without a session name uses. This
+        includes blocks that edits, truncations and crashes of any session have left. If a response is being streamed,
+        it ends. If the session is already closed, it is not deleted. Warns if other sessions of the store cannot be
+        read.
 
         Returns:
             The deleted data.
@@ -452,7 +455,7 @@ class Session:
         self._siblings.left(self)
 
     def check_idle(self) -> None:
-        """Raise InputError if the session is closed or answering."""
+        """Raise InputError if the session is closed or a turn of it is running."""
         if self._closed:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self.busy:

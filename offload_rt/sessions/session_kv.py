@@ -1,65 +1,65 @@
-"""KV cache of one session in host memory and on disk."""
+"""KV cache of one session, in host memory and on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.block_store import NamedBlock, PlacedBlock, StoredBlock, read_through
+from ..storage.block_store import STATE, NamedBlock, read_through
 from ..storage.loader import BlockLoader, DamagedBlockError
-from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.naming import name_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
+from .session_blocks import SessionBlocks
 
 
-class SessionKV:
+class SessionKV(SessionBlocks):
     """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
-    Computed KV is written to disk in the background. Evicting the session from host memory therefore waits only for
-    blocks that are not written yet.
+    New KV is written to disk in the background. An eviction from host memory therefore waits only for blocks that are
+    not written yet.
 
     Attributes:
-        sequence: The sequence in host memory. If None, host memory holds only blocks cached by the prefix tree.
-        loader: Loads blocks from disk into `sequence`; None if no load is in progress.
+        sequence: The session's sequence in host memory, or None if there is none. Blocks of the session may still be in
+            the prefix tree.
+        loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether the store records that the blocks are in use (`StorageTier.claim`), because no history does.
+        claims: Whether the session's blocks must be claimed in the store (`StorageTier.claim`), because no history
+            lists them.
     """
 
     claims = False
 
     def __init__(self, context: SessionContext, history: History) -> None:
-        self.context, self.runner, self.history = context, context.runner, history
+        super().__init__(context, history)
         self.sequence: Sequence | None = None
         self.loader: BlockLoader | None = None
         self.loaded_tokens = 0
         self.last_stats: Stats | None = None
         self._host_tokens = 0
-        self._pinned: set[bytes] = set()
         self._enqueued: set[bytes] = set()
-        self._broken: set[bytes] = set()
         self._unwritten: bytes | None = None
 
     @property
     def pool_bytes(self) -> int:
-        """Host memory in bytes that the whole session needs."""
+        """Size in bytes that the KV of the whole session needs in host memory."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Return the session's sequence with capacity for `capacity` tokens, and start loading its KV from disk.
+        """Return the session's sequence, with room for `capacity` tokens. Start to load its KV from disk if necessary.
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
         """
-        if self.sequence is not None and not self.runner.pool.readable(self.sequence.blocks):
+        if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
         if self.sequence is None:
             self.sequence = self._restore(capacity)
@@ -73,7 +73,9 @@ class SessionKV:
         return sequence
 
     def fetch(self, *, whole: bool) -> None:
-        """Start loading the KV into host memory: all layers if `whole`, else as many as the read buffer holds.
+        """Start to load the session's KV from disk into host memory.
+
+        `whole` loads all layers. Otherwise, as many layers are loaded as the read buffer holds.
 
         Raises:
             PoolFullError: The sequence does not fit in the pool.
@@ -85,7 +87,7 @@ class SessionKV:
         """Wait until the KV of `layer` is in host memory.
 
         Raises:
-            DamagedBlockError: A block on disk is damaged. The next load skips it, and its tokens are recomputed.
+            DamagedBlockError: A block on disk is damaged. The next load skips it, so its tokens will be computed again.
         """
         if self.loader is None:
             return
@@ -96,7 +98,7 @@ class SessionKV:
             raise
 
     def load_all(self) -> None:
-        """Wait until all layers are loaded. Raise DamagedBlockError if a block is damaged."""
+        """Wait until the KV of all layers is in host memory. Raise DamagedBlockError if a block is damaged."""
         if self.loader is not None and self.sequence is not None:
             for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
@@ -104,7 +106,10 @@ class SessionKV:
             self.runner.reload(self.sequence)
 
     def materialise(self) -> Sequence:
-        """Load the whole sequence into the pool, finish pending writes, and return it. Raise PoolFullError."""
+        """Load the whole sequence into the pool, wait for pending writes, and return the sequence.
+
+        Raises PoolFullError.
+        """
         while True:
             if self.sequence is None:
                 self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
@@ -117,7 +122,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Close the loader and record its load rate. Return the seconds spent waiting for it."""
+        """Close the loader and record how fast it was. Return the seconds that computation waited for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -128,10 +133,10 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Release the sequence. KV that is not loaded yet is discarded and not added to the prefix tree."""
+        """Free the sequence. Blocks whose KV is not loaded yet are not added to the prefix tree."""
         if self.sequence is None:
             return
-        self.context.saver.flush()
+        self.context.saver.wait_for(self.sequence.blocks)
         if self.loader is not None:
             arrived = self.loader.finished
             self.end_loading()
@@ -141,23 +146,39 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Rebuild resident KV and policy state (`Runner.relearn`). Drop the sequence if KV cannot be read back."""
+        """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
+
+        Drop the sequence if KV cannot be read back, or if its recurrent state is incomplete.
+        """
         assert self.sequence is not None
+        if self._recurrent:
+            self.drop()
+            return
         try:
             self.runner.relearn(self.sequence)
         except DiskError:
             self.drop()
 
+    def end_turn(self) -> None:
+        """Prepare the sequence for the time between turns. The history holds the turn already."""
+        assert self.sequence is not None
+        if self._recurrent:  # the next turn begins from the snapshot behind the last full block
+            self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
+            self.runner.suspend(self.sequence)
+            self.recheck()
+        elif self.sequence.interrupted:
+            self.relearn()
+
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
-        """Build a sequence from cached blocks, and start loading further blocks from disk."""
+        """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
         self._host_tokens = blocks.length
         with runner.cache_manager.released_on_error(blocks):
-            found, known = self._find(blocks)
+            found, known, snapshot = self._find(blocks)
             if known < history.computed:
                 self._lose_from(known)
-        sequence = self.adopt(blocks, capacity, known)
+        sequence = self.adopt(blocks, capacity, known, snapshot)
         self.loaded_tokens = known - self._host_tokens
         if found:
             size = sum(placed.block.layer_bytes for placed in found) * storage.layers
@@ -166,149 +187,105 @@ class SessionKV:
             try:
                 self.loader = BlockLoader(runner.pool, blocks, found, ahead)
             except BaseException:
-                # These blocks have no KV yet, so `free` must not add them to the prefix tree.
+                # The KV of these blocks is not loaded yet, so `free` must not add them to the prefix tree.
                 runner.pool.truncate(blocks, self._host_tokens)
                 runner.free(sequence)
                 raise
         return sequence
 
-    def _match(self) -> BlockTable:
-        """Return the blocks of the history that the prefix tree holds."""
-        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
+    def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
+        """Return a sequence with the session's tokens that owns `blocks`.
 
-    def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
-        """Return a sequence of the history that owns `blocks`.
-
-        The KV of its first `known` tokens is available, or is being loaded.
+        The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
         history = self.history
-        return self.runner.adopt(
-            history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, provenance=history.provenance,
-        )  # fmt: skip
+        try:
+            sequence = self.runner.adopt(
+                history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
+                shift=history.shift, provenance=history.provenance, snapshot=snapshot,
+            )  # fmt: skip
+        except BaseException:
+            if self._states is not None and snapshot is not None:
+                self._states.release(snapshot)
+            raise
+        if snapshot is not None:
+            sequence.snapshots[known] = snapshot  # published with the blocks
+        sequence.keeps_decoded = self._recurrent and self._keeps_decoded
+        return sequence
+
+    @property
+    def _keeps_decoded(self) -> bool:
+        """Whether a later turn reuses the KV of decoded tokens, also if it is approximate."""
+        return True
 
     def _lose_from(self, known: int) -> None:
-        """Mark KV from token `known` on as lost, so that it is recomputed."""
+        """Mark the KV from token `known` on as lost, so that the next turn computes it again."""
         history, stop = self.history, len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE
         history.forget_from(known)
         if history.truncation_id and not known:
             history.restart(history.tokens)
-        # After one damaged block, later ones may be damaged too. Read them to find out, so that they are stored again.
+        # If one block is damaged, later ones may be damaged too. Check them, so that damaged blocks are stored again.
         for name in self.stored(stop)[known // BLOCK_SIZE :]:
             read_through(self.context.storage, name)
 
-    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find stored blocks that continue `blocks`. Return them and the number of tokens whose KV is then known.
-
-        All sliding-window blocks that the next token sees are among them or in `blocks`.
-        """
-        found, known = self._find_full(blocks.length)
-        names, find_one = self.names(known), cache(self._find_one)
-        while known > blocks.length:
-            names = names[: -(-known // BLOCK_SIZE)]
-            shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
-            stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
-            missing = [name.index for name, block in stored if block is None]
-            if not missing:
-                found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
-                self._pin(placed.block.key for placed in found)
-                return found, known
-            known = max(missing) * BLOCK_SIZE
-            found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
-        return [], blocks.length
-
-    def _find_one(self, name: NamedBlock) -> StoredBlock | None:
-        block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
-        right = block is not None and block.layer_bytes == layer_bytes(self.runner.pool, name.count)
-        return block if right and name.key not in self._broken else None
-
-    def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find consecutive stored blocks of full-attention layers from token `known` on.
-
-        Return the blocks, of which the last may be partly filled, and the number of tokens whose KV is then known. At
-        least one token is left to compute.
-        """
-        history = self.history
-        # A prefill attends to its own KV before rounding. With a rounded format, stored KV of an unfinished turn
-        # differs from the KV that the repeated prefill attends to, so such blocks are not used.
-        stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
-        if not self.runner.pool.groups.full:
-            # No layer has full blocks on disk, but the prefix tree may know more tokens than this session has computed.
-            return [], max(known, min(stop, history.computed))
-        names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
-        tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]
-        found: list[PlacedBlock] = []
-        for name in [*names[known // BLOCK_SIZE :], *tail]:
-            if name.index != known // BLOCK_SIZE or name.index * BLOCK_SIZE + name.count == known:
-                continue
-            block = self._find_one(name)
-            if block is None:
-                continue
-            found.append(PlacedBlock(name.index, block))
-            known = name.index * BLOCK_SIZE + name.count
-            if name.count < BLOCK_SIZE:
-                break
-        return found, known
-
     # --------------------------------------------------------------------------------------------------------- saving
 
-    def names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of tokens [0, stop)."""
-        return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
-
-    def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-window blocks that token `stop` sees."""
-        return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
-
-    def stored(self, stop: int) -> list[NamedBlock]:
-        return self.names(stop) if self.runner.pool.groups.full else []
-
     def all_names(self) -> list[NamedBlock]:
-        """Return the names of all blocks that hold KV of computed tokens."""
+        """Return the names of all blocks with KV of computed tokens."""
         computed = self.history.computed
-        return [*self.stored(computed), *self._shown(computed)]
-
-    @property
-    def _provenance(self) -> SessionProvenance:
-        context, history = self.context, self.history
-        owner = history.id if context.private else ""
-        return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
+        names, states = self.stored(computed), list[NamedBlock]()
+        if self._states is not None:
+            states = self._states.needed(names, self.sequence, start=max(self.history.starts, default=0))
+        return [*names, *self._shown(computed), *states]
 
     def fresh(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
-        """Return the blocks that are neither on disk nor enqueued for writing."""
+        """Return the blocks of `names` that are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
-        """Record that these blocks are enqueued for writing."""
+        """Record that the blocks `names` are queued for writing."""
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Enqueue blocks that are not on disk. Return True if the write buffer was full and some were left out."""
+        """Queue the blocks that are not on disk for writing. Return True if the write buffer was too small for all."""
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
-        taken = self.context.saver.save(self.sequence.blocks, fresh, claim=self.claims)
-        self.mark_enqueued(fresh[:taken])
-        return taken < len(fresh)
+        rows = [name for name in fresh if name.group != STATE]
+        accepted = rows[: self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)]
+        if self._states is not None:
+            states = [name for name in fresh if name.group == STATE]
+            accepted += self._states.save(self.sequence, states, claim=self.claims)
+        self.mark_enqueued(accepted)
+        return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Enqueue the blocks of `tokens[:stop]`. Tokens from `start` on were decoded; the history may lack them."""
+        """Queue the blocks of `tokens[:stop]` for writing.
+
+        Tokens from index `start` on were decoded in the current turn. The history does not contain them yet.
+        """
         if self.runner.pool.groups.full:
             self.enqueue(name_blocks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
 
     def recheck(self) -> None:
-        """Cancel writes of replaced blocks. Call after any operation that may replace a block of the sequence."""
+        """Cancel the writes of blocks that are no longer in the sequence.
+
+        Call this after any operation that may replace a block of the sequence.
+        """
         self._enqueued -= self.context.saver.recheck()
 
     def write_out(self) -> list[NamedBlock]:
-        """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
+        """Write all blocks in host memory to disk and wait until this is done.
+
+        Return the names of blocks that could not be written.
+        """
         names = self.all_names()
-        self._arrived()  # another session may have removed a shared block after it was enqueued
+        self._arrived()  # another session may have removed a shared block after it was queued
         while fresh := self.fresh(names):
             waiting = self.enqueue(names)
             self._arrived()
             missing = self.fresh(names)
-            if not missing or not waiting or len(missing) == len(fresh):  # all blocks tried, or no progress
+            if not missing or not waiting or len(missing) == len(fresh):  # all blocks were tried, or no progress
                 return missing
         return []
 
@@ -319,7 +296,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def enter_names(self) -> None:
-        """Record the block names in the history, and remove the previous partly filled block from disk."""
+        """Record the names of all blocks in the history. Remove the previous partly filled block from disk."""
         history, names = self.history, self.all_names()
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before = [key for key in (history.tail, *history.tail_windows) if key]
@@ -329,35 +306,39 @@ class SessionKV:
         full = self.runner.pool.groups.full and bool(tail)
         history.tail, history.tail_windows = tail[0] if full else "", tail[full:]
         history.keys = [name.key.hex() for name in names]
+        states = [name.key.hex() for name in names if name.group == STATE]
+        if not history.tail_shared:  # snapshots that only this session needed
+            self._remove([bytes.fromhex(key) for key in history.states if key not in states])
+        history.states = states
         self._pin(name.key for name in names)
 
     def _remove(self, keys: Seq[bytes]) -> None:
-        # A pending write that ends after the removal would store the block again.
+        # A pending write that ended after the removal would store the block again.
         if any(key in self._enqueued and key not in self.context.storage for key in keys):
             self.context.saver.flush()
         self.context.storage.remove(keys)
 
     def save(self) -> None:
-        """Enqueue all unsaved blocks and write the history. Raise StoreError if it cannot be written."""
+        """Queue all unsaved blocks for writing, and write the history. Raise StoreError if this fails."""
         self.hand_over()
-        self.write_history()
+        self.persist()
 
     def hand_over(self) -> None:
-        """Enqueue all unsaved blocks and take a snapshot of the history for `write_history`."""
+        """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
         if self.loader is None:
             self.enqueue(self.all_names())
         self.enter_names()
         self._unwritten = self.history.to_bytes()
 
-    def write_history(self) -> None:
+    def persist(self) -> None:
         """Write the snapshot taken by `hand_over`, if there is one.
 
         Raises:
-            StoreError: The history cannot be written. The next turn or `close` writes it.
+            StoreError: The history cannot be written. The next turn or `close` tries again.
         """
-        # No lock is needed. Only the session's owner calls this method, before it starts another turn. Other sessions
-        # can only remove blocks meanwhile, and missing blocks are recomputed. The store writes documents one at a time,
-        # so an older history never overwrites a newer one.
+        # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
+        # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
+        # at a time, so an older history never overwrites a newer one.
         if (data := self._unwritten) is None:
             return
         try:
@@ -369,23 +350,15 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def replace(self, sequence: Sequence | None) -> None:
-        """Replace the sequence with a new one. Its blocks are not enqueued for writing yet."""
+        """Replace the sequence with another one. None of its blocks counts as queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
 
-    def unpin(self) -> None:
-        self.context.storage.unpin(self._pinned)
-        self._pinned.clear()
-
-    def _pin(self, keys: Iterable[bytes]) -> None:
-        fresh = set(keys) - self._pinned
-        self.context.storage.pin(fresh)
-        self._pinned |= fresh
-
     def needed(self, *, answering: bool) -> set[bytes]:
-        """Return the keys of the blocks that the session needs on disk.
+        """Return the keys of the blocks on disk that the session needs.
 
-        If `answering`, include blocks of the current turn, which are not in the history yet.
+        `answering` tells whether a turn is running. If so, the result includes its blocks, which are not in the history
+        yet.
         """
         if answering:
             return {*self.history.block_keys, *self._pinned, *self._enqueued}
@@ -393,13 +366,16 @@ class SessionKV:
         return set(self.history.block_keys)
 
     def give_up(self) -> None:
-        """Drop the sequence without saving it, and wait for pending writes. Call before the session is deleted."""
+        """Drop the sequence without saving it, and wait for pending writes. Called before the session is deleted."""
         self._unwritten = None
         self.drop()
         self._arrived()
 
     def leave_host(self) -> None:
-        """Write unsaved blocks to disk, and release the session's host memory and pins."""
+        """Write unsaved blocks to disk, and free the session's host memory.
+
+        Also remove the protection of its blocks on disk (pins).
+        """
         if self.sequence is not None:
             self.write_out()
             self.drop()

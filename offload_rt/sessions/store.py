@@ -1,4 +1,4 @@
-"""Store of sessions of one model: open, restore and delete sessions by name."""
+"""Store of the sessions of one model: open, restore and delete sessions by name."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
+from ..storage.state_blocks import StateBlocks
 from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, document_name
@@ -36,12 +37,12 @@ OpenTier = Callable[[str, int], StorageTier]
 
 @dataclass(frozen=True)
 class Namespace:
-    """Identity of the KV of a model. KV is used only in its own namespace.
+    """Properties that determine the KV of a text. KV in a store can be used only by runners with the same namespace.
 
     Attributes:
         fingerprint: Fingerprint of the model.
         dtype: Number format of the computation.
-        kv_cache_dtype: Name of the `KVFormat`; for "auto", the name of `dtype`.
+        kv_cache_dtype: Name of the `KVFormat`. For "auto", it is the name of `dtype`.
     """
 
     fingerprint: str
@@ -57,13 +58,13 @@ class Namespace:
 
     @property
     def options(self) -> str:
-        """Number format, written as arguments of `LLM`."""
+        """The number formats, written as arguments of `LLM`, for messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of the same model with all other number formats."""
+        """Yield the namespaces of the same model with all other combinations of number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
         for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -73,18 +74,18 @@ class Namespace:
 
 
 class StoreUser(Protocol):
-    """Object that keeps a store open while no session is open, such as a `TurnQueue`."""
+    """An object that uses a store even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
-        """End all work and release the store."""
+        """End all running work, and stop using the store."""
         ...
 
 
 class SessionStore:
-    """Sessions of one model by name.
+    """Sessions of one model, by name.
 
-    All sessions share a storage tier and the saver thread that writes to it (`context`). Host memory (`host`) caches
-    open sessions while there is room. The prefix tree also keeps blocks of closed sessions.
+    All sessions share a storage tier on disk, and a saver thread that writes to it (`context`). Open sessions stay in
+    host memory (`host`) while there is room. The prefix tree also keeps blocks of closed sessions.
     """
 
     def __init__(self, runner: Runner, open_tier: OpenTier, options: StoreOptions | None = None) -> None:
@@ -92,7 +93,7 @@ class SessionStore:
 
         Args:
             runner: Runner of the model.
-            open_tier: Opens the storage tier. It is called once, and the store closes the tier.
+            open_tier: Opens the storage tier. It is called once. The store closes the tier.
             options: Store options, or None for the defaults.
 
         Raises:
@@ -105,7 +106,10 @@ class SessionStore:
         space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
         storage = open_tier(str(space), runner.pool.groups.layers)
         saver = Saver(storage, runner.pool, runner.transfer.storage)
-        self.context = SessionContext(runner, storage, saver, options or StoreOptions())
+        states = None
+        if runner.snapshots is not None and runner.pool.states is not None:
+            states = StateBlocks(storage, saver, runner.pool.states)
+        self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
         self.host = HostTier(self.context)
         self.closed = False
         self._namespace = space
@@ -141,12 +145,12 @@ class SessionStore:
 
         Args:
             name: Name of the session.
-            prompts_are_whole: Whether every turn contains the whole conversation. If so, a session of this name in
-                another number format is ignored, because a new session loses no text.
+            prompts_are_whole: Whether every turn contains the whole conversation. If so, a stored session of this name
+                with another number format is ignored, because a new session loses no text.
 
         Raises:
             InputError: The name is invalid, or the session is already open.
-            StoreError: The history is unreadable, in an unsupported format, or stored in another number format.
+            StoreError: The history is damaged, has an unsupported format version, or belongs to another number format.
         """
         check_name(name)
         if name in self._open:
@@ -159,7 +163,7 @@ class SessionStore:
         return self.enter(history)
 
     def _check_number_format(self, name: str) -> None:
-        """Raise StoreError if the session `name` of this model is stored in another number format."""
+        """Raise StoreError if the session `name` of this model was stored with another number format."""
         # A changed default or option must not silently start the session again with an empty history.
         if (folder := self._folder) is None:
             return
@@ -172,7 +176,10 @@ class SessionStore:
             )
 
     def _history(self, name: str) -> History | None:
-        """Read the stored history of a session, or return None. Raise StoreError if it is unreadable or invalid."""
+        """Return the stored history of the session `name`, or None if there is none.
+
+        Raise StoreError if the history is damaged or invalid.
+        """
         mend = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.get(document_name(name))
@@ -206,7 +213,7 @@ class SessionStore:
         return session
 
     def session(self, name: str, *, prompts_are_whole: bool = False) -> Session:
-        """Return the session `name`, and open it if needed. See `open` for the arguments and errors."""
+        """Return the session `name`. Open it if it is not open. See `open` for the arguments and errors."""
         check_name(name)
         return self._open.get(name) or self.open(name, prompts_are_whole=prompts_are_whole)
 
@@ -230,7 +237,10 @@ class SessionStore:
             return self.forget(name)
 
     def forget(self, name: str) -> Removed:
-        """Delete a stored session and all blocks without another owner. Raise StoreError if a deletion fails."""
+        """Delete a stored session, and all blocks without another owner.
+
+        Raises StoreError if a file cannot be deleted.
+        """
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
         return remove_session(storage, storage.root.hex(), document_name(name), held)
@@ -240,7 +250,7 @@ class SessionStore:
         self.close_if_idle()
 
     def hold(self, holder: StoreUser) -> None:
-        """Keep the store open until `release`, even if no session is open."""
+        """Keep the store open for `holder`, even if no session is open, until `release` is called."""
         self._holders.add(holder)
 
     def release(self, holder: StoreUser) -> None:
@@ -252,7 +262,7 @@ class SessionStore:
         return self.host.reclaim()
 
     def holdings(self) -> list[Holding]:
-        """Return the host memory held by each open session, and the reason why it cannot be evicted."""
+        """Return how much host memory each open session uses, and why it cannot be evicted."""
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
@@ -268,10 +278,10 @@ class SessionStore:
     def close(self) -> None:
         """Close all queues and sessions, the saver and the storage tier. A second call has no effect.
 
-        Afterwards another process may open the store.
+        After that, another process may open the store.
 
         Raises:
-            StoreError: A session cannot be saved. All others are saved, and everything is closed.
+            StoreError: A session cannot be saved. All other sessions are saved, and the store is closed.
         """
         with ExitStack() as ends:
             ends.callback(self._close)
@@ -291,7 +301,7 @@ class SessionStore:
 
 
 def _check_restorable(runner: Runner) -> None:
-    """Raise ConfigError if the policy or eviction prevents restoring sessions exactly."""
+    """Raise ConfigError if the policy or the eviction option makes it impossible to restore sessions exactly."""
     if runner.policy.wants_queries:
         raise ConfigError(
             f"policy {runner.policy.name!r} (with these options) learns from every query of a text, which a stored "

@@ -1,8 +1,8 @@
-"""Prompts without a session name: the prefix cache of all requests, in host memory and on disk.
+"""Requests without a session name. Their KV is stored too, as a prefix cache in host memory and on disk.
 
-Such a prompt is a session that lasts for one request and has no history on disk. Its blocks are named by their tokens,
-so any later prompt finds them, also after a restart. As in the prefix tree, only exact KV is reused, so a response does
-not depend on earlier requests.
+Such a request is treated as a session that lasts for one request and has no history on disk. Its blocks are named by
+their tokens, so any later prompt with the same prefix finds them, also after a restart. As in the prefix tree, only
+exact KV is reused, so a response does not depend on earlier requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..engine.runner import Runner
 from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder
-from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
 from ..storage.block_store import NamedBlock
 from .context import SessionContext
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 
 class PromptKV(SessionKV):
-    """KV of one prompt. It stays in host memory until its blocks are written."""
+    """KV cache of one prompt. The KV stays in host memory until its blocks are on disk."""
 
     claims = True
 
@@ -38,25 +37,35 @@ class PromptKV(SessionKV):
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
         self._windows: BlockTable | None = None
 
+    def ready(self, capacity: int) -> Sequence:
+        self.claim()
+        return super().ready(capacity)
+
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
+    @property
+    def _keeps_decoded(self) -> bool:
+        return False
+
     def claim(self) -> None:
-        """Claim all stored blocks of the prompt, so that the deletion of a session with the same text keeps them."""
+        """Claim all stored blocks of the prompt, so that they are kept if a session with the same text is deleted."""
         names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
-        self.context.storage.claim([name.key for name in (*names, *windows)])
+        states = (name.state() for name in names if self._states is not None)
+        self.context.storage.claim([name.key for name in (*names, *windows, *states)])
 
     def keep(self, computed: int) -> None:
-        """Enqueue for writing the full blocks of the first `computed` tokens. Their KV must be exact."""
+        """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
+        self.history.starts = [self.sequence.trace.prompt_tokens - 1]  # the same prompt computes its last token again
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Enqueue for writing the sliding-window blocks that the next token sees.
+        """Queue the sliding-window blocks that the next token attends to for writing.
 
-        They stay in memory until `drop`, even after they leave the windows. Call at the end of a full block.
+        The blocks stay in memory until `drop`, even after they leave the windows. Call this at the end of a full block.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -67,36 +76,45 @@ class PromptKV(SessionKV):
 
     @property
     def _stores_windows(self) -> bool:
-        # Without a full-attention layer, the length of the known prompt cannot be found.
+        # Without full-attention layers there are no blocks that show how long a known prefix is.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def drop(self) -> None:
         super().drop()
         if self._windows is not None:
-            self.context.saver.flush()
+            self.context.saver.wait_for(self._windows)
             self.runner.pool.release(self._windows)
             self._windows = None
 
     def write_rest(self) -> bool:
-        """Enqueue blocks that did not fit in the write buffer before. Return whether there were any."""
+        """Enqueue blocks that did not fit in the write buffer before. Return whether any are still to be written."""
         before = len(self._enqueued)
-        self.enqueue(self.all_names())
-        return len(self._enqueued) > before
+        waiting = self.enqueue(self.all_names())
+        return waiting or len(self._enqueued) > before
 
     def all_names(self) -> list[NamedBlock]:
         held = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
-        return [name for name in super().all_names() if not name.group or name.index in held]
+        return [name for name in super().all_names() if name.group <= 0 or name.index in held]
+
+    def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
+        if not self.runner.approximates:  # else only the KV of the prompt is exact
+            super().enqueue_decoded(tokens, start, stop)
 
     def write_out(self) -> list[NamedBlock]:
-        # Write nothing: a session with the same text may have been deleted since, and must stay deleted.
-        self.context.saver.flush()
-        return []
+        super().write_out()
+        return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
+
+    def persist(self) -> None:
+        """Record the use of the blocks on disk."""
+        self.claim()  # also blocks that a session has written since the start
+        self.context.storage.touch([name.key for name in self.names(self.history.computed)])
 
 
 class StoredPrompt(StoredRequest):
-    """A request without a session name.
+    """A request without a session name, whose KV is loaded from a store and saved to it.
 
-    If it ends early, complete segments of its prefill are kept. `release` frees the memory after blocks are written.
+    If the request ends early, the KV of complete prefill segments is kept. `release` frees the memory when the blocks
+    are on disk.
     """
 
     def __init__(
@@ -114,24 +132,18 @@ class StoredPrompt(StoredRequest):
         super().__init__(kv, host, Prompt(number, tuple(prompt), cache_salt), params, recorder)
         self.kv: PromptKV = kv
 
-    def start(self, runner: Runner) -> Prefill:
-        """Start loading the cached prefix and begin the prefill. Raise PoolFullError, InputError or ModelError."""
-        assert self.sequence is None
-        runner.model.check_weights_unchanged()
+    def _prepare(self, runner: Runner) -> None:
         runner.check_fits(self.expected_tokens)
-        # After a drop, tokens that were generated before are prefilled if this gives the same KV as decoding.
-        tokens = self.prompt.token_ids if runner.approximates else self.tokens
-        self.kv.history.tokens, self.kv.history.computed = list(tokens), 0
-        self.kv.claim()
-        sequence = self._after_reclaim(lambda: self.kv.ready(len(self.tokens) + 1))
-        self.sequence = sequence
-        sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
-        diverged = runner.cache_manager.diverges(tokens, self.kv.history.provenance)
-        diverged = None if diverged is None else max(diverged, sequence.position)
-        return self._begin_prefill(runner, len(tokens), in_memory=False, diverged_at=diverged)
+
+    def _set_back(self) -> None: ...
+
+    def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
+        diverged_at = self.kv.runner.cache_manager.diverges(tokens, self.kv.history.provenance)
+        return None if diverged_at is None else max(diverged_at, position)
 
     def _segment_stop(self, start: int) -> int:
-        # A later prompt continues after a full block and needs complete windows there, so a segment ends there.
+        # A later prompt continues after the last full block, and needs complete sliding windows at this point.
+        # Therefore a segment ends there.
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 
@@ -148,32 +160,14 @@ class StoredPrompt(StoredRequest):
     def _after_reclaim(self, action: Callable[[], T]) -> T:
         return self.kv.runner.retry_after_reclaim(action)
 
-    def _save_decoded(self, stop: int) -> None:
-        assert self.sequence is not None
-        if not self.kv.runner.approximates:
-            self.kv.enqueue_decoded(self.sequence.tokens, len(self.prompt.token_ids), stop)
-
-    def drop(self, runner: Runner) -> None:
-        """Free the sequence. The prefix tree and the store keep its full blocks."""
-        if self.kv.sequence is None:
-            return
-        if self.sequence is not None:
-            self._trace = self.sequence.trace
-            self._count_arrived(self._trace)
-        self._give_up_prefill()
-        self._host.take(self.kv)
+    def _leave(self, *, untouched: bool) -> None:
         self.kv.drop()
         self.kv.unpin()
-        self.sequence = None
 
-    def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Enqueue the blocks for writing. The memory is kept until `release`."""
-        self.finish_reason = self.finish_reason or reason
+    def _keep(self, runner: Runner) -> None:
         sequence = self.sequence
         if sequence is None:
             return
-        self._count_arrived(sequence.trace)
-        self._final = self.stats(runner)
         if self.kv.loader is not None:  # no layer was computed yet
             self.drop(runner)
             return
@@ -182,23 +176,22 @@ class StoredPrompt(StoredRequest):
         self.kv.keep(sequence.exact if runner.approximates else sequence.position)
         self._host.park(self.kv)
 
-    def persist(self) -> None:
-        """Record the use of the blocks on disk."""
-        history = self.kv.history
-        self.kv.claim()  # also blocks that a session has written since the start
-        self.kv.context.storage.touch([name.key for name in self.kv.names(history.computed)])
-
     def release(self) -> bool:
-        """Free the memory after the blocks were written. The caller must hold the lock of the pool.
+        """Free the memory of an ended request whose blocks are written. The caller must hold the lock of the pool.
 
         Returns:
-            True if blocks that did not fit in the write buffer before were enqueued now. The memory is then still in
-            use.
+            True if blocks that did not fit in the write buffer before are still to be written. The memory is then still
+            in use.
         """
-        if self.kv.sequence is None:  # evicted, or never started
-            return False
-        if self.kv.write_rest():
+        if self.kv.sequence is not None and self.kv.write_rest():
             return True
-        self._host.take(self.kv)
-        self.kv.leave_host()
+        self.leave_host(write=False)
         return False
+
+    def leave_host(self, *, write: bool) -> None:
+        """Free the memory of an ended request. Wait for its pending writes, and `write` blocks that are left over."""
+        self._host.take(self.kv)
+        if write:
+            self.kv.leave_host()
+        self.kv.drop()
+        self.kv.unpin()

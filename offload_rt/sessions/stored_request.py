@@ -1,9 +1,10 @@
-"""A request whose KV is loaded from a session store and saved to it, layer by layer, overlapped with the prefill."""
+"""Requests whose KV is loaded from a session store and saved to it, layer by layer, while the prefill computes."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 import torch
@@ -12,8 +13,9 @@ from ..core import BLOCK_SIZE, Prompt
 from ..engine.request import SampledRequest, StartAgainError
 from ..engine.runner import Runner
 from ..model_runner.prefill import Prefill
+from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder, Trace
-from ..outputs import TokenOutput
+from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedBlockError
 from ..storage.saver import Saving
@@ -24,10 +26,13 @@ T = TypeVar("T")
 
 
 class StoredRequest(SampledRequest):
-    """A request whose KV is loaded from a session store and saved to it during the prefill.
+    """Base class of requests that load their KV from a session store and save new KV to it during the prefill.
 
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
+
+    A subclass decides how the tokens relate to a history: `_prepare` and `_set_back` before and after a failed start,
+    `_leave` when the request is dropped, and `_keep` when it ends.
     """
 
     def __init__(
@@ -38,9 +43,9 @@ class StoredRequest(SampledRequest):
         Args:
             kv: KV cache of the session or prompt.
             host: Host tier of the store.
-            prompt: Prompt, including the reused tokens.
+            prompt: Prompt, including the tokens whose KV is reused.
             params: Sampling parameters.
-            recorder: Trace recorder of the request, if any.
+            recorder: Trace recorder of the request, or None.
         """
         model = kv.runner.model
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
@@ -53,26 +58,118 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`, and evict idle KV while it raises PoolFullError."""
+        """Call `action` and return its result. While the call raises PoolFullError, evict idle KV and retry."""
 
     @abstractmethod
-    def _save_decoded(self, stop: int) -> None:
-        """Enqueue the last block for writing. Decoding has just filled it; it ends at token `stop`."""
+    def _prepare(self, runner: Runner) -> None:
+        """Check that the request fits, and make room for its tokens in the history."""
 
-    def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None) -> Prefill:
+    @abstractmethod
+    def _set_back(self) -> None:
+        """Restore the state before the request after a failed start."""
+
+    @abstractmethod
+    def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
+        """Return the first token that is prefilled although KV of other tokens is cached (see `Stats`)."""
+
+    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+        """Return the number of leading tokens whose KV was computed before."""
+        return len(tokens) if diverged_at is None else diverged_at
+
+    @abstractmethod
+    def _leave(self, *, untouched: bool) -> None:
+        """Free the memory of a dropped request. `untouched`: The KV is complete, and the prefill has not begun."""
+
+    @abstractmethod
+    def _keep(self, runner: Runner) -> None:
+        """Enqueue the KV of an ended request for writing, and leave its memory to the host tier."""
+
+    def start(self, runner: Runner) -> Prefill:
+        """Start loading the cached prefix and begin the prefill.
+
+        Raises:
+            PoolFullError: The sequence does not fit in the pool.
+            InputError, ModelError: The request exceeds the model's positions, or the model's weights were changed.
+        """
+        assert self.sequence is None
+        kv = self.kv
+        runner.model.check_weights_unchanged()
+        self._host.take(kv)
+        in_memory = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
+        try:
+            self._prepare(runner)
+            # After a drop, tokens that were generated before are prefilled if this gives the same KV as decoding.
+            # Otherwise they are decoded again.
+            tokens = self.prompt.token_ids if runner.approximates else self.tokens
+            kv.history.tokens = list(tokens)
+            self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
+        except BaseException:
+            self._set_back()
+            raise
+        sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
+        diverged_at = self._diverged_at(tokens, sequence.position)
+        parted_at = self._parted_at(tokens, diverged_at)
+        return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, parted_at)
+
+    def _ready(self, runner: Runner, capacity: int) -> Sequence:
+        """Return the sequence, whose KV is being loaded. KV in a rounded format is complete."""
+        kv = self.kv
+        while True:
+            sequence = self._after_reclaim(lambda: kv.ready(capacity))
+            if not kv.context.private:
+                return sequence
+            try:
+                kv.load_all()
+            except DamagedBlockError:
+                kv.drop()
+            else:
+                # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
+                runner.relearn(sequence)
+                return sequence
+
+    def drop(self, runner: Runner) -> None:
+        """Free the sequence; the request can start again. The prefix tree and the store keep its full blocks."""
+        if self.sequence is None:
+            return
+        self._trace = self.sequence.trace
+        damaged = self.kv.loader is not None and self.kv.loader.damaged
+        self._count_arrived(self._trace)
+        untouched = self._untouched and not damaged
+        self._give_up_prefill()
+        self._leave(untouched=untouched)
+        self.sequence = None
+
+    def finish(self, runner: Runner, reason: FinishReason) -> None:
+        """End the request and enqueue its blocks for writing. `persist` completes this."""
+        self.finish_reason = self.finish_reason or reason
+        if self.sequence is not None:
+            self._count_arrived(self.sequence.trace)
+            self._final = self.stats(runner)
+        self._keep(runner)
+
+    def persist(self) -> None:
+        """Record the end of the request in the store. Raise StoreError if that fails; the KV stays usable."""
+        self.kv.persist()
+
+    def _begin_prefill(
+        self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, parted_at: int
+    ) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
 
         Args:
             runner: Runner of the sequence.
             stop: Number of tokens to prefill.
-            in_memory: Whether the KV was in host memory before, so that nothing is loaded.
+            in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
             diverged_at: See `Stats`.
+            parted_at: Number of leading tokens whose KV was computed before.
         """
         sequence = self.sequence
         assert sequence is not None
         position = sequence.position
         self._start, self._stop = position, stop
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
+        if runner.snapshots is not None:
+            runner.snapshots.note_parting(sequence, parted_at)
         self._count_on(sequence)
         sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds
@@ -82,7 +179,7 @@ class StoredRequest(SampledRequest):
         kv, sequence = self.kv, self.sequence
         assert sequence is not None
         stop = self._segment_stop(sequence.position)
-        # The prefill allocates slots in sliding layers, which may require evicting idle sessions.
+        # The prefill reserves slots in sliding layers. Idle sessions may have to be evicted for them.
         self._prefill = self._after_reclaim(
             lambda: runner.begin_prefill(
                 sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
@@ -93,7 +190,7 @@ class StoredRequest(SampledRequest):
         return self._prefill
 
     def _segment_stop(self, start: int) -> int:
-        """Return the end of the segment that begins at token `start`."""
+        """Return the end of the prefill segment that begins at token `start`."""
         return self.kv.context.segment_stop(start, self._stop)
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
@@ -107,12 +204,12 @@ class StoredRequest(SampledRequest):
 
     @property
     def _prefilling(self) -> bool:
-        """Whether the prefill has begun and is not complete."""
+        """Whether the prefill has begun and is not complete yet."""
         return self._prefill is not None or (self.sequence is not None and self.sequence.position < self._stop)
 
     @property
     def _untouched(self) -> bool:
-        """Whether the prefill has begun and has not computed anything yet."""
+        """Whether the prefill has begun but has not computed any layer yet."""
         begun = self.sequence is not None and self.sequence.position > self._start
         return self._prefill is not None and self._prefill.untouched and not begun
 
@@ -123,7 +220,7 @@ class StoredRequest(SampledRequest):
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
-        """Pass a computed layer to the saver. After the last layer of a segment, end loading."""
+        """Pass the KV of a computed layer to the saver. After the last layer of a segment, close the loader."""
         kv, context = self.kv, self.kv.context
         if self._saving is not None:
             context.saver.layer_done(self._saving, layer)
@@ -145,23 +242,29 @@ class StoredRequest(SampledRequest):
 
     @property
     def _computed_before(self) -> int:
-        """Number of tokens that earlier turns of the session computed."""
+        """Number of tokens that earlier turns of the session have computed."""
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Allocate the slot of the next token, and evict idle KV if needed. Raise PoolFullError if that fails."""
+        """Reserve the slot of the next token, and evict idle KV if necessary.
+
+        Raises PoolFullError if there is still no room.
+        """
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
-        """Sample the next token. If decoding has just filled a block, enqueue it for writing first."""
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
+        """Sample the next token from `logits`.
+
+        If decoding has just filled a block, queue the block for writing first.
+        """
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:
-            self._save_decoded(position)
-        return super().accept(runner, logits)
+            self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
+        return super().accept(runner, logits, best)
 
     def _count_arrived(self, trace: Trace) -> None:
         if self.kv.loader is not None:

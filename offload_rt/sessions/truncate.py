@@ -1,10 +1,11 @@
 """Truncate a session on request, or before it outgrows the model's positions.
 
-The KV of kept tokens is copied unchanged; nothing is recomputed. Keys keep their positions, and new tokens continue
-after the last position. RoPE depends only on position differences, which therefore stay the same.
+The KV of kept tokens is copied unchanged, so no KV is computed again. Keys keep their positions, and new tokens
+continue after the last position. Attention with RoPE depends only on differences of positions, which therefore stay the
+same.
 
 The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
-length, their original keys are rotated by the length of the gap.
+length, their keys are rotated so that they directly precede the kept tokens.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from .host_tier import HostTier
 from .session_kv import SessionKV
 
 SINKS = 4
-"""Default number of first tokens that a truncation keeps."""
+"""Default number of tokens at the start that a truncation keeps (attention sinks)."""
 
 # --------------------------------------------------------------------------------------------------------- kept tokens
 
 
 def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int] | None) -> list[int]:
-    """Return the indices of the kept tokens, out of `computed`, in ascending order.
+    """Return the indices of the tokens that a truncation keeps, in ascending order.
 
     Args:
-        computed: Number of tokens in the session.
-        sinks: Number of first tokens to keep with `keep_last`.
-        keep_last: Number of last tokens to keep.
-        drop: Indices of tokens to drop.
+        computed: Number of tokens in the session whose KV was computed.
+        sinks: Number of tokens at the start to keep, with `keep_last`.
+        keep_last: Number of tokens at the end to keep, or None.
+        drop: Indices of the tokens to drop, or None.
 
     Raises:
         InputError: Not exactly one of `keep_last` and `drop` is given, or `drop` is invalid.
@@ -58,10 +59,16 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
 
 def last_kept(held: int, new: int, positions: int) -> int:
-    """Return how many last tokens to keep besides the first SINKS, before `new` tokens are added to `held` ones.
+    """Return how many tokens at the end an automatic truncation keeps, in addition to the first SINKS tokens.
 
-    If all tokens fit in `positions`, or truncation would not shorten the session, return `held`. Otherwise return half
-    of the positions (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
+    Args:
+        held: Number of tokens in the session.
+        new: Number of tokens that the turn will add.
+        positions: Context length of the model.
+
+    Returns:
+        `held`, if all tokens fit or truncation would not shorten the session. Otherwise half of `positions`
+        (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
     """
     if held + new <= positions:
         return held
@@ -71,12 +78,20 @@ def last_kept(held: int, new: int, positions: int) -> int:
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:
-    """Raise ModelError if the model `name` has absolute positions, which are part of the stored keys."""
-    # RoPE that depends on the sequence length is rejected when the model is loaded.
+    """Raise ModelError if the model `name` has absolute positions, or recurrent state.
+
+    Stored keys hold absolute positions, and recurrent state holds all earlier tokens.
+    """
+    # Models whose RoPE depends on the sequence length are already rejected when they are loaded.
     if geometry.absolute_positions:
         raise ModelError(
             f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
             "session with the part of the text that matters"
+        )
+    if geometry.states:
+        raise ModelError(
+            f"{name} has recurrent layers: their state holds all earlier tokens, so tokens cannot be cut out; start a "
+            "new session with the part of the text that matters"
         )
 
 
@@ -84,20 +99,14 @@ def tokens_after(kv: SessionKV, new: int) -> int:
     """Return the number of tokens that `truncate_for` leaves in the session before a turn of `new` tokens."""
     geometry, held = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(held, new, geometry.max_positions)
-    if kept == held:
-        return held
-    try:
-        check_truncatable(geometry, kv.runner.model.name)
-    except ModelError:
-        return held
-    return kept + SINKS
+    return held if kept == held or geometry.absolute_positions else kept + SINKS
 
 
 # ---------------------------------------------------------------------------------------------------------- truncation
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session that is not parked. Return their number. See `Session.truncate`."""
+    """Remove tokens from a session, which must not be parked. Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = whole("sinks", sinks, 0), whole_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -112,7 +121,7 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
         sinks = 0
     computed = history.computed
     sequence = host.retry_after_reclaim(kv.materialise)
-    if history.computed < computed:  # a block was missing or damaged, so `kept` may refer to tokens without KV
+    if history.computed < computed:  # a block was missing or damaged, so `kept` may contain tokens without KV
         raise InputError("a part of the session was damaged and is computed again with the next turn: truncate then")
     size = len(history.tokens) - history.computed + len(kept)
     _keep_sinks(kv, sequence, sinks)
@@ -128,11 +137,11 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
 def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
     """Truncate the session if a turn of `new` tokens would exceed the model's positions.
 
-    The first SINKS tokens and the last tokens (`last_kept`) stay, with their KV. If KV is damaged or missing, the kept
-    tokens become a new text and are recomputed.
+    The first SINKS tokens and the last tokens (`last_kept`) are kept with their KV. If KV is damaged or missing, the
+    kept tokens become a new text, and the turn computes them again.
 
     Returns:
-        Number of removed tokens; 0 if all tokens fit or the model does not support truncation.
+        Number of removed tokens. 0 if all tokens fit, or if the model does not support truncation.
 
     Raises:
         PoolFullError: The KV of the session does not fit in the pool.
@@ -142,11 +151,11 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
     left = tokens_after(kv, new)
     if left == held:
         return 0
-    computed = history.computed
-    if computed:
+    computed, recurrent = history.computed, kv.runner.states is not None
+    if computed and not recurrent:
         host.retry_after_reclaim(kv.materialise)
     keep_last = left - SINKS - (held - computed)
-    if history.computed == computed and keep_last >= 1:
+    if history.computed == computed and keep_last >= 1 and not recurrent:
         truncate(kv, host, keep_last=keep_last, sinks=SINKS, drop=None)
     else:
         kv.drop()
@@ -157,7 +166,8 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
 
-    If their original keys are missing, the tokens of the session become a new text and are recomputed.
+    The rotation reduces the distance by the length of the gap. If the original keys are missing, the tokens of the
+    session become a new text, and the turn computes them again.
 
     Raises:
         PoolFullError: The KV of the session does not fit in the pool.
@@ -188,7 +198,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
 
 
 def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
-    """Store the original keys of the sinks before the first truncation."""
+    """Write the original keys of the sinks to the store. Called before the first truncation changes them."""
     history = kv.history
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
@@ -217,7 +227,9 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens. KV of the first `known` tokens will be copied.
+    """Allocate a block table for `size` tokens. The caller will copy the KV of the first `known` tokens into it.
+
+    `floor` is the index of the first token that sliding layers may attend to.
 
     Raises:
         PoolFullError: The pool has too few free blocks.
@@ -229,7 +241,7 @@ def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """Copy the KV of the tokens `kept` to `blocks`, and replace the session's sequence with a new one. Return it."""
+    """Copy the KV of the tokens `kept` to `blocks`. Give the session a new sequence with them, and return it."""
     runner = kv.runner
     runner.transfer.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
@@ -244,9 +256,9 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
 
 
 def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
-    """Copy the stored KV of the tokens `kept` from `source` to the first slots of `target`, in all layers.
+    """Copy the KV of the tokens at the indices `kept` from `source` to the first slots of `target`, in all layers.
 
-    In sliding-window layers, copy only the tokens that are inside the windows of later tokens.
+    In sliding-window layers, only KV that is inside the windows of later tokens is copied.
     """
     for layer, group in enumerate(pool.groups.group):
         at = pool.groups.first_seen(len(kept), target.floor) if group else 0
@@ -256,7 +268,7 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
-    """Copy the keys of the first `sinks` tokens (fewer than 64) in the pool's storage format.
+    """Return a copy of the keys of the first `sinks` tokens (fewer than 64), in the pool's storage format.
 
     Returns:
         Keys `[L, Hkv, sinks, width]` of the L full-attention layers.
@@ -267,12 +279,12 @@ def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
 def write_rotated_sinks(
     pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, originals: torch.Tensor, offset: int
 ) -> None:
-    """Write the sinks' keys, rotated by `offset` positions, to the first slots of the full-attention layers.
+    """Rotate the sinks' keys by `offset` positions, and write them to the first slots of the full-attention layers.
 
     Args:
         pool: Host pool.
         adapter: Adapter of the model, which rotates the keys.
-        blocks: Block table. No other table may share its first block.
+        blocks: Block table. No other table may share its first block, because the block is changed.
         originals: Original keys `[L, Hkv, sinks, width]` of the L full-attention layers, in the storage format.
         offset: Number of positions to rotate by.
     """

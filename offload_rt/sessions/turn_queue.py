@@ -1,4 +1,4 @@
-"""Compute turns of many sessions in one batch, and prefetch waiting sessions (CachedAttention §3.3)."""
+"""Compute turns of many sessions in one batch, and prefetch the sessions whose turns wait (CachedAttention §3.3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .turn import Turn, said
 
 
 class QueuedTurn:
-    """A waiting, running or finished turn. `number` is the `request_id` of its outputs."""
+    """A turn of a queue: waiting, running or finished. `number` is the `request_id` of its outputs."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -48,9 +48,9 @@ class QueuedTurn:
 class TurnQueue:
     """Queue of turns, computed first come, first served.
 
-    Turns of different sessions are decoded in one batch; turns of one session run one after the other. Before every
-    step the queue reports the waiting sessions to the host tier. Their blocks are then protected from eviction and
-    prefetched from disk into host memory.
+    Turns of different sessions are decoded in one batch, and turns of one session one after another. Before every step,
+    the queue tells the host tier which sessions wait. The host tier protects their blocks from eviction and prefetches
+    them from disk.
 
     Not thread-safe.
     """
@@ -77,7 +77,7 @@ class TurnQueue:
         return {name: session.last_stats for name, session in self._opened.items()}
 
     def add(self, name: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> QueuedTurn:
-        """Queue a turn. If the session `name` is not open, open it from the store or create it.
+        """Queue a turn of the session `name`. If the session is not open, it is opened from the store or created.
 
         A turn that cannot be computed fails when it starts: `step` then raises InputError, ModelError or PoolFullError.
 
@@ -102,7 +102,8 @@ class TurnQueue:
     def step(self) -> list[TokenOutput]:
         """Compute one step of all running turns.
 
-        Raises the errors of `Engine.step`. The failed turn is then removed, and the others continue with the next call.
+        Raises the errors of `Engine.step`. The failed turn is then removed, and the next call continues with all other
+        turns.
         """
         try:
             with self.store.context.runner.pool.lock:
@@ -112,7 +113,7 @@ class TurnQueue:
         except OffloadError:
             self._end_lost()
             raise
-        except BaseException:  # interrupted within a step, so the running turns must end
+        except BaseException:  # a step was interrupted, so the running turns must end
             self.cancel()
             raise
         finally:
@@ -136,7 +137,7 @@ class TurnQueue:
         """End all turns, and save and close the sessions. A second call has no effect.
 
         Raises:
-            StoreError: A session cannot be saved. All others are saved and closed.
+            StoreError: A session cannot be saved. All other sessions are saved and closed.
         """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
@@ -146,7 +147,7 @@ class TurnQueue:
             ends.callback(self.cancel)
 
     def _feed(self) -> None:
-        """Submit queued turns of idle sessions to the engine, in order."""
+        """Submit waiting turns to the engine, in order, if their sessions are idle."""
         for queued in list(self._backlog):
             session = queued.session
             if session.busy:
@@ -163,7 +164,7 @@ class TurnQueue:
             self._engine.submit(queued.turn)
 
     def _end_lost(self) -> None:
-        """Cancel turns that the engine has removed because they could not start."""
+        """Cancel turns that the engine has removed because they could not be started."""
         scheduler = self._engine.scheduler
         known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:
@@ -171,14 +172,14 @@ class TurnQueue:
                 self._engine.cancel(queued.turn)
 
     def _settle(self) -> None:
-        """Mark sessions as idle if their turn has ended."""
+        """Mark the sessions of ended turns as idle."""
         for queued in list(self._running):
             if queued.finish_reason is not None:
                 queued.session.busy = False
                 self._running.remove(queued)
 
     def _waiting(self) -> list[SessionKV]:
-        """Return the sessions with waiting turns, earliest first, without duplicates."""
+        """Return the sessions with waiting turns, in the order of their turns, without duplicates."""
         turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
         behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)

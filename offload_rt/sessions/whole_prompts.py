@@ -1,6 +1,6 @@
-"""Requests of clients that send the whole conversation each time, with and without a session name.
+"""Requests of clients that send the whole conversation with each request, with or without a session name.
 
-KV that was computed before is reused from host memory or disk.
+The requests reuse KV of earlier requests from host memory or disk.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ from .turn import Turn, check_turn
 logger = logging.getLogger(__name__)
 
 MOST_OPEN = 256
-"""Maximum number of sessions kept open between turns. Beyond it, the least recently used one is saved and closed."""
+"""Maximum number of sessions that stay open between turns.
+
+Above it, the least recently used session is saved and closed.
+"""
 
 
 def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """Compare a whole prompt with a session's tokens `held`. Keep their common prefix, and add at least one token."""
+    """Compare a prompt with the tokens `held` of its session.
+
+    Return the change of the session's tokens: the common prefix is kept, and at least one token is added.
+    """
     most = min(len(held), len(prompt) - 1)
     same = next((i for i in range(most) if held[i] != prompt[i]), most)
     return TurnTokens(len(held), len(held) - same, tuple(prompt[same:]))
 
 
 class WholePrompts:
-    """Create requests of a store for an engine that the caller runs. Not thread-safe.
+    """Create the requests for an engine that uses a session store. The caller runs the engine. Not thread-safe.
 
     Args:
         store: The store.
@@ -60,10 +66,10 @@ class WholePrompts:
         return self.store.context.storage.bytes_used
 
     def keeps(self, params: SamplingParams) -> bool:
-        """Return whether the store keeps the KV of prompts without a session name.
+        """Return whether the store keeps the KV of a request without a session name.
 
-        It keeps no KV of beam search and prompt log-probabilities, no KV that is not shared (`CacheManager.shares`),
-        and no KV of weights that were changed in place.
+        It does not keep KV of beam search, of requests with prompt log-probabilities, of caches without prefix sharing
+        (`CacheManager.shares`), and of models whose weights were changed after loading.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -72,9 +78,9 @@ class WholePrompts:
     def prompt(
         self, number: int, prompt: Seq[int], params: SamplingParams, recorder: Recorder | None, cache_salt: str
     ) -> StoredPrompt:
-        """Create a request without a session name. Call `prompt_ended` when it has ended.
+        """Create a request without a session name. See `turn` for the arguments.
 
-        See `turn` for the arguments.
+        The caller must call `prompt_ended` when the request has ended.
 
         Raises:
             InputError: A token id or a parameter is invalid.
@@ -85,7 +91,7 @@ class WholePrompts:
         return StoredPrompt(context, self.store.host, number, prompt, params, recorder, cache_salt)
 
     def prompt_ended(self, request: StoredPrompt) -> None:
-        """Free the memory of an ended request after its blocks are written."""
+        """Free the memory of an ended request when its blocks have been written."""
         self._ending.add(request)
         self.store.context.saver.notify(lambda: self._call_soon(lambda: self._release(request)))
 
@@ -95,18 +101,18 @@ class WholePrompts:
             with self.store.context.runner.pool.lock:
                 try:
                     again = request.release()
-                except Exception:  # must not fail another request
+                except Exception:  # an error here must not fail another request
                     logger.exception("the memory of an ended request could not be freed at the first attempt")
-                    request.drop(self.store.context.runner)
+                    request.leave_host(write=False)
                     again = False
             if again:
                 self.prompt_ended(request)
 
     def _drop_ending(self) -> None:
-        """Write all enqueued blocks, and free the memory of ended requests."""
+        """Write all queued blocks to disk, and free the memory of ended requests."""
         with self.store.context.runner.pool.lock:
             for request in self._ending:
-                request.drop(self.store.context.runner)
+                request.leave_host(write=True)
 
     def turn(
         self,
@@ -117,15 +123,17 @@ class WholePrompts:
         recorder: Recorder | None = None,
         cache_salt: str = "",
     ) -> Turn:
-        """Create the request that responds to `prompt` in the session `name`. Call `ended` when it has ended.
+        """Create the request that responds to `prompt` in the session `name`.
+
+        The caller must call `ended` when the request has ended.
 
         Args:
             name: Name of the session, which is opened or created if needed.
             number: Number of the request in the engine.
             prompt: Token ids of the whole conversation.
             params: Sampling parameters.
-            recorder: Trace recorder of the request, if any.
-            cache_salt: Cache salt. Used only if the session has no tokens yet.
+            recorder: Trace recorder of the request, or None.
+            cache_salt: Cache salt of the request. Ignored if the session already has tokens.
 
         Raises:
             SessionBusyError: The session is computing another turn.
@@ -143,8 +151,8 @@ class WholePrompts:
         if session.busy:
             raise SessionBusyError(f"session {name!r} is answering: wait for it, or abort it")
         if not session.history.tokens:
-            # The session keeps the salt of its first turn: the keys of its blocks on disk depend on it, and the
-            # server's salts change with every start.
+            # A session keeps the salt of its first turn, because the keys of its blocks on disk depend on this salt.
+            # The server's salts can change with every start.
             session.history.salt = salt_provenance(cache_salt)
         tokens = tokens_of_prompt(session.history.tokens, prompt)
         turn = Turn(session.kv, session.host, number, "", tokens, params, recorder)
@@ -152,21 +160,24 @@ class WholePrompts:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session as idle after its turn, and close the least recently used idle sessions beyond MOST_OPEN."""
+        """Mark the session `name` as idle after its turn.
+
+        If more than MOST_OPEN sessions are open, close the least recently used idle ones.
+        """
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
         for oldest in idle[: len(self._opened) - MOST_OPEN]:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """Run the look-ahead of the host tier, with no waiting turns. Call before each step."""
+        """Evict expired sessions from the host tier. Call this before each step. This engine has no waiting turns."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:
-        """Delete a session. Return whether it existed.
+        """Delete the session `name`. Return whether it existed.
 
         Raises:
-            SessionBusyError: The session is computing a turn.
+            SessionBusyError: A turn of the session is running.
             StoreError: A file cannot be deleted.
         """
         if name in self._opened and self._opened[name].busy:
@@ -182,7 +193,7 @@ class WholePrompts:
         """Save and close all sessions. A second call has no effect.
 
         Raises:
-            StoreError: A session cannot be saved. All others are saved.
+            StoreError: A session cannot be saved. All other sessions are saved.
         """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)

@@ -1,10 +1,9 @@
 """File format of a stored KV block: a header followed by the data of each layer.
 
-    magic, header length, xxh3-64 of the header     (fixed, 24 bytes)
-    header: JSON                                    (key, layers, checksums)
-    zeros up to 8 bytes before a multiple of 4096
-    `CLAIM` if a prompt without a session uses the block, else zeros
-    layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data type of the pool)
+    magic, header length, xxh3-64 of the header     (fixed, 24 bytes) header: JSON
+    (key, layers, checksums) zeros up to 8 bytes before a multiple of 4096 `CLAIM` if a prompt without a session uses
+    the block, else zeros layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data
+    type of the pool)
 
 A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
 of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.extents`).
@@ -13,7 +12,7 @@ The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the 
 identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
 tokens, because they would remain there in clear text after their session was deleted.
 
-The claim is the only part of a file that may change later. Files of earlier versions have zeros there.
+The claim is the only part of a file that may change later. Files of earlier versions have no claim.
 """
 
 from __future__ import annotations
@@ -30,10 +29,13 @@ import xxhash
 from ..kv_cache.disk.direct_file import write_all
 
 LAYOUT_VERSION = 2
-"""Version of the block keys and of the histories. It is part of the namespace, so other versions are not found."""
+"""Version of block keys and histories. It is part of the namespace, so blocks of other versions are not found."""
 
 FILE_VERSION = 3
-"""Version of the file format. Versions 1 and 2 held tokens in clear text; `storage.folder` refuses such stores."""
+"""Version of the file format.
+
+Versions 1 and 2 contained tokens in clear text, and `storage.folder` refuses such stores.
+"""
 
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
@@ -51,8 +53,8 @@ class BlockHeader:
 
     Attributes:
         key: Key of the block.
-        layer_bytes: Stored bytes per layer.
-        checksums: xxh3-64 of the data of each layer.
+        layer_bytes: Number of bytes per layer in the file.
+        checksums: xxh3-64 checksum of the data of each layer.
     """
 
     key: bytes
@@ -72,14 +74,17 @@ class BlockHeader:
         return self.data_offset - len(CLAIM)
 
     def encode(self, *, claimed: bool = False) -> bytes:
-        """Return the header, zero-padded up to layer 0. If `claimed`, it ends with the mark."""
+        """Return the header as bytes, zero-padded up to the beginning of layer 0.
+
+        If `claimed`, `CLAIM` is at the end.
+        """
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))
 
     @classmethod
     def decode(cls, data: bytes) -> BlockHeader | None:
-        """Return the header at the start of `data`, or None if it is damaged or of another version."""
+        """Return the header at the start of `data`, or None if it is damaged or has another version."""
         if len(data) < _FIXED.size:
             return None
         magic, size, digest = _FIXED.unpack_from(data)
@@ -100,7 +105,7 @@ class BlockHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return the header size in bytes, given the first bytes of a file, or 0 if they are not a valid header."""
+    """Return the size of the header in bytes, given the first bytes of a file, or 0 if the header is not valid."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -108,7 +113,7 @@ def header_bytes(data: bytes) -> int:
 
 
 def data_offset(layers: int) -> int:
-    # The offset is known before the checksums are, because these have a fixed width.
+    # The offset is known before the checksums are computed, because they have a fixed width.
     size = _FIXED.size + len(_body(bytes(KEY_BYTES), 0, (0,) * layers)) + 20  # 20: maximum digits of layer_bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -134,9 +139,9 @@ class FileBlock:
     Attributes:
         key: Key of the block.
         count: Number of tokens n.
-        layer_bytes: Stored bytes per layer.
-        checksums: xxh3-64 of each layer.
-        offset: Byte of the file where layer 0 begins.
+        layer_bytes: Number of bytes per layer in the file.
+        checksums: xxh3-64 checksum of each layer.
+        offset: Byte offset of layer 0 in the file.
         open: Opens the file for reading and returns its descriptor. Raises OSError.
         damaged: Called if a layer does not match its checksum.
     """
@@ -150,7 +155,7 @@ class FileBlock:
     damaged: Callable[[], None]
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Read one layer into `into`, a buffer of `layer_bytes` bytes. Return False, a miss, if it is damaged."""
+        """Read one layer into a buffer of `layer_bytes` bytes. Return False if the layer is damaged."""
         if len(into) != self.layer_bytes:
             return False
         try:
@@ -163,7 +168,7 @@ class FileBlock:
             os.close(handle)
 
     def read_from(self, handle: int, layer: int, into: memoryview) -> bool:
-        """Like `read_layer`, but read from the open file."""
+        """Like `read_layer`, but read from the open file descriptor `handle`."""
         try:
             size = os.preadv(handle, [into], self.offset + layer * self.layer_bytes)
         except OSError:
@@ -178,12 +183,12 @@ class FileBlockWriter:
     """Write one KV block to a part of a file (`block_store.BlockWriter`).
 
     Args:
-        layers: Layers of the block.
-        layer_bytes: Bytes per layer.
-        offset: Byte of the file where layer 0 begins.
+        layers: Number of layers of the block.
+        layer_bytes: Number of bytes per layer.
+        offset: Byte offset of layer 0 in the file.
         open: Opens the file for writing and returns its descriptor. Raises OSError.
-        finish: Makes the block visible, given the checksums of its layers. Raises OSError.
-        give_up: Called instead of `finish` if the block is discarded, with the error of a failed write, or None.
+        finish: Completes the block, so that it can be found, given the checksums of its layers. Raises OSError.
+        give_up: Called instead of `finish` if the block is discarded. Gets the error of a failed write, or None.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ class FileBlockWriter:
             self._end(error)
 
     def note(self, layer: int, block: memoryview) -> None:
-        """Record the checksum of a layer that is written elsewhere."""
+        """Record the checksum of a layer that other code writes to the file."""
         self._checksums[layer] = checksum(block)
 
     def commit(self) -> bool:

@@ -1,4 +1,4 @@
-"""Interfaces of the storage tiers below host memory. To add a tier, implement `StorageTier`."""
+"""Interfaces of storage tiers for KV blocks, below host memory. To add a tier, implement `StorageTier`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import NamedTuple, Protocol
 
 from ..kv_cache.prefix_tree import block_key
 
+STATE = -1
+"""In place of a layer group: a block with a snapshot of recurrent state (hybrid models)."""
+
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """A KV block of a sequence with its key in a store.
+    """Name of a KV block: its place in a sequence, and its key in a store.
 
     Attributes:
-        index: Index in the block table.
+        index: Index of the block in the block table.
         parent: Key of the preceding block.
-        provenance_key: KV provenance, which describes how the KV was computed.
-        tokens: Token ids as little-endian int64, 8 bytes each.
-        key: Digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.block_key`).
-        group: Layer group whose KV the block holds (`kv_cache.layer_groups`).
+        provenance_key: KV provenance key, which describes how the KV was computed.
+        tokens: Token ids of the block as little-endian int64, 8 bytes each.
+        key: Key of the block: digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.block_key`).
+        group: Layer group whose KV the block contains (`kv_cache.layer_groups`), or `STATE`.
     """
 
     index: int
@@ -31,18 +34,24 @@ class NamedBlock:
 
     @property
     def count(self) -> int:
-        """Number of tokens n, at most 64."""
+        """Number of tokens in the block, at most 64."""
         return len(self.tokens) // 8
 
     def window(self, group: int) -> NamedBlock:
-        """Return the block that holds the KV of the same tokens in a group of sliding-window layers."""
+        """Return the name of the block with the KV of the same tokens in the sliding-window layers of `group`."""
         provenance_key = f"{self.provenance_key} window {group}"
         key = block_key(self.key, provenance_key, self.tokens)
         return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, group)
 
+    def state(self) -> NamedBlock:
+        """Return the block that holds the recurrent state after these tokens."""
+        provenance_key = f"{self.provenance_key} state"
+        key = block_key(self.key, provenance_key, self.tokens)
+        return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, STATE)
+
 
 class StoredBlock(Protocol):
-    """A KV block found in a store. Reading one of its layers may still fail."""
+    """A KV block that was found in a store. Reading its layers may still fail."""
 
     @property
     def key(self) -> bytes:
@@ -51,24 +60,30 @@ class StoredBlock(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of tokens n, at most 64."""
+        """Number of tokens in the block (n), at most 64."""
         ...
 
     @property
     def layer_bytes(self) -> int:
-        """Stored bytes per layer."""
+        """Size of one layer in the store, in bytes."""
         ...
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
         """Read the KV `[Hkv, n, 2 (K, V), width]` of `layer` into a buffer of exactly `layer_bytes` bytes.
 
-        Thread-safe. Returns False, a miss, if the data does not match its checksum.
+        Thread-safe. Returns False if the data does not match its checksum. Callers treat the block as missing then.
         """
         ...
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block with its index in a block table and the layer group whose KV it holds."""
+    """A stored block and where to load it.
+
+    Attributes:
+        place: Index in the block table.
+        block: The stored block.
+        group: Layer group whose KV the block contains.
+    """
 
     place: int
     block: StoredBlock
@@ -78,9 +93,9 @@ class PlacedBlock(NamedTuple):
 class BlockWriter(Protocol):
     """Write one KV block to a store.
 
-    Call `write` once per layer, in any order and from one thread at a time, then `commit` or `abort`. The block cannot
-    be found before `commit`. The data of a layer is `[Hkv, n, 2 (K, V), width]`. For full blocks, it is zero-padded to
-    the disk alignment (`kv_cache.disk.file_layout.block_layer_bytes`).
+    Call `write` once per layer, in any order and from one thread at a time. Then call `commit` or `abort`. Before
+    `commit`, the block cannot be found in the store. The data of a layer has the shape `[Hkv, n, 2 (K, V), width]`. For
+    full blocks, it is zero-padded to the disk alignment (`kv_cache.disk.file_layout.block_layer_bytes`).
     """
 
     def write(self, layer: int, block: memoryview) -> None:
@@ -88,23 +103,28 @@ class BlockWriter(Protocol):
         ...
 
     def commit(self) -> bool:
-        """Make the block durable, as far as the tier supports it, and then visible.
+        """Complete the block, so that it can be found.
 
-        Returns False if a write failed or a layer is missing.
+        Before this, the data is made durable as far as the tier supports it. Returns False if a write failed or a layer
+        is missing.
         """
         ...
 
     def abort(self) -> None:
-        """Discard the block. Has no effect after `commit`."""
+        """Discard the block. This has no effect after `commit`."""
         ...
 
 
 class BlockSink(Protocol):
-    """Part of a store that a `Saver` uses."""
+    """The part of a store that a `Saver` uses to write blocks."""
 
     @property
     def layers(self) -> int:
-        """Layers per stored block: L, or the layers of a group in sliding-window models (`kv_cache.layer_groups`)."""
+        """Number of layers per stored block.
+
+        This is the number of layers of the model or, for models with sliding windows, of a layer group
+        (`kv_cache.layer_groups`).
+        """
         ...
 
     def begin(
@@ -121,11 +141,12 @@ class BlockSink(Protocol):
 
         Args:
             parent: Key of the preceding block.
-            provenance_key: KV provenance.
+            provenance_key: KV provenance key.
             tokens: Token ids as little-endian int64.
-            layer_bytes: Bytes per layer.
-            cost: Tokens to compute again without the block (`policies.recomputation_cost`), to choose what to evict.
-            claim: Whether a prompt without a session uses the block (`StorageTier.claim`).
+            layer_bytes: Number of bytes per layer.
+            cost: Number of tokens to compute again if the block is lost (`policies.recomputation_cost`). It determines
+                the order of eviction.
+            claim: Whether a prompt without a session name uses the block (`StorageTier.claim`).
 
         Returns:
             A writer, or None if the block is already stored or cannot be stored.
@@ -139,8 +160,8 @@ class Document:
 
     Attributes:
         data: Content of the document.
-        damage: Empty if `data` is the newest generation. Otherwise, the reason why the newest generation cannot be
-            read, and `data` is the generation before it.
+        damage: Why the newest generation cannot be read, or "" if it can. If it cannot, `data` is the generation before
+            it.
     """
 
     data: bytes
@@ -148,34 +169,36 @@ class Document:
 
 
 class StorageTier(BlockSink, Protocol):
-    """Storage tier below host memory: KV blocks by key, and small named documents, such as session histories.
+    """A storage tier below host memory.
 
-    Thread-safe. Lookups return only data that was written. Damaged, evicted or mismatching blocks are misses. Documents
-    are never evicted. The name of a document consists of a kind and a digest (`storage.folder.NAME`). It never contains
-    text chosen by a user.
+    It stores KV blocks by key, and small documents by name, such as session histories.
+
+    Thread-safe. Lookups return only data that was written. If a block is damaged, evicted or does not match, a lookup
+    returns the same as for a missing block. Documents are never evicted. The name of a document consists of a kind and
+    a digest (`storage.folder.NAME`). It never contains text chosen by a user.
     """
 
     @property
     def root(self) -> bytes:
-        """Parent key of the first block of every sequence. Derived from the model, the KV data type and the layout."""
+        """Parent key of the first block of every sequence. It depends on the model, the KV data type and the layout."""
         ...
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all stored data. Files being written count at full size."""
+        """Size in bytes of all stored data. A file that is being written counts with its full size."""
         ...
 
     @property
     def last_error(self) -> str:
-        """Readable message of the last failed write; empty if none failed."""
+        """Message about the last failed write, or "" if none failed."""
         ...
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a block with this key is stored, without reading it."""
+        """Return whether a block with this key is stored. The block is not read."""
         ...
 
     def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> StoredBlock | None:
-        """Return the block with these tokens (little-endian int64) that follows `parent`, or None for a miss."""
+        """Return the block with these tokens (little-endian int64) that follows the block `parent`, or None."""
         ...
 
     def remove(self, keys: Iterable[bytes]) -> None:
@@ -183,20 +206,21 @@ class StorageTier(BlockSink, Protocol):
         ...
 
     def claim(self, keys: Iterable[bytes]) -> None:
-        """Record that a prompt without a session uses these blocks. Keys that are not stored are ignored.
+        """Record that a prompt without a session name uses the blocks `keys`. Blocks that are not stored are ignored.
 
-        The histories of sessions tell which blocks the sessions use. Nothing else tells which blocks a prompt uses, so
-        the claim is stored with the block. It ends when the block is evicted or removed, or with `retain`.
+        The blocks that sessions use are listed in their histories. Prompts without a session name have no history, so
+        the claim is stored in the block. It ends when the block is evicted or removed, or by a call of `retain`.
         """
         ...
 
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
-        """Remove all blocks except `keys` and claimed blocks.
+        """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
 
         Args:
             keys: Keys of the blocks to keep.
-            space: Digest of the namespace to clean; defaults to this one.
-            claimed: Whether to keep claimed blocks (`claim`). If not, the claims of the blocks `keys` end.
+            space: Digest of the namespace. None is the store's own namespace.
+            claimed: Whether to keep claimed blocks (see `claim`). If False, they are removed, and claims of the blocks
+                `keys` end.
 
         Returns:
             The number of freed bytes.
@@ -207,23 +231,26 @@ class StorageTier(BlockSink, Protocol):
         ...
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks `keys` of a sequence, first block first, as used now. Later blocks are evicted first."""
+        """Mark the blocks `keys` of a sequence as used now. The first block of the sequence comes first.
+
+        Within a sequence, later blocks are evicted before earlier ones.
+        """
         ...
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the complete list of keys that waiting turns will use, soonest first. Keys need not be stored."""
+        """Set the keys of all blocks that waiting turns will use, soonest first. The blocks need not be stored."""
         ...
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect `keys`, stored or not, from eviction. Pins are counted; each needs one `unpin`."""
+        """Protect the blocks `keys` from eviction, also if they are not stored yet. Each pin needs one `unpin`."""
         ...
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Undo one `pin`."""
+        """Undo one call of `pin` for the blocks `keys`."""
         ...
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a document atomically and keep the previous generation. Raises StoreError on failure."""
+        """Write a document atomically, and keep the previous generation. Raises StoreError on failure."""
         ...
 
     def get(self, name: str) -> Document | None:
@@ -235,11 +262,14 @@ class StorageTier(BlockSink, Protocol):
         ...
 
     def documents(self) -> Mapping[str, Document | None]:
-        """Return the documents of all models by "namespace/name"; None if no generation is intact."""
+        """Return the documents of all models by "namespace/name".
+
+        The value is None if no generation of a document is intact.
+        """
         ...
 
     def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
-        """Delete every generation and copy of a document.
+        """Delete all generations and copies of a document.
 
         Args:
             name: Name of the document, or "namespace/name" as returned by `documents`.
@@ -256,12 +286,12 @@ class StorageTier(BlockSink, Protocol):
         ...
 
     def close(self) -> None:
-        """Close the store. Only `close` may be called afterwards."""
+        """Close the store. After that, only `close` may be called."""
         ...
 
 
 def read_through(store: StorageTier, name: NamedBlock) -> bool:
-    """Read every layer of a block so that the store detects damage. Return whether the block is stored and intact."""
+    """Read all layers of a block, so that the store detects damage. Return whether the block is stored and intact."""
     block = store.find(name.parent, name.provenance_key, name.tokens)
     if block is None:
         return False

@@ -1,4 +1,7 @@
-"""Disk tier with one file per KV block. Files are found by key, verified by checksum and written atomically."""
+"""Disk tier that stores each KV block in a file.
+
+Files are found by key, verified by checksum and written atomically.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ class DiskBlock(FileBlock):
     """A KV block stored as one file."""
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that an on-disk KV pool can read KV in place. It stays readable after an eviction.
+        """Open the file, so that a KV pool on disk can read KV directly from it.
 
-        Return None for a partial block or if the file cannot be opened.
+        The file can be read even after the block is evicted. Return None for a partial block, or if the file cannot be
+        opened.
         """
-        # Only the layers of full blocks are padded to the disk alignment, which direct reads need.
+        # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE:
             return None
         try:
@@ -41,9 +45,9 @@ class DiskBlockWriter(FileBlockWriter):
     """Write one KV block as one file."""
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that an on-disk KV pool can write each layer to it once, instead of calling `write`.
+        """Open the file, so that a KV pool on disk can write layers directly to it. `write` is not called then.
 
-        The file stays readable after the block is evicted. Return None if its disk space cannot be allocated.
+        The file can be read even after the block is evicted. Return None if its disk space cannot be allocated.
         """
         try:
             file = BlockFile(self._file())
@@ -56,25 +60,25 @@ class DiskBlockWriter(FileBlockWriter):
 class DiskStore(NamespaceDocuments):
     """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`block_store.StorageTier`).
 
-    Each namespace (model, KV data type, layout) has a subfolder named by its digest. The file name of a block is its
-    key, and the file header repeats the key. Damaged files, files with another key and files that vanish between two
-    calls are misses. The writing process removes damaged files.
+    Each namespace (model, KV data type, layout) has a subfolder, which is named by the digest of the namespace. The
+    file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
+    files that vanish between two calls count as missing. The writing process removes damaged files.
 
-    One process writes, and any number of processes read. Readers need no shared index, because the key and the KV in a
-    file never change after it gets its final name. A file is open only during a call, or while its `extent` is in use.
-    Thread-safe.
+    Only one process writes, and any number of processes read. Readers need no shared index, because the key and the KV
+    in a file never change after it has its final name. A file is open only during a call, or while its `extent` is in
+    use. Thread-safe.
 
     Args:
         folder: Root folder of the store.
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Layers stored per block.
+        layers: Number of layers per block.
         options: Limit, eviction policy and time to live.
-        read_only: Open without the write lock; nothing is written or evicted.
-        clock: Returns nanoseconds since 1970.
+        read_only: Open the folder without the write lock. No file is written or evicted.
+        clock: Returns the time in nanoseconds since 1970.
 
     Raises:
         StoreError: The folder cannot be used.
-        StoreInUseError: Another process writes to it.
+        StoreInUseError: Another process writes to the folder.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class DiskStore(NamespaceDocuments):
         if not self._folder.read_only and path not in self._index:
             return None
         header = read_header(path)
-        # The file name is no proof: the file may have been renamed, or written for another number of layers.
+        # Check the header too: the file may have been renamed, or written for another number of layers.
         if header is None or header.key != key or len(header.checksums) != self.layers:
             self._folder.discard(path)
             return None
@@ -180,12 +184,12 @@ class DiskStore(NamespaceDocuments):
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark `keys` as used now (`StorageTier.touch`). The fifo policy ignores uses."""
+        """Mark the blocks `keys` as used now (`StorageTier.touch`). The policy "fifo" ignores uses."""
         if not self._folder.read_only:
             self._index.use([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys that waiting turns will use (`StorageTier.expect`). Only the lookahead policy considers them."""
+        """Set the keys that waiting turns will use (`StorageTier.expect`). Only the policy "lookahead" uses them."""
         self._index.window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
@@ -202,5 +206,5 @@ class DiskStore(NamespaceDocuments):
         self._folder.close()
 
     def check_integrity(self) -> None:
-        """Assert that the index, the files and the limit agree. No write may be in progress."""
+        """Assert that the index matches the files, and that the limit holds. No write may be in progress."""
         self._folder.check_integrity()

@@ -1,7 +1,8 @@
-"""Small named files with two generations each. If the newest one is damaged, only the last change is lost.
+"""Store small named files (documents) with two generations each: the newest one and the one before.
 
-A document is written to a temporary file and synced. The current generation then gets a second name (`.before`), and
-the new file replaces it. If the process ends at any point, the document's own name still holds an intact generation.
+If the newest generation is damaged, only the last change is lost. A document is written to a temporary file and synced
+to disk. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. If the process
+is killed at any point, the document's own name still refers to an intact generation.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from .index import BEFORE, DOCUMENTS
 
 
 class NamespaceDocuments:
-    """Documents of the namespace in the folder `own` (`block_store.StorageTier`).
+    """Documents of one namespace, in the folder `own`.
 
-    Documents count towards the limit of the store's `folder`.
+    They implement the document methods of `block_store.StorageTier`.
+
+    The size of documents counts towards the limit of the store's `folder`.
     """
 
     def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
@@ -32,11 +35,11 @@ class NamespaceDocuments:
         self._writing = threading.Lock()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a document atomically and keep the previous generation.
+        """Write a document atomically, and keep the previous generation.
 
-        KV blocks are evicted if the limit or the disk leaves no space. Pinned blocks are evicted last. Reading an
-        evicted block is a miss. If the replaced document is damaged, it is set aside. Writes of documents are
-        serialised. Operations on blocks are not blocked.
+        If the limit or the disk leaves no space, KV blocks are evicted, pinned ones last. If the replaced document is
+        damaged, its file is renamed and kept. Documents are written one at a time. Operations on blocks do not wait for
+        them.
 
         Raises:
             StoreError: The document is too large, the store is full, or the file cannot be written.
@@ -63,7 +66,10 @@ class NamespaceDocuments:
             sync_folder(self._own)
 
     def _take_room(self, newest: Path, size: int) -> Path:
-        """Reserve space and return the temporary file for `newest`. Raises StoreError if the store is full."""
+        """Reserve space for a new generation of `newest`. Return the temporary file to write.
+
+        Raises StoreError if the store is full.
+        """
         folder = self._folder
         with folder.mutex:
             if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
@@ -74,7 +80,7 @@ class NamespaceDocuments:
             return folder.hold(newest, size)
 
     def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
-        """Make `record` the newest generation. If it raises OSError, the newest generation is unchanged."""
+        """Make `record` the newest generation. If this raises OSError, the newest generation is unchanged."""
         folder = self._folder
         write_document(temporary, record)
         with folder.mutex:
@@ -86,11 +92,11 @@ class NamespaceDocuments:
             folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
-        """Make the content of `newest` the previous generation too. The file `newest` stays."""
+        """Save the current content of `newest` as the previous generation, `before`. The file `newest` stays."""
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)
-        except OSError:  # file systems without hard links
+        except OSError:  # the file system has no hard links
             write_document(temporary, record)
         os.replace(temporary, before)
         # `os.replace` does nothing if a crash left both names linked to the same file.
@@ -98,7 +104,7 @@ class NamespaceDocuments:
         self._folder.index.enter(before, len(record))
 
     def get(self, name: str) -> Document | None:
-        """Return the newest intact generation (`StorageTier.get`). No file is changed."""
+        """Return the newest intact generation of a document (`StorageTier.get`). No file is changed."""
         newest, before = self._paths(name)
         first, second = read_document(newest), read_document(before)
         if first.data is not None:
@@ -113,7 +119,10 @@ class NamespaceDocuments:
         raise StoreError(" and ".join(said))
 
     def documents(self) -> dict[str, Document | None]:
-        """Return the newest intact generation of all documents by "namespace digest/name"; None if none is intact."""
+        """Return the newest intact generation of all documents by "namespace digest/name".
+
+        The value is None if no generation of a document is intact.
+        """
         names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
         for space, name in sorted(names):
@@ -124,9 +133,9 @@ class NamespaceDocuments:
         return found
 
     def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
-        """Delete all generations and set-aside copies of a document (`StorageTier.delete`).
+        """Delete all generations and damaged copies of a document (`StorageTier.delete`).
 
-        The newest generation is deleted last. If the process ends in between, the document still exists.
+        The newest generation is deleted last. If the process is killed before that, the document still exists.
         """
         newest, _ = self._paths(name)
         doomed = []
@@ -140,14 +149,14 @@ class NamespaceDocuments:
         return bool(doomed)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
-        """Return the files of both generations, the newest first."""
+        """Return the files of the newest and the previous generation of a document."""
         space, _, name = name.rpartition("/")
         assert NAME.fullmatch(name), name
         folder = self._folder.path / space if space else self._own
         return folder / f"{name}{DOCUMENTS}", folder / f"{name}{BEFORE}"
 
     def _files(self, *only: Path) -> Iterator[Path]:
-        """Yield the document files, except temporary ones, of the namespace folders `only`, or of all namespaces."""
+        """Yield all document files except temporary ones, in the namespace folders `only`, or in all namespaces."""
         for space in spaces(self._folder.path):
             if not only or space in only:
                 known = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))

@@ -1,7 +1,7 @@
-"""Read and write small files of the store in one operation: block headers and documents.
+"""Read and write small files of a store in one operation: block headers and documents.
 
-A store may be damaged or contain foreign files. Only regular files are opened, never links or pipes, and the number of
-bytes read is limited.
+A store may be damaged or contain files of other programs. Only regular files are opened, never links or pipes, and the
+number of bytes read is limited.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _DIGEST = 8
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of reading a document file: its content, or a description of the damage.
+    """Result of reading a document file.
 
-    If the file does not exist, `data` is None and `damage` is empty.
+    Attributes:
+        data: Content of the document, or None if the file does not exist or is damaged.
+        damage: Description of the damage, or "" if there is none.
     """
 
     data: bytes | None
@@ -48,12 +50,12 @@ def open_regular(path: Path) -> int:
 
 
 def seal(data: bytes) -> bytes:
-    """Return the content of a document file: the checksum followed by the data."""
+    """Return the content to write to a document file: a checksum followed by `data`."""
     return xxhash.xxh3_64(data).digest() + data
 
 
 def write_document(path: Path, record: bytes) -> None:
-    """Write and sync a file. On failure, remove it and re-raise the error."""
+    """Write a file and sync it to disk. On failure, remove the file and raise the error again."""
     try:
         with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(record)
@@ -85,7 +87,7 @@ def read_document(path: Path) -> Reading:
 
 
 def read_claim(path: Path) -> bool:
-    """Return whether a prompt without a session uses the block in this file. False if the block is damaged."""
+    """Return whether a prompt without a session name uses the block in this file. False if the file is damaged."""
     header = read_header(path)
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
@@ -95,7 +97,7 @@ def read_claim(path: Path) -> bool:
 
 
 def write_claim(path: Path, claimed: bool) -> None:
-    """Set or clear the claim of a block file. A damaged file is not changed. Raises OSError."""
+    """Add the claim to a block file or remove it. A damaged file is not changed. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -19,7 +19,7 @@ from .files import read_claim, read_document, write_claim
 from .index import BEFORE, DOCUMENTS, DiskIndex
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
-"""Suffixes of KV block files and of damaged documents that were set aside."""
+"""Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
 
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
@@ -41,23 +41,23 @@ nor changed.
 class StoreFolder:
     """Manage the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
 
-    One process writes under an advisory lock (`fcntl.flock`), which the kernel releases when the process ends. Any
-    number of processes read. The index is built at start from file names, sizes and modification times.
-    Thread-safe: `mutex` guards the index, and callers hold it to combine several calls.
+    Only one process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends.
+    Any number of processes read. The index is built at the start from file names, sizes and modification times.
+    Thread-safe: `mutex` protects the index, and callers hold it to combine several calls.
 
-    Files are readable only by their owner. Opening for writing repairs the modes of the store's files and subfolders.
-    It repairs the mode of `path` itself if the folder holds only files of the store. Symbolic links in place of
-    subfolders are not followed.
+    Files are readable only by their owner. If the folder is opened for writing, wrong modes of the store's files and
+    subfolders are corrected. The mode of `path` itself is corrected only if the folder contains no other files.
+    Symbolic links in place of subfolders are not followed.
 
     Args:
         path: Folder of the store.
         options: Limit, eviction policy and time to live.
-        read_only: Open without the write lock; nothing is written or evicted.
-        clock: Returns nanoseconds since 1970.
+        read_only: Open the folder without the write lock. No file is written or evicted.
+        clock: Returns the time in nanoseconds since 1970.
 
     Raises:
         StoreError: The folder cannot be used.
-        StoreInUseError: Another process writes to it.
+        StoreInUseError: Another process writes to the folder.
     """
 
     def __init__(self, path: Path, options: StoreOptions, *, read_only: bool, clock: Callable[[], int]) -> None:
@@ -83,7 +83,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def usable(self) -> Iterator[None]:
-        """Convert an OSError raised in the context into a StoreError that names the folder."""
+        """Convert an OSError in the body of the `with` statement to a StoreError that names the folder."""
         try:
             yield
         except StoreError:
@@ -100,12 +100,12 @@ class StoreFolder:
         """Evict files until `size` more bytes fit within the limit.
 
         Args:
-            size: Bytes needed.
-            pinned: Also evict pinned files, if nothing else is left.
-            cost: As in `DiskIndex.victims`.
+            size: Number of bytes needed.
+            pinned: Also evict pinned files, if no other files are left.
+            cost: See `DiskIndex.victims`.
 
         Returns:
-            False if the space cannot be made. If too few bytes can be evicted, no file is removed.
+            False if evicting all files would not free enough space. Then no file is evicted.
         """
         with self.mutex:
             victims = self.index.victims(size, pinned=pinned, cost=cost)
@@ -114,9 +114,9 @@ class StoreFolder:
             return victims is not None and not any(path in self.index for path in victims)
 
     def make_disk_room(self, size: int) -> bool:
-        """Remove block files in eviction order to free `size` bytes on a full disk.
+        """Remove block files, in eviction order, to free `size` bytes on a full disk.
 
-        Returns False and keeps all files if evicting every block file would not free enough space.
+        Return False if removing all block files would not free enough space. Then no file is removed.
         """
         with self.mutex:
             blocks = self.index.blocks()
@@ -129,10 +129,10 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`, which saves the computation of `cost` tokens.
+        """Reserve `size` bytes for the new file `path`. `cost` is the number of tokens that need not be computed again.
 
-        Returns the temporary file to write, or None if `path` already exists or there is no space. If it exists and
-        `claim` is set, claim it.
+        Return the temporary file to write, or None if `path` already exists or there is no space. If it exists and
+        `claim` is True, record the claim in the file (see `claim`).
         """
         with self.mutex:
             if claim:
@@ -144,8 +144,8 @@ class StoreFolder:
     def hold(self, path: Path, size: int) -> Path:
         """Reserve `size` bytes for the file `path`, which may replace an existing one.
 
-        The caller must have made the space (`make_room`). Returns the temporary file to write, for `finish` or
-        `give_up`.
+        The caller must call `make_room` first. Return the temporary file to write. Pass it to `finish` or `give_up`
+        later.
         """
         with self.mutex:
             self.index.reserved += size
@@ -162,9 +162,9 @@ class StoreFolder:
         Args:
             temporary: The temporary file.
             path: Final name. An existing file is replaced and keeps its claim.
-            size: Reserved bytes.
-            cost: As in `reserve`.
-            claimed: Whether the temporary file holds a claim.
+            size: Number of reserved bytes.
+            cost: See `reserve`.
+            claimed: Whether the temporary file contains a claim.
         """
         with self.mutex:
             before = self.index.files.get(path)
@@ -176,7 +176,7 @@ class StoreFolder:
                 self.claim([path])
 
     def claim(self, paths: Iterable[Path]) -> None:
-        """Record in block files that a prompt without a session uses them. Unknown files are ignored."""
+        """Record in block files that a prompt without a session name uses them. Unknown files are ignored."""
         if self.read_only:
             return
         with self.mutex:
@@ -189,7 +189,7 @@ class StoreFolder:
                         self.index.write_stamp(path)
 
     def is_claimed(self, path: Path) -> bool:
-        """Return whether a prompt without a session uses the block in this file."""
+        """Return whether a prompt without a session name uses the block in this file."""
         with self.mutex:
             file = self.index.files.get(path)
             if file is None or file.claimed:
@@ -199,7 +199,7 @@ class StoreFolder:
             return found
 
     def disclaim(self, paths: Iterable[Path]) -> None:
-        """Remove the claims of block files. Raises StoreError if one cannot be removed."""
+        """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""
         with self.mutex, self.usable():
             for path in paths:
                 if self.is_claimed(path):
@@ -208,7 +208,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file and release its reservation. If `error` is given, set `last_error`."""
+        """Remove a temporary file, and free its reserved space. If `error` is given, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -217,7 +217,7 @@ class StoreFolder:
                 self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
 
     def put_aside(self, path: Path) -> None:
-        """Rename a damaged document. The store no longer finds it, but the file can still be inspected."""
+        """Rename a damaged document. The store ignores the file from then on, but a user can still inspect it."""
         with self.mutex, contextlib.suppress(OSError):
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
@@ -227,10 +227,10 @@ class StoreFolder:
                 self.index.enter(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
-        """Remove a damaged or unneeded file. Has no effect in a read-only store."""
+        """Remove a damaged or unneeded file. This has no effect in a read-only store."""
         if self.read_only:
             return
-        with self.mutex, contextlib.suppress(OSError):  # if it cannot be removed, it still counts
+        with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts towards the limit
             self._check_inside(path)
             path.unlink(missing_ok=True)
             self.index.forget(path)
@@ -238,7 +238,7 @@ class StoreFolder:
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
 
-        All files are tried. Raises StoreError at the end if any of them could not be removed.
+        All files are tried. If any of them cannot be removed, StoreError is raised at the end.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -247,7 +247,7 @@ class StoreFolder:
                 with self.mutex:
                     self._check_inside(path)
                     status = path.lstat()
-                    if not stat.S_ISDIR(status.st_mode):  # a folder in place of a file is not part of the store
+                    if not stat.S_ISDIR(status.st_mode):  # a folder with the name of a file is not part of the store
                         path.unlink()
                         freed += status.st_size
                     self.index.forget(path)
@@ -300,7 +300,7 @@ class StoreFolder:
         os.pwrite(self._lock, f"process {os.getpid()}\n".encode(), 0)
 
     def _scan(self) -> None:
-        """Add the existing files to the index. A writer removes temporary files left by a crashed process."""
+        """Add the existing files to the index. A writer also removes temporary files of crashed processes."""
         found = []
         for path in self._ours():
             with contextlib.suppress(OSError):
@@ -314,7 +314,7 @@ class StoreFolder:
                 self.index.write_stamp(path)
 
     def _protect(self) -> None:
-        """Restrict the store's folders and files to their owner, including files written by earlier versions."""
+        """Make the store's folders and files readable only by their owner, including files of earlier versions."""
         with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
             known = (_LOCK, SERVER_FOLDER)
             if all(path.name in known or SPACE.fullmatch(path.name) for path in self.path.iterdir()):
@@ -332,7 +332,7 @@ class StoreFolder:
                         make_private(file)
 
     def _ours(self) -> Iterator[Path]:
-        """Yield all regular files whose names match the store's patterns."""
+        """Yield all regular files whose names match the patterns of the store."""
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _block_files(space)):
@@ -353,10 +353,7 @@ def spaces(folder: Path) -> list[Path]:
 
 
 def _refuse_old(folder: Path) -> None:
-    """Raise StoreError for a store that version 0.1 wrote before 2026-11-24.
-
-    Its file names contain text of the user.
-    """
+    """Raise StoreError for a store of version 0.1 from before 2026-11-24, whose file names contain text of the user."""
     for space in spaces(folder) if folder.is_dir() else ():
         for path in space.iterdir():
             if _FAN.fullmatch(path.name) and _is_folder(path):
@@ -372,7 +369,7 @@ def _refuse_old(folder: Path) -> None:
 
 
 def block_paths(space: Path) -> Iterator[Path]:
-    """Yield all entries in a namespace folder with the name of a block file. They need not be regular files."""
+    """Yield all entries of a namespace folder that have the name of a block file. They may be folders or links too."""
     return (path for path in _block_files(space) if path.suffix == BLOCKS)
 
 

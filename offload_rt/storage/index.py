@@ -1,4 +1,4 @@
-"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. It opens no file."""
+"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. The files are not opened."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ DOCUMENTS, BEFORE = ".doc", ".before"
 _STAYING = (DOCUMENTS, BEFORE)
 
 NS_PER_TOKEN = 10**9
-"""Nanoseconds that one token of recomputation cost adds to the last use of a file. With one second, the KV of a
-conversation of 5,000 tokens outlives the KV of a request of 300 tokens, even if that was used two hours later."""
+"""Nanoseconds by which each token of recomputation cost delays the eviction of a file.
+
+With one second per token, the KV of a conversation of 5,000 tokens is kept longer than the KV of a request of 300
+tokens, even if the request was used an hour later.
+"""
 
 LONGEST_KEEP = 30 * 86400 * 10**9
 """Largest difference between rank and last use of a file that is found when the store is opened, in nanoseconds."""
@@ -28,14 +31,14 @@ LONGEST_KEEP = 30 * 86400 * 10**9
 
 @dataclass
 class _File:
-    """Size of a file in bytes, and times in nanoseconds since 1970.
+    """Index entry of a file.
 
     Attributes:
         size: Size in bytes.
-        used: Last use (fifo: creation).
-        keep: Rank in the eviction order: the last use, or later if the file is costly to compute again.
-        claimed: Whether the file is known to hold the claim of a prompt (`files.read_claim`). Claims of earlier
-            processes are not known.
+        used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
+        keep: Rank in the eviction order: the time of the last use, plus a delay if the KV is costly to compute again.
+        claimed: Whether the file contains the claim of a prompt (`files.read_claim`), as far as this process knows.
+            Claims of earlier processes are not known.
     """
 
     size: int
@@ -45,7 +48,7 @@ class _File:
 
 
 class DiskIndex:
-    """Index files by path, in the eviction order of `policy`.
+    """Index of a store's files by path, in the eviction order of `policy`.
 
     With "lookahead", the rank of a file is its last use plus `NS_PER_TOKEN` for each token of its recomputation cost
     (`recomputation_cost`). The file system keeps both times: the last use as the modification time, the rank as the
@@ -55,10 +58,10 @@ class DiskIndex:
     future are replaced by the current time. Thread-safe: callers hold `mutex` to combine several calls.
 
     Args:
-        limit_bytes: Maximum total size; None for no limit.
+        limit_bytes: Maximum total size of the files, or None for no limit.
         policy: One of `LIVE_POLICIES`.
-        ttl: Seconds after the last use when a file expires. Expired files are removed when space is made.
-        clock: Returns nanoseconds since 1970.
+        ttl: Seconds from its last use until a file expires, or None. Expired files are removed when space is needed.
+        clock: Returns the time in nanoseconds since 1970.
     """
 
     def __init__(self, limit_bytes: int | None, policy: str, ttl: float | None, clock: Callable[[], int]) -> None:
@@ -84,8 +87,8 @@ class DiskIndex:
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
         """Add existing files, given as (modification time, path, size, access time) in any order.
 
-        Returns the files with a modification time in the future. They count as used now, and the caller updates their
-        modification time (`write_stamp`).
+        Files with a modification time in the future count as used now. They are returned, and the caller must update
+        their modification times (`write_stamp`).
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -99,7 +102,10 @@ class DiskIndex:
         return ahead
 
     def enter(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file as used now. `cost` is the number of tokens to compute again without it (`recomputation_cost`)."""
+        """Add a file as used now.
+
+        `cost` is the number of tokens to compute again if it is lost (`recomputation_cost`).
+        """
         with self.mutex:
             self.forget(path)
             self.files[path] = _File(size, 0, 0)
@@ -109,9 +115,9 @@ class DiskIndex:
                 self._order.expect(path)
 
     def use(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence, first block first, as used now. The fifo policy ignores all uses.
+        """Mark the block files of a sequence as used now. The first block of the sequence comes first.
 
-        Later files are evicted before earlier ones.
+        Within a sequence, later files are evicted before earlier ones. The policy "fifo" ignores uses.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -128,7 +134,7 @@ class DiskIndex:
     def window(self, paths: Sequence[Path]) -> None:
         """Set the files that waiting requests will use, soonest first.
 
-        With "lookahead", they are evicted last, in reverse order.
+        With the policy "lookahead", these files are evicted last, beginning with the file that is needed last.
         """
         with self.mutex:
             self._wanted = set(paths)
@@ -136,7 +142,7 @@ class DiskIndex:
                 self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
-        """Exclude `paths`, known or not, from `victims`. Pins are counted; each needs one `unpin`."""
+        """Protect `paths` from eviction, also if the files do not exist yet. Each pin needs one `unpin`."""
         with self.mutex:
             self._pins.update(paths)
 
@@ -148,20 +154,20 @@ class DiskIndex:
     def victims(self, size: int, *, pinned: bool = False, cost: int | None = None) -> list[Path] | None:
         """Return the files to evict so that `size` more bytes fit.
 
-        Expired files come first, then the others in eviction order. Documents are never evicted.
+        Expired files come first, then all other files in eviction order. Documents are never evicted.
 
         Args:
-            size: Bytes needed.
-            pinned: Also evict pinned files, if nothing else is left.
-            cost: Tokens to compute again without the new file, or None for a document. With "lookahead", no file with a
-                higher rank than the new file is evicted. For a document, any file may be evicted.
+            size: Number of bytes needed.
+            pinned: Also evict pinned files, if no other files are left.
+            cost: Number of tokens to compute again without the new file, or None for a document. With the policy
+                "lookahead", no file with a higher rank than the new file is evicted, except for a document.
 
         Returns:
-            The files to evict, or None if evicting all candidates is not enough.
+            The files to evict, or None if evicting all of them would not free enough space.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
-        # The time stamp of the new file increases monotonically too.
+        # The time stamp of the new file must also be later than all earlier ones.
         now = max(self._clock(), self._stamp + 1)
         rank = None if cost is None or not self._weighs else now + cost * NS_PER_TOKEN
         gone, spared = dict[Path, None](), []
@@ -188,7 +194,7 @@ class DiskIndex:
         return list(gone) if limit is None or used <= limit else None
 
     def _expired(self, horizon: int) -> Iterator[Path]:
-        """Yield the files last used before `horizon` that may be evicted. `files` is in the order of use."""
+        """Yield the files that were last used before `horizon` and may be evicted. `files` is sorted by last use."""
         for path, file in self.files.items():
             if file.used >= horizon:
                 return
@@ -214,7 +220,7 @@ class DiskIndex:
     def _mark(self, path: Path, cost: int = 0) -> None:
         self._stamp = max(self._clock(), self._stamp + 1)
         file = self.files.pop(path)
-        # A sequence that shares only the first blocks with a longer one does not make them less valuable.
+        # If a shorter sequence uses only the first blocks of a longer one, these blocks keep the higher rank.
         keep = max(file.keep, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
         self.files[path] = replace(file, used=self._stamp, keep=keep)
         self._order.enter(path, keep)

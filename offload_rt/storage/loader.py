@@ -1,4 +1,4 @@
-"""Layer-wise loading of a stored prefix ahead of the prefill (CachedAttention §3.2.1)."""
+"""Load stored KV layer by layer, while the prefill computes earlier layers (CachedAttention §3.2.1)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .block_store import PlacedBlock, StoredBlock
 from .disk_store import DiskBlock
 
 READERS = min(4, os.cpu_count() or 1)
-"""Threads that read, verify and copy the blocks of a layer.
+"""Number of threads that read, verify and copy the blocks of a layer.
 
-On an H100 host, one thread reads cached files at 0.86 GB/s, which is slower than recomputing 8,192 tokens. On two busy
-cores, two threads take 0.6 times as long as one.
+One thread is not enough: on an H100 host it reads cached files at 0.86 GB/s, and the GPU computes the KV of 8,192
+tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 """
 
 
@@ -37,15 +37,15 @@ class DamagedBlockError(Exception):
 
 
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
-    """Return the number of layers k to load before the prefill starts, so that it never waits for loading.
+    """Return the number of layers to load before the prefill starts, so that the prefill never waits for loading.
 
-    The paper sizes the buffer as S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the
-    new tokens are computed. A layer has B load_seconds / layers bytes, hence k = layers (1 - compute / load). If
-    computing takes longer than loading, k is 1.
+    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the new
+    tokens are computed. A layer has B load_seconds / layers bytes, so the number of layers is k = layers (1 - compute /
+    load). If computing takes longer than loading, k is 1.
 
     Args:
-        load_seconds: T_load L_hist, the time to load the stored prefix.
-        compute_seconds: T_pref L_new, the time to compute the new tokens.
+        load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
+        compute_seconds: T_pref L_new in the paper: the time to compute the new tokens.
         layers: Number of layers.
     """
     if load_seconds <= 0:
@@ -56,19 +56,18 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 class BlockLoader:
     """Load stored blocks into a block table, layer by layer, on a background thread.
 
-    Loading stays at most `ahead` layers ahead of the computed layer, and the first `ahead` layers are loaded at once.
-    With 0, a layer is loaded when `wait` requests it, and the computation waits for the whole layer.
+    The first `ahead` layers are loaded immediately. After that, loading stays at most `ahead` layers ahead of the layer
+    that is computed. With `ahead=0`, each layer is loaded only when `wait` is called for it.
 
-    If the pool is on disk, full blocks are not copied. Their files become extents of the pool blocks
+    If the KV pool itself is on disk, full blocks are not copied. The pool reads them from their files in the store
     (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
 
-    The block table must hold the blocks, must not be shared, and must not be released before `close`. Each block of a
-    layer is written by one reader thread. The KV of a layer may be read only after `wait(layer)` has returned, when all
-    blocks of the layer are loaded.
+    The block table must contain the blocks, must not share them, and must not be released before `close`. Each block of
+    a layer is written by one reader thread. The KV of a layer may be read only after `wait(layer)` has returned.
 
     Args:
         pool: KV pool to load into.
-        blocks: Block table that holds the blocks.
+        blocks: Block table with the pool blocks to fill.
         placed_blocks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
         ahead: Maximum number of layers to load ahead of the computation.
     """
@@ -81,7 +80,7 @@ class BlockLoader:
         ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
-        # One buffer per reader, reused: touching fresh memory takes longer than reading a cached file.
+        # Each reader reuses one buffer, because new memory takes longer to touch than a cached file to read.
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(READERS):
             self._buffers.put(aligned(max(1, largest)))
@@ -115,7 +114,7 @@ class BlockLoader:
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is loaded, and allow loading up to layer + ahead.
+        """Wait until `layer` is loaded. Allow the thread to load layers up to `layer + ahead`.
 
         Raises:
             DamagedBlockError: A stored block cannot be read.
@@ -133,7 +132,7 @@ class BlockLoader:
                 raise DamagedBlockError(self._damaged)
 
     def close(self) -> None:
-        """Stop the thread without loading the remaining layers."""
+        """Stop the loader thread. The remaining layers are not loaded."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -163,20 +162,23 @@ class BlockLoader:
                     return
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
-        """Load all blocks of a layer. Return the key of the first damaged block, or None."""
+        """Load all blocks of a layer. Return the key of the first damaged block, or None if all are intact."""
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
         mine = [(placed.block, span, extent) for placed, span, extent in parts if placed.group == group]
         whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
         return next((block.key for (block, *_), right in zip(mine, whole, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
-        """Wait until `layer` is at most `ahead` layers ahead. Return False if the loader was closed."""
+        """Wait until `layer` is at most `ahead` layers ahead of the computation. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
 
     def _fill(self, block: StoredBlock, layer: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
-        """Load and verify one layer of one block. Copy it to the pool unless it is read in place. Return success."""
+        """Load and verify one layer of one block. Return False if it is damaged.
+
+        The KV is copied to the pool, unless the pool reads it from the file in the store (`extent`).
+        """
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         buffer = self._buffers.get()
         try:
@@ -195,7 +197,10 @@ class BlockLoader:
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Make the file of a stored block the extent of the pool block at `span`. Return None if that is not possible."""
+    """Let the pool block at `span` use the file of a stored block as its extent, so that KV need not be copied.
+
+    Return the extent, or None if this is not possible.
+    """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or not isinstance(block, DiskBlock) or span.size < BLOCK_SIZE or not file.blank(number):
         return None

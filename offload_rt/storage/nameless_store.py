@@ -1,6 +1,6 @@
-"""Store KV blocks of preempted sequences in one unnamed file that does not outlive the process.
+"""Store KV blocks of preempted sequences in one unnamed file.
 
-The file never has a name in the file system. The kernel removes it when the process ends, even after a crash.
+The file never has a name in the file system. The kernel therefore deletes it when the process ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .block_file import FileBlock, FileBlockWriter
 class NamelessStore:
     """Store KV blocks by key in an unnamed file (`block_store.BlockSink`).
 
-    Blocks are never evicted. The file is truncated when it holds no block. Not thread-safe: the caller must flush the
+    Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: the caller must flush the
     saver before it calls the store.
 
     Args:
-        folder: Folder on the file system that holds the file.
+        folder: A folder on the file system to use. The file does not appear in it.
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Layers stored per block.
-        slot_bytes: Bytes of the file reserved per block.
-        limit: Maximum total size in bytes; None for no limit.
+        layers: Number of layers per block.
+        slot_bytes: Number of bytes to reserve in the file per block.
+        limit: Maximum total size in bytes, or None for no limit.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -67,7 +67,7 @@ class NamelessStore:
         *,
         claim: bool = False,
     ) -> FileBlockWriter | None:
-        """Reserve a slot for a block. Return None if the block is already stored or the limit is reached."""
+        """Reserve space for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key = block_key(parent, provenance_key, tokens)
         if key in self._blocks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):

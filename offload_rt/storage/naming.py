@@ -1,4 +1,4 @@
-"""Keys of the stored blocks of a sequence: a pure function of its tokens and of how each was computed."""
+"""Names of the stored blocks of a sequence. A name depends only on the tokens and on how their KV was computed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .block_store import NamedBlock
 
 @dataclass(frozen=True)
 class SessionProvenance:
-    """KV provenance shared by all blocks of a sequence.
+    """Part of the KV provenance key that all blocks of a sequence have in common.
 
     Attributes:
         root: Parent key of the first block (`StorageTier.root`).
         policy: KV provenance of decoded tokens (`Runner.provenance_key`).
         suffix: Cache salt and truncations of the session (`History.provenance`).
-        owner: Session id if only the session and its forks may use the blocks. Empty if all sessions share them.
+        owner: Session id if only this session and its forks may use the blocks. "" if all sessions may use them.
     """
 
     root: bytes
@@ -32,17 +32,18 @@ class SessionProvenance:
 def name_blocks(
     provenance: SessionProvenance, tokens: Seq[int], stop: int, decoded: Seq[tuple[int, int]]
 ) -> list[NamedBlock]:
-    """Return the blocks of `tokens` [0, stop) with their keys. The last block may be partly filled.
+    """Return the names of the blocks of `tokens[:stop]`. The last block may be partly filled.
 
-    The KV of a decoded token, and all KV after it, depends on where decoding began. Therefore the provenance of every
-    block from the first decoded token on includes a mask of its decoded tokens. With exact attention, KV does not
-    depend on where decoding began, and there is no mask.
+    With sparse attention, the KV of a decoded token, and all KV after it, depends on where decoding began. Therefore
+    the name of every block from the first decoded token on includes a mask of its decoded tokens. With exact attention,
+    KV does not depend on this, and the name has no mask.
 
     Args:
-        provenance: KV provenance shared by all blocks.
+        provenance: KV provenance that all blocks have in common.
         tokens: Tokens of the sequence.
         stop: Number of tokens to include.
-        decoded: Ascending ranges (start, stop) of tokens computed by decode steps. Prefill computed all others.
+        decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending. Prefill computed all other
+            KV.
     """
     marks = bytearray(stop)
     for first, last in decoded:
@@ -64,6 +65,13 @@ def name_blocks(
 
 
 def window_blocks(groups: LayerGroups, names: Seq[NamedBlock], stop: int, floor: int) -> list[NamedBlock]:
-    """Return the blocks of sliding-window layers that token `stop` can see, given the blocks `names` of all tokens."""
+    """Return the names of the sliding-window blocks that the token at index `stop` can attend to.
+
+    Args:
+        groups: Layer groups of the model.
+        names: Names of the full-attention blocks of the same tokens.
+        stop: Index of the next token.
+        floor: Index of the first token that sliding layers may attend to.
+    """
     seen = names[groups.first_seen(stop, floor) // BLOCK_SIZE :] if groups.sliding else ()
     return [name.window(group) for name in seen for group in groups.groups if group]

@@ -1,6 +1,6 @@
 """Eviction order of stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost.
 
-Items are any hashable objects: files (`index.py`) or sessions (`sessions/host_tier.py`).
+The items to evict are hashable objects: files (`index.py`) or sessions (`sessions/host_tier.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Return the prefetch window L_pw = C_mem / S_kv (§3.3.1), in waiting requests.
+    """Return the prefetch window L_pw = C_mem / S_kv (§3.3.1): how many waiting requests can be prefetched.
 
     Args:
-        free_bytes: Host memory available for prefetching.
-        mean_bytes: Mean KV size of a session.
+        free_bytes: C_mem, the host memory available for prefetching.
+        mean_bytes: S_kv, the mean size of a session's KV.
     """
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (§3.3.2), in waiting requests.
+    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (§3.3.2) as a number of waiting requests.
 
-    The KV of requests in the window is evicted last. `mean_bytes` is the mean KV size of a session.
+    The KV of the first requests of the queue, as many as this, is evicted last.
+
+    Args:
+        host_bytes: C_mem, the host memory for KV.
+        disk_bytes: C_disk, the size limit of the disk store.
+        mean_bytes: S_kv, the mean size of a session's KV.
     """
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
@@ -38,22 +43,23 @@ def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
 def recomputation_cost(tokens: int, start: int) -> int:
     """Return the cost of losing a block, in tokens to compute again.
 
-    Losing any block of a long sequence costs more than losing one of a short sequence, such as a request for a title.
-    Within a sequence, an earlier block counts more, because the later ones are useless without it.
+    A block of a long sequence costs more than a block of a short sequence, such as a request for a title. Within a
+    sequence, an earlier block costs more, because all later blocks are useless without it.
 
     Args:
         tokens: Number of tokens in the sequence.
-        start: First token of the block.
+        start: Index of the first token of the block.
     """
     return 2 * tokens - start
 
 
 class EvictionOrder(Generic[K]):
-    """Eviction order of the items of one tier.
+    """The order in which the items of one storage tier are evicted.
 
-    The item of the lowest rank is evicted first. By default that is the least recently used item; with "fifo", the
-    oldest item. With "lookahead", items in the eviction window are evicted after all others, starting with the item
-    that is needed last (CachedAttention §3.3.2). Only requests in the queue are known in advance.
+    The item with the lowest rank is evicted first. By default this is the least recently used item, and with "fifo" the
+    oldest item. With "lookahead", items in the eviction window are evicted after all other items, beginning with the
+    item that is needed last (CachedAttention §3.3.2). The window contains only items of requests that are already in
+    the queue.
 
     Args:
         policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.
@@ -65,11 +71,14 @@ class EvictionOrder(Generic[K]):
         self._uses = itertools.count()
         self._others: dict[K, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, K]] = []
-        """Entries (rank, number of the use, item). Entries that differ from `_others` are outdated."""
+        """Heap of (rank, sequence number of the use, item). Entries that differ from `_others` are outdated."""
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def enter(self, item: K, rank: int = 0) -> None:
-        """Add an item or record its use. Items in the window stay there. Equal ranks are ordered by the last use."""
+        """Add an item, or record that it was used.
+
+        An item in the window stays in the window. Items with equal ranks are ordered by their last use.
+        """
         if item not in self._wanted and (self._renew or item not in self._others):
             self._rank(item, rank)
 
@@ -86,13 +95,16 @@ class EvictionOrder(Generic[K]):
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Move an item to the end of the window. Unknown items are ignored."""
+        """Add an item to the end of the window. An item that was never added with `enter` is ignored."""
         if self._looks_ahead and item in self._others:
             del self._others[item]
             self._wanted[item] = None
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Set the window to `items`, soonest needed first. Return the items that left it, now with rank 0."""
+        """Set the window to `items`, soonest needed first.
+
+        Return the items that left the window; their rank is now 0.
+        """
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
         for item in left:
@@ -118,5 +130,5 @@ class EvictionOrder(Generic[K]):
         yield from reversed(self._wanted)
 
     def victim(self) -> K:
-        """Return the next item to evict. The order must not be empty."""
+        """Return the item to evict next. The order must not be empty."""
         return next(self.ranked())

@@ -1,4 +1,4 @@
-"""Asynchronous, layer-wise saving of KV blocks to disk (CachedAttention §3.2.2)."""
+"""Save KV blocks to disk layer by layer, on a worker thread (CachedAttention §3.2.2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .disk_store import DiskBlockWriter
 from .policies import recomputation_cost
 
 WRITE_BUFFER = 1 << 28
-"""Maximum bytes waiting to be written."""
+"""Maximum number of bytes that wait to be written."""
 
 
 @dataclass(eq=False)
@@ -32,14 +32,14 @@ class Entry:
 
     Attributes:
         block: The block with its key.
-        identity: Pool id of the block.
+        identity: Id of the block in the pool. It changes if the block table replaces the block.
         span: Position of the block in the pool.
-        cost: Tokens to compute again without the block.
-        claim: Whether a prompt without a session uses the block.
-        writer: Open writer of the store, or None.
-        extent: File of the store, if the KV pool writes the block directly to it.
+        cost: Number of tokens to compute again if the block is lost.
+        claim: Whether a prompt without a session name uses the block.
+        writer: Writer of the store for this block, or None.
+        extent: File of the store if the KV pool writes the block directly to it, else None.
         refused: Whether the store did not accept the block.
-        moved: Whether the block table has since replaced the block. If so, it is not committed.
+        moved: Whether the block table has replaced the block since `begin`. If so, the block is not committed.
     """
 
     block: NamedBlock
@@ -53,7 +53,7 @@ class Entry:
     moved: bool = False
 
     def give_up(self) -> None:
-        """Discard the data written to the store so far."""
+        """Stop saving the block, and discard the data already written to the store."""
         if self.writer is not None:
             self.writer.abort()
         self.writer = self.extent = None
@@ -61,10 +61,10 @@ class Entry:
 
 @dataclass(eq=False)
 class Saving:
-    """Blocks that are being saved.
+    """Blocks of one block table that are being saved.
 
     Attributes:
-        blocks: Block table that holds the KV.
+        blocks: Block table with the KV.
         entries: The blocks, parents first.
         buffered: Number of blocks that wait in the write buffer.
         ended: Whether all blocks are committed or given up.
@@ -79,16 +79,17 @@ class Saving:
 class Saver:
     """Write KV blocks from the pool to a store on a worker thread.
 
-    `begin` registers blocks that are being computed, and `layer_done` marks one of their layers as complete. The worker
-    writes that layer while the next one is computed. Only `flush`, `abort` and `close` wait for the disk.
+    `begin` registers blocks whose KV will be computed. `layer_done` reports that one of their layers is complete. The
+    worker thread writes this layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait
+    for the disk.
 
-    The pool itself is the write buffer: waiting KV stays in its blocks, and the owner of the block table must keep them
-    until `flush`. The written slots of a block never change. If the block table replaces a block, `recheck` gives up
-    its pending writes.
+    The pool itself is the write buffer: KV stays in its blocks until it is written, so the owner of the block table
+    must keep the blocks until `flush` or `wait_for`. The filled slots of a block never change. If the block table
+    replaces a block, `recheck` cancels its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
-    waits for the buffer. The caller submits the other blocks again later: sessions do so at the end of a turn and when
-    they are saved.
+    waits. The caller must pass the remaining blocks again later. Sessions do this at the end of a turn and when they
+    are saved.
 
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
     pool writes full blocks directly to that file, and later reads them from it (`kv_cache.disk.extents`):
@@ -101,8 +102,8 @@ class Saver:
     A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
     the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
 
-    Call `begin`, `layer_done`, `flush`, `abort` and `close` on the compute thread. The worker reads the pool, after
-    `KVStorage.settle`, and writes to the store.
+    Call all methods except `notify` on the compute thread. The worker reads the pool, after `KVStorage.settle`, and
+    writes to the store.
     """
 
     def __init__(self, store: BlockSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
@@ -118,9 +119,10 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> Saving | None:
-        """Start saving the first of `named`, as many as fit in the buffer. Return None if none fits.
+        """Start to save the first blocks of `named`, as many as fit in the write buffer.
 
-        If `claim` is set, the store records that a prompt without a session uses them.
+        Return a handle for `layer_done`, or None if no block fits. With `claim`, the store records that a prompt
+        without a session name uses the blocks.
         """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
@@ -128,7 +130,7 @@ class Saver:
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
             [span] = self._pool.spans(blocks, block.group, tokens)
-            # The capacity of a block table that holds only window blocks is 0.
+            # A block table with only sliding-window blocks has capacity 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
             entry = Entry(block, self._identity(blocks, block), span, cost, claim)
             if not self._attach(saving, entry):
@@ -144,9 +146,9 @@ class Saver:
         return saving
 
     def layer_done(self, saving: Saving, layer: int) -> None:
-        """Mark `layer` of the blocks as complete. Call in the order of the layers.
+        """Report that the KV of `layer` is complete, so that it can be written. Call this in the order of the layers.
 
-        Its KV may still be in transfer to the pool: the worker waits for pending transfers before it reads.
+        A transfer of the KV to the pool may still be pending. The worker waits for it before it reads the KV.
         """
         if self._file is not None:
             if layer < self._last:
@@ -158,7 +160,7 @@ class Saver:
     def _attach(self, saving: Saving, entry: Entry) -> bool:
         """Let the pool write the KV of a block directly to a new store file.
 
-        Only blocks of 64 tokens whose KV is not computed yet qualify. Returns whether the block has such an extent now.
+        This is possible only for full blocks whose KV is not computed yet. Return whether it was done.
         """
         file, block = self._file, entry.block
         if (
@@ -175,7 +177,7 @@ class Saver:
         return False
 
     def _move(self, file: FileArena, entry: Entry) -> None:
-        """Write a complete block to a stored extent if its KV is in memory."""
+        """Write a complete block of a pool on disk to a file of the store, if its KV is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.buffered(entry.identity):
             return
         layers = len(self._pool.groups.layers_of(entry.block.group))
@@ -183,7 +185,10 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: Entry) -> StoredExtent | None:
-        """Create a file of the store that can be the extent of a block. Return None if that is not possible."""
+        """Create a file of the store that the pool can use for a block.
+
+        Return None if that is not possible.
+        """
         writer = self._begin_writer(entry)
         if isinstance(writer, DiskBlockWriter):
             entry.extent = writer.extent()
@@ -192,7 +197,7 @@ class Saver:
         return entry.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
-        """Save all layers of complete blocks. Return the number of accepted blocks. `claim`: As in `begin`."""
+        """Save all layers of blocks whose KV is complete. Return how many were accepted. `claim`: see `begin`."""
         saving = self.begin(blocks, named, claim=claim)
         if saving is None:
             return 0
@@ -201,15 +206,18 @@ class Saver:
         return len(saving.entries)
 
     def _identity(self, blocks: BlockTable, block: NamedBlock) -> int:
-        """Return the id of the pool block that holds the KV, or -1 if the block table no longer holds it."""
+        """Return the id of the pool block with the KV of `block`, or -1 if the block table has released it."""
         held = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return held[0] if held else -1
 
     def recheck(self) -> set[bytes]:
-        """Give up blocks that their block table has replaced or released, and return their keys for resubmission.
+        """Stop saving blocks that their block table has replaced or released.
 
-        Blocks change when publishing exchanges a block for an equal one, when reserving copies a shared partial block,
-        and when blocks leave the sliding window. Call this directly afterwards, before the next write to the pool.
+        Return their keys, to save them again later.
+
+        A block is replaced or released in three cases: an equal block is already in the prefix tree, a shared partial
+        block is copied before it grows, or the block leaves the sliding window. Call this directly afterwards, before
+        the next write to the pool.
         """
         given_up = set()
         with self._mutex:
@@ -222,7 +230,10 @@ class Saver:
         return given_up
 
     def abort(self, saving: Saving) -> None:
-        """Give up blocks with incomplete layers, and discard their KV in extents. Wait for pending writes first."""
+        """Stop saving blocks whose layers are not all complete. Discard their KV in extents.
+
+        Pending writes are completed first.
+        """
         self.flush()
         unfinished = [
             entry.identity
@@ -236,18 +247,26 @@ class Saver:
             self._file.discard(unfinished)
 
     def flush(self) -> None:
-        """Wait until all completed layers are written. Re-raise an exception of the worker thread."""
+        """Wait until all complete layers are written. Raise the exception of the worker thread, if there was one."""
         self._jobs.join()
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
 
+    def wait_for(self, blocks: BlockTable) -> None:
+        """Wait until no pending write reads `blocks`, so that the blocks may be freed.
+
+        Raise the same errors as `flush`.
+        """
+        if any(saving.blocks is blocks and not saving.ended for saving in self._active):
+            self.flush()
+
     def notify(self, written: Callable[[], None]) -> None:
-        """Call `written` on the worker thread when all completed layers are written. It must not raise."""
+        """Call `written` on the worker thread when all layers that are complete now are written. It must not raise."""
         self._jobs.put(written)
 
     def close(self) -> None:
-        """Write all completed layers and stop the worker thread."""
+        """Write all complete layers, and stop the worker thread."""
         self._jobs.put(None)
         self._worker.join()
 
@@ -263,9 +282,9 @@ class Saver:
     def _try_to_write(self, saving: Saving, layer: int) -> None:
         try:
             self._write(saving, layer)
-        except DiskError:  # unreadable KV is recomputed when it is needed
+        except DiskError:  # KV that cannot be read is computed again when it is needed
             self._give_up(saving)
-        except BaseException as error:  # `flush` re-raises it
+        except BaseException as error:  # `flush` raises this error
             self._failure = error
             self._give_up(saving)
 
@@ -285,7 +304,7 @@ class Saver:
             self._end(saving)
 
     def _write_stored(self, file: FileArena, entry: Entry) -> None:
-        """Commit a block of a pool on disk. First copy its KV if it is not in the store's file."""
+        """Commit a block of a pool on disk. If its KV is not in a file of the store yet, copy the KV first."""
         try:
             if entry.extent is not None and file.extent(entry.identity) is not entry.extent:
                 entry.give_up()
@@ -293,18 +312,21 @@ class Saver:
                 if entry.extent is None:
                     self._write_layers(writer, entry, range(self._last + 1))
                 self._appear(writer, entry)
-        except DiskError:  # KV that cannot be read or was not written is recomputed
+        except DiskError:  # KV that cannot be read or was not written is computed again
             entry.give_up()
 
     def _write_layers(self, writer: BlockWriter, entry: Entry, layers: Iterable[int]) -> None:
-        """Write the `layers` that belong to the group of a block."""
+        """Write the layers of `layers` that are in the layer group of the block."""
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:
                 writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
 
     def _begin_writer(self, entry: Entry) -> BlockWriter | None:
-        """Return the writer of a block, opened if needed, or None if the store has the block or does not accept it."""
+        """Return the writer of a block. Open it if it is not open.
+
+        Return None if the block is already in the store, or the store does not accept it.
+        """
         if entry.writer is None and not entry.refused:
             block, size = entry.block, layer_bytes(self._pool, entry.block.count)
             entry.writer = self._store.begin(
@@ -314,11 +336,11 @@ class Saver:
         return entry.writer
 
     def _appear(self, writer: BlockWriter, entry: Entry) -> None:
-        """Commit a block after all its layers are written. Abort it if the block table has replaced it."""
-        # Write zeros for the layers that a stored block has in addition to the layers of its group.
+        """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
+        # If a stored block has more layers than its layer group, write zeros for the remaining layers.
         for place in range(len(self._pool.groups.layers_of(entry.block.group)), self._store.layers):
             writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
-        with self._mutex:  # all KV has been read, so later changes are harmless
+        with self._mutex:  # all KV has been read, so later changes of the block do no harm
             moved = entry.moved
         writer.abort() if moved else writer.commit()
 
@@ -331,18 +353,18 @@ class Saver:
         if not saving.ended:
             saving.ended = True
             for entry in saving.entries:
-                entry.extent = None  # closes files that are no longer in use
+                entry.extent = None  # closes the file if it is no longer in use
             with self._mutex:
                 self._waiting -= saving.buffered * self._pool.block_bytes
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Return the stored bytes per layer of a block of `tokens` tokens."""
+    """Return the number of bytes that one layer of a block of `tokens` tokens takes in the store."""
     return block_layer_bytes(tokens, pool.layout)
 
 
 def layer_block(pool: HostPool, layer: int, span: SlotSpan) -> memoryview:
-    """Return a copy of the KV `[Hkv, n, 2 (K, V), width]` of one layer and span as bytes, including zero padding."""
+    """Return a copy of the KV of one layer at `span`, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
     part, layout = pool.view(layer, span), pool.layout
     block = torch.zeros(block_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: 2 * part.k.numel()].view(layout.kv_heads, span.size, 2, -1)

@@ -1,1 +1,1 @@
-"""Helpers that do not depend on models or KV caches."""
+"""Helper functions that do not depend on models or KV caches."""

@@ -1,7 +1,7 @@
-"""Recycle large temporary tensors on a CPU.
+"""Recycled memory for large temporary tensors on a CPU.
 
-torch allocates with `posix_memalign`. Up to glibc 2.37 such memory is rarely reused after it is freed, so the process
-grows if megabytes are allocated and freed in every layer (25 MB per step with a context of 120,000 tokens).
+torch allocates with `posix_memalign`. Up to glibc 2.37, such memory is rarely reused after it is freed. If every layer
+allocates and frees megabytes, the memory of the process grows (by 25 MB per step for a context of 120,000 tokens).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-SPARE = 8  # allocate 1/8 more than needed, because contexts grow; untouched pages take no memory
-LARGE = 1 << 18  # bytes; recycling takes 5 µs, and fragmentation by smaller tensors does no harm
+SPARE = 8  # Allocate 1/8 more than needed, because contexts grow. Memory pages that are never written need no memory.
+LARGE = 1 << 18  # Bytes. Recycling takes 5 µs, and the fragmentation that smaller tensors cause is harmless.
 
 
 class RecycledMemory:
-    """A thread-safe allocator that reuses the memory of tensors that were deleted.
+    """A thread-safe allocator of CPU tensors that reuses the memory of deleted tensors.
 
-    A tensor returns its memory when it and all its views are deleted, in any thread.
+    The memory of a tensor can be reused when the tensor and all its views have been deleted, by any thread.
     """
 
     def __init__(self, least: int = LARGE) -> None:
-        """Recycle tensors of at least `least` bytes. Smaller ones use torch's allocator."""
+        """Create an allocator that recycles tensors of at least `least` bytes. torch allocates smaller tensors."""
         self._least = max(1, least)
         self._free: list[mmap.mmap] = []
-        # Finalizers return memory without this lock, because one may run while this thread holds it.
+        # Finalizers return memory without this lock, because a finalizer may run in a thread that holds the lock.
         self._taking = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Free memory in bytes."""
+        """Size in bytes of the free memory that the allocator keeps for reuse."""
         return sum(map(len, self._free))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -49,17 +49,20 @@ class RecycledMemory:
         return torch.from_numpy(own).view(dtype).view(shape)
 
     def clear(self) -> None:
-        """Return free memory to the system."""
+        """Return the free memory to the operating system."""
         self._free.clear()
 
     def check_integrity(self) -> None:
-        """Assert that no memory is free twice."""
+        """Assert that no piece of memory is in the list of free memory twice."""
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Return the smallest free piece that is large enough. If none is, replace the largest with a new one."""
+        """Return the smallest free piece of at least `size` bytes.
+
+        If there is none, replace the largest piece by a new one.
+        """
         with self._taking:
-            waiting = sorted(self._free, key=len)  # a copy: other threads return memory meanwhile
+            waiting = sorted(self._free, key=len)  # a copy, because other threads may return memory at the same time
             fits = next((memory for memory in waiting if len(memory) >= size), None)
             if waiting:
                 self._free.remove(fits or waiting[-1])
@@ -67,9 +70,9 @@ class RecycledMemory:
 
 
 def give_back() -> None:
-    """Return free memory of the C library's heap to the system: hundreds of megabytes after a long prompt.
+    """Return free heap memory of the C library to the operating system: hundreds of megabytes after a long prompt.
 
-    Has no effect if the C library has no `malloc_trim`.
+    No-op if the C library has no `malloc_trim`.
     """
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Describe and check the fields of configuration dataclasses, and make instances from mappings."""
+"""Description and validation of the fields of configuration dataclasses, and instances from mappings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ConfigError, with a suggestion, if `value` is not one of `choices`."""
+    """Raise ConfigError if `value` is not in `choices`. The message suggests a similar choice."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
@@ -29,22 +29,25 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 LARGEST: Final = 1 << 1000  # larger integers cannot be converted to float
 
-NEVER: Final = object()  # `neutral` of an option that has no neutral value: equal to no value
+NEVER: Final = object()  # value of `neutral` for an option without a neutral value; equal to no other value
 
 
 @dataclass(frozen=True)
 class Option:
-    """Description of a configuration field, from which command-line flags and documentation are made.
+    """Description of a configuration field. Command-line flags and documentation are generated from it.
 
     Attributes:
         help: One line, with the unit.
-        metavar: Placeholder for the value in usage texts, such as "SIZE". None lists the choices of the field's type.
-        flag: Name of the flag if it differs from the field's.
-        group: Heading of the flag in the help of commands that run a model. None: available in Python only.
-        plans: Whether `info` has the flag, because memory demand depends on it.
+        metavar: Placeholder for the value in usage texts, such as "SIZE". If None, the choices of the field's type are
+            listed.
+        flag: Name of the flag if it differs from the name of the field.
+        group: Heading under which commands that run a model list the flag. None if the option is available in Python
+            only.
+        plans: Whether memory demand depends on the option, so that the command `info` has the flag.
         neutral: Value that behaves as before the option existed. It is left out of KV provenance keys, so that stores
             of earlier versions stay valid.
-        stored_name: Former name of the field, under which KV provenance keys contain it. None: the field's name.
+        stored_name: Former name of the field, which KV provenance keys still contain. None if the field was never
+            renamed.
     """
 
     help: str
@@ -57,25 +60,25 @@ class Option:
 
 
 def option(default: Any, *, help: str, repr: bool = True, **more: Any) -> Any:
-    """Return a dataclass field with a default, described by an `Option` made of `help` and `more`."""
+    """Return a dataclass field with a default value. `help` and `more` are the fields of its `Option`."""
     return field(default=default, repr=repr, metadata={"option": Option(help, **more)})
 
 
 def option_of(described: Field[Any]) -> Option:
-    """Return the description of a field made by `option`."""
+    """Return the `Option` of a field that was made by `option`."""
     return described.metadata["option"]  # type: ignore[no-any-return]
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise ConfigError with `message` unless the condition holds."""
+    """Raise ConfigError with `message` if `condition` is False."""
     if not condition:
         raise ConfigError(message)
 
 
 def check_types(config: Any) -> None:
-    """Check the fields of a frozen dataclass that are annotated as bool, int, float, str or a union of these.
+    """Check the types of fields of a frozen dataclass that are annotated as bool, int, float, str or a union of these.
 
-    Numbers of other libraries, such as numpy's, are converted. Fields that parse text (`Size`) are skipped.
+    Numbers of other libraries, such as numpy, are converted. Fields that parse text (`Size`) are skipped.
 
     Raises:
         ConfigError: A field has a value of another type.
@@ -94,14 +97,15 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """Convert a number of another library to int or float, as `kinds` allow. Return None for other values."""
+    """Convert a number of another library to int or float, whichever `kinds` allows. Return None for other values."""
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
             return number if abs(number) < LARGEST or float not in kinds else None
         if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array that does not have exactly one element
+    # for example an array that does not have exactly one element
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     return None
 
@@ -116,7 +120,7 @@ _CALLED = {bool: "True or False", int: "an integer", float: "a number", str: "a 
 
 
 def _scalars(hint: Any) -> set[type] | None:
-    """Return the scalar types that a hint allows, or None if it allows other types as well."""
+    """Return the scalar types that an annotation allows. None if it allows other types as well."""
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
     if get_origin(hint) in (Union, UnionType):
@@ -145,14 +149,21 @@ def check_mapping(name: str, options: object) -> None:
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with a suggestion, if a key of `options` is not a field of the dataclass `cls`."""
+    """Raise ConfigError if a key of `options` is not a field of the dataclass `cls`.
+
+    The message suggests a similar field.
+    """
     known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)
 
 
 def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `cls`. Raise ConfigError for unknown keys or if it is not a mapping."""
+    """Return an instance of the dataclass `cls` with the values in `options`.
+
+    Raises:
+        ConfigError: A key is unknown, or `options` is not a mapping.
+    """
     check_mapping(cls.__name__, options)
     check_keys(cls, options)
     return cls(**options)

@@ -1,4 +1,4 @@
-"""Read the processor and memory limits of the control groups of this process (a container, a batch job)."""
+"""Processor and memory limits of the control groups of this process (of a container or a batch job, for example)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, is_version_2) of each control group of this process that `controller` may limit.
+    """Yield (folder, is_version_2) for each control group of this process that may have limits of `controller`.
 
-    Controllers are "memory" and "cpu".
+    `controller` is "memory" or "cpu".
     """
     try:
         lines = membership.read_text().splitlines()
@@ -35,14 +35,14 @@ def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path
 
 
 def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the number of processors whose time this process may use, rounded up. None if it may use all of them."""
+    """Return how many processors' time this process may use, rounded up. None if there is no limit."""
     limits = [_quota(folder, two) for folder, two in groups("cpu", root, membership)]
     least = min((limit for limit in limits if limit is not None), default=None)
     return None if least is None or least >= len(os.sched_getaffinity(0)) else max(1, least)
 
 
 def _quota(folder: Path, two: bool) -> int | None:
-    """Return the processors of one group, or None if it has no limit or cannot be read.
+    """Return the processor limit of one control group, rounded up. None if it has no limit or cannot be read.
 
     A container sees only its own group, at the root.
     """
@@ -50,5 +50,6 @@ def _quota(folder: Path, two: bool) -> int | None:
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()
         return None if time in ("max", "-1") else -(-int(time) // int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # read at import, which an unexpected file must not break
+    # The limit is read when the package is imported, which must not fail because of an unexpected file.
+    except (OSError, ValueError, ZeroDivisionError):
         return None

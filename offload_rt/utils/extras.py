@@ -1,4 +1,4 @@
-"""Installation of the optional packages."""
+"""Installation of optional packages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs the packages of an extra.
+    """Return a command that installs the optional packages of an extra.
 
-    It names the packages themselves, because this project is not on the package index.
+    The command names the packages themselves, because this project is not on the package index.
     """
     try:
         listed = requires("offload-rt") or []
-    except PackageNotFoundError:  # run from the source folder, without an installation
+    except PackageNotFoundError:  # The package runs from the source folder and is not installed.
         listed = []
     marker = f'extra == "{extra}"'
     found = [repr(entry.partition(";")[0].strip()) for entry in listed if marker in entry.replace("'", '"')]

@@ -1,7 +1,8 @@
-"""Load the C code of this package: prebuilt in the wheel, else compiled on first use into the user's cache.
+"""Loading of this package's C code, which is prebuilt in the wheel or compiled on first use into the user's cache.
 
-Code is compiled for instruction set levels instead of one processor, so that a wheel, or a home folder shared by
-several machines, can hold it for all processors. Without a compiler and a library, callers use torch or numpy.
+Code is compiled for a few instruction set levels instead of one processor. A wheel, or a home folder that several
+machines share, can thus contain code for all processors. If there is neither a prebuilt library nor a compiler, callers
+use torch or numpy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _X86_FEATURES = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "avx512_bf16": frozenset({"avx512_bf16", "avx512_vnni"}),
 }
-"""Processor flags, as in /proc/cpuinfo, that each level needs in addition to the previous level."""
+"""Processor flags, as in /proc/cpuinfo, that each level requires in addition to the flags of the previous level."""
 
 LEVEL_FLAGS = {
     "scalar": (),
@@ -42,15 +43,15 @@ LEVEL_FLAGS = {
     "avx512_bf16": ("-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni", "-mavx512bf16"),
     "neon": (),
 }
-"""Compiler flags of each level. A level's code runs on every processor of this or a higher level."""
+"""Compiler flags of each level. Code of a level runs on all processors of the same or a higher level."""
 
 PREBUILT = Path(__file__).parents[1] / "native"
-"""Folder of the libraries that the wheel build compiled. They have the same names as in the user's cache."""
+"""Folder with the libraries in the wheel. They have the same file names as in the user's cache."""
 
 
 @functools.cache
 def available_levels() -> tuple[str, ...]:
-    """Return the levels that this processor runs, lowest first."""
+    """Return the levels that this processor supports, lowest first."""
     if (levels := machine_levels())[-1] not in _X86_FEATURES or len(levels) == 1:
         return levels
     flags, found = _processor_flags(), []
@@ -62,10 +63,10 @@ def available_levels() -> tuple[str, ...]:
 
 
 def processor_level() -> str:
-    """Return the level whose code is used: `OFFLOAD_RT_CPU_LEVEL`, else the highest that the processor runs.
+    """Return the level of the code to use: `OFFLOAD_RT_CPU_LEVEL`, else the highest level that the processor supports.
 
     Raises:
-        ConfigError: The variable names an unknown level, or one that this processor does not run.
+        ConfigError: The variable names an unknown level, or a level that this processor does not support.
     """
     levels, forced = available_levels(), os.environ.get(LEVEL_VARIABLE, "").strip()
     if not forced:
@@ -79,7 +80,7 @@ def processor_level() -> str:
 
 
 def machine_levels() -> tuple[str, ...]:
-    """Return all levels of this machine's architecture, lowest first, even if its processor does not run them."""
+    """Return all levels of this machine's architecture, lowest first, even those that its processor lacks."""
     architecture = platform.machine().lower()
     if architecture in ("aarch64", "arm64"):
         return ("neon",)
@@ -88,39 +89,39 @@ def machine_levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LibraryPath:
-    """Paths that may have a compiled library, in the order of search."""
+    """Paths at which a compiled library may be, in the order of search."""
 
     prebuilt: Path
     cached: Path
 
     @property
     def is_prebuilt(self) -> bool:
-        """Whether the wheel contains the library."""
+        """Whether the library is in the wheel."""
         return self.prebuilt.exists()
 
     @property
     def is_cached(self) -> bool:
-        """Whether an earlier process compiled the library."""
+        """Whether the library is in the user's cache, compiled by an earlier process."""
         return self.cached.exists()
 
 
 def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
-    """Return the prebuilt path and the cache path of the library compiled from `source` with `flags` for `level`."""
+    """Return the path in the wheel and the path in the cache of the library from `source`, `flags` and `level`."""
     name = library_name(source, flags, level)
     return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
 
 
 class _Field(ctypes.Structure):
-    """`Field` of kernels/fields.h."""
+    """The structure `Field` of kernels/fields.h."""
 
     _fields_: ClassVar = [("name", ctypes.c_char_p), ("offset", ctypes.c_int64), ("size", ctypes.c_int64)]
 
 
 def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Check that a structure has the same fields in Python and in C. The C structure has no leading underscore.
+    """Check that a structure has the same fields in Python and in C. Its name in C has no leading underscore.
 
     Raises:
-        RuntimeError: Fields differ in name, offset or size, so that C would read other values than Python wrote.
+        RuntimeError: Fields differ in name, offset or size. C code would then misread the values written by Python.
     """
     name = structure.__name__.strip("_")
     described = ctypes.cast(ctypes.addressof(_Field.in_dll(library, f"fields_of_{name}")), ctypes.POINTER(_Field))
@@ -140,8 +141,8 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
     """Return the library of `source` and `flags` for the processor's level: prebuilt, cached or compiled now.
 
-    Return None if the library cannot be loaded or compiled. One warning is then logged for all libraries, and an info
-    message for this one, with its `fallback`.
+    Return None if the library cannot be loaded or compiled. In this case, an info message with `fallback` is logged,
+    and one warning for all libraries together.
     """
     level = processor_level()
     path = library_path(source, flags, level)
@@ -159,7 +160,7 @@ def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CD
 
 @functools.cache
 def _warn_once(level: str) -> None:
-    """Warn that C code is missing. Without a logging configuration, Python prints the line to stderr."""
+    """Log one warning that C code is missing. If logging is not configured, Python prints it to stderr."""
     why = "could not be compiled" if find_compiler() is not None else "is not in this package, and there is no compiler"
     _log.warning(
         "offload-rt: C code for the processor level %s %s; torch computes instead, slower. Install a wheel for this "
@@ -170,7 +171,10 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library. It changes with the source, its folder's headers, and the flags."""
+    """Return the file name of a compiled library.
+
+    It depends on the source, the headers in its folder, and the flags.
+    """
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -197,7 +201,10 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler: `$CC`, which may have arguments, else `cc`. None if it does not exist."""
+    """Return the command of the C compiler: `$CC`, which may include arguments, else `cc`.
+
+    None if it is not installed.
+    """
     name, *options = _compiler_command()
     compiler = shutil.which(name)
     return None if compiler is None else [compiler, *options]
@@ -209,7 +216,11 @@ def _compiler_command() -> list[str]:
 
 
 def user_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`, else a temporary folder of this process."""
+    """Return the cache folder of this user.
+
+    It is `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`. If neither can be used, it is a temporary folder of
+    this process.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
     except RuntimeError:
@@ -222,7 +233,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _processor_flags() -> frozenset[str]:
-    """Return the flags of the first processor in /proc/cpuinfo; none if the file does not exist."""
+    """Return the flags of the first processor in /proc/cpuinfo. Empty if the file does not exist."""
     described = Path("/proc/cpuinfo")
     for line in described.read_text().splitlines() if described.exists() else ():
         name, _, value = line.partition(":")

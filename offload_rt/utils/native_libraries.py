@@ -1,6 +1,6 @@
-"""The C libraries of this package, declared once for the code that loads them and for the wheel build (`setup.py`).
+"""The C libraries of this package, declared in one place for loading and for the wheel build (`setup.py`).
 
-This module imports only the standard library, because the build runs without torch.
+This module imports only the standard library, because the wheel is built without torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=f
 SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
 
 PAGE_BLOCKS = 8
-"""Blocks per page of low-bit KV. One program of a kernel reads one page, so it looks up one address. 8, 16 and 32 are
-equally fast on a CPU. Small pages help forks, whose first write copies half a page on average."""
+"""Number of blocks per page of low-bit KV.
+
+A kernel program reads one page, so it looks up one address. 8, 16 and 32 blocks are equally fast on a CPU. With small
+pages, forks copy less: their first write copies half a page on average.
+"""
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
-"""Head dimensions whose kernels are prebuilt. Other multiples of 32 are compiled on first use."""
+"""Head dimensions for which kernels are prebuilt. Kernels for other multiples of 32 are compiled on first use."""
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """A C file and how it is compiled.
+    """A C source file and the ways in which it is compiled.
 
     Attributes:
-        source: Path below the package.
-        flags: Compiler flags, in addition to the level's flags.
-        fallback: Consequence of a missing library, for the log.
-        constants: Macros of the source, each with the values to prebuild.
+        source: Path relative to the package folder.
+        flags: Compiler flags, in addition to the flags of the level.
+        fallback: Consequence of a missing library, for the log message.
+        constants: Names of macros in the source, each with the values for which libraries are prebuilt.
     """
 
     source: str
@@ -51,12 +54,12 @@ class NativeLibrary:
         return PACKAGE / self.source
 
     def flags_for(self, constants: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the compiler flags for these values of the constants."""
+        """Return the compiler flags for given values of the macros."""
         assert constants.keys() == self.constants.keys()
         return (*self.flags, *(f"-D{name}={constants[name]}" for name in self.constants))
 
     def prebuilt_flags(self) -> Iterator[tuple[str, ...]]:
-        """Yield the compiler flags of each combination of constants that is prebuilt."""
+        """Yield the compiler flags of each combination of macro values that is prebuilt."""
         for values in product(*self.constants.values()):
             yield self.flags_for(dict(zip(self.constants, values, strict=True)))
 
@@ -83,17 +86,20 @@ LIBRARIES = {
     "rows": NativeLibrary("kv_cache/disk/rows.c", SYSTEM_FLAGS, "rows are copied by torch"),
     "row_cache": NativeLibrary("kv_cache/disk/row_cache.c", ("-O3", "-std=gnu11"), "cached rows are found by numpy"),
 }
-"""All C libraries of this package, by the names that `load` takes."""
+"""All C libraries of this package. The keys are the names for `load`."""
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` for these constants and the processor's level, or None (see `load_library`)."""
+    """Return the library `name` for these macro values and this processor.
+
+    None if it is missing (see `load_library`).
+    """
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
 
 def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """Yield source, flags and level of all libraries that a wheel for this machine contains."""
+    """Yield source, flags and level of each library that a wheel for this machine contains."""
     for level in machine_levels():
         for library in LIBRARIES.values():
             for flags in library.prebuilt_flags():
@@ -106,7 +112,7 @@ class NativeStatus:
 
     Attributes:
         level: Instruction set level, as in `OFFLOAD_RT_CPU_LEVEL`.
-        origin: "prebuilt" (in the wheel), "compiled" (on first use, by the compiler of this machine) or "missing".
+        origin: "prebuilt" (in the wheel), "compiled" (by this machine's compiler on first use) or "missing".
     """
 
     level: str

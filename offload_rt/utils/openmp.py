@@ -1,8 +1,8 @@
-"""Control the OpenMP library that torch has loaded: its threads per caller, and how they wait.
+"""Settings of the OpenMP library that torch has loaded: the number of threads per caller, and how threads wait.
 
-An OpenMP thread of GCC's library (libgomp) spins for about 3 ms after each operation. On a machine that is not idle it
-then takes a processor from the thread that it waits for, and from other processes. `OMP_WAIT_POLICY=passive` prevents
-this, but libgomp reads it only once, when torch is imported.
+A thread of GCC's OpenMP library (libgomp) spins for about 3 ms after each operation. If the machine is not idle, the
+thread thus takes processor time from the thread that it waits for and from other processes. `OMP_WAIT_POLICY=passive`
+prevents this, but libgomp reads the variable only once, when torch is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 WAIT_VARIABLES = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
-"""Environment variables that set how OpenMP threads wait."""
+"""Environment variables that determine how OpenMP threads wait."""
 
 
 @cache
@@ -26,11 +26,11 @@ def stop_spinning() -> bool:
     """Make libgomp threads sleep soon after each parallel region, even if torch is already imported.
 
     libgomp spins for 100 instead of 300,000 iterations if it manages more threads than there are processors
-    (`gomp_throttled_spin_count_var`). This function therefore starts one thread more than there are processors. These
-    threads sleep until the process ends.
+    (`gomp_throttled_spin_count_var`). This function therefore starts one OpenMP thread more than there are processors.
+    The threads sleep until the process ends.
 
     Returns:
-        False if another OpenMP library is in use or the user has set one of `WAIT_VARIABLES`.
+        False, without any effect, if another OpenMP library is in use or the user has set one of `WAIT_VARIABLES`.
     """
     library = _library("libgomp.so.1")
     if library is None or os.environ.keys() & WAIT_VARIABLES:
@@ -39,13 +39,13 @@ def stop_spinning() -> bool:
     for_ever.acquire()
 
     def hold() -> None:
-        # A parallel region that does nothing. libgomp keeps its threads as long as the calling thread lives.
+        # An empty parallel region. libgomp keeps the threads of a region as long as the calling thread lives.
         nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
         library.GOMP_parallel(nothing, None, ctypes.c_uint(threads), ctypes.c_uint(0))
         started.set()
         for_ever.acquire()
 
-    # Not a `threading.Thread`: checks for threads that a library has left behind must not count it.
+    # This is not a `threading.Thread`, because checks for threads that a library leaves behind must not count it.
     _thread.start_new_thread(hold, ())
     started.wait()
     return True
@@ -55,8 +55,8 @@ def stop_spinning() -> bool:
 def thread_setter() -> Callable[[int], Any]:
     """Return a function that sets OpenMP's number of threads for the calling thread only.
 
-    `torch.set_num_threads` also sets the number for threads that are started later, so it is used only if torch's
-    OpenMP library is not found.
+    `torch.set_num_threads` also affects threads that are started later. It is therefore used only if torch's OpenMP
+    library is not found.
     """
     count = torch.get_num_threads()
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):
@@ -74,9 +74,10 @@ def thread_setter() -> Callable[[int], Any]:
 
 @cache
 def mkl_thread_setter() -> Callable[[int], int]:
-    """Return a function that sets MKL's number of threads for the calling thread and returns the old one (0: none).
+    """Return a function that sets MKL's number of threads for the calling thread.
 
-    After `torch.set_num_threads`, MKL does not follow OpenMP's number.
+    It returns the old number (0: not set). After a call of `torch.set_num_threads`, MKL no longer follows OpenMP's
+    number of threads.
     """
     try:
         set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local

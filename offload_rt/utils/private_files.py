@@ -1,6 +1,7 @@
-"""Create files and folders that only their owner can read, whatever the umask.
+"""Files and folders that only their owner can access, whatever the umask.
 
-All files with text, tokens, KV or keys are created here, so that the access modes are in one place.
+All files with text, tokens, KV or keys are created by these functions, so that the access modes are defined in one
+place.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ def make_private_folder(path: Path) -> bool:
         if not path.is_dir():
             raise
         return False
-    path.chmod(FOLDER_MODE)  # the umask may have removed bits that the owner needs
+    path.chmod(FOLDER_MODE)  # The umask may have removed bits that the owner needs.
     return True
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file with mode 0600, created if `flags` contain O_CREAT. A link is not followed. Raise OSError."""
+    """Open a file and return its handle. Raise OSError.
+
+    If `flags` contains O_CREAT, the file is created with mode 0600. A symbolic link is not followed.
+    """
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         status = os.fstat(handle)
@@ -40,10 +44,10 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Remove the access of other users to an existing file or folder. Skip links. Raise OSError."""
+    """Remove other users' access to an existing file or folder. Symbolic links are skipped. Raise OSError."""
     status = path.lstat()
     mode = FOLDER_MODE if stat.S_ISDIR(status.st_mode) else FILE_MODE
     known = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
-    # Change the mode only if needed, so that correct modes on a read-only file system raise no error.
+    # The mode is changed only if it is wrong, so that files on a read-only file system raise no error.
     if known and stat.S_IMODE(status.st_mode) != mode:
         path.chmod(mode)

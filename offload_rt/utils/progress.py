@@ -1,4 +1,4 @@
-"""Progress of long work: bars on stderr after two seconds, and calls of an observer."""
+"""Progress of long operations: bars on stderr after two seconds, and calls of an observer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PATIENCE_SECONDS = 2.0
 
 
 Observer = Callable[[str, int, int | None], None]
-"""Function that is called with a task and its finished and total amounts (None: unknown)."""
+"""Function with the arguments (task, finished amount, total amount). The total amount is None if it is unknown."""
 
 _observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Call `observer` with all progress that is reported in the context, also if no bar is shown."""
+    """Context in which all reported progress is passed to `observer`, even if no bar is shown."""
     token = _observer.set(observer)
     try:
         yield
@@ -32,21 +32,21 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def report(task: str, done: int = 0, total: int | None = None) -> None:
-    """Report progress to the observer, if there is one."""
+    """Pass progress to the observer, if there is one."""
     if (observer := _observer.get()) is not None:
         observer(task, done, total)
 
 
 class Show(Protocol):
-    """Update a bar to `done` of `total`."""
+    """Function that updates a bar to `done` of `total`."""
 
     def __call__(self, done: int, total: int | None = None, /) -> None: ...
 
 
 class Progress:
-    """Make progress bars that disappear when their work is done.
+    """Creates progress bars that disappear when their work is done.
 
-    No bar is shown if `enabled` is False, stderr is not a terminal, or an observer is called instead.
+    No bar is shown if `enabled` is False, if stderr is not a terminal, or if there is an observer.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -54,7 +54,7 @@ class Progress:
 
     @contextmanager
     def items(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yield a function to call after each of `total` items."""
+        """Yield a function that must be called after each of `total` items."""
         done = 0
         with self.bar(what, total) as show:
 
@@ -67,7 +67,10 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
-        """Yield a function to call with the finished amount, and with the total amount if that was unknown."""
+        """Yield a function that updates the bar.
+
+        It is called with the finished amount. If the total amount was unknown, it can be passed as well.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -1,4 +1,4 @@
-"""Silence transformers in our own commands. `LLM` does not change the settings of the program that uses it."""
+"""Less output of transformers in our own commands. `LLM` does not change the settings of a program that uses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 def quiet_transformers() -> None:
     """Limit transformers' log to errors and disable its progress bars.
 
-    If transformers is not imported yet, set the environment variables that it reads, unless they are set already.
+    If transformers is not imported yet, set the environment variables that it reads, unless the user has set them.
     """
     if "transformers" in sys.modules:
         from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""Read small files from untrusted folders: sizes are limited, and devices are refused."""
+"""Reading of small files from untrusted folders. The size is limited, and devices are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from errno import EFBIG, EINVAL
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 28  # bytes
+LARGEST = 1 << 28  # maximum size in bytes
 
 
 def read_small(path: Path, most: int = LARGEST) -> bytes:
-    """Return the content of a file or pipe of at most `most` bytes. Raise OSError for larger ones and devices."""
+    """Return the content of a file or pipe of up to `most` bytes. Raise OSError for larger files and for devices."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if stat.S_ISCHR(status.st_mode) and not file.isatty():
@@ -25,7 +25,7 @@ def read_small(path: Path, most: int = LARGEST) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raise ValueError, also if it is nested too deeply."""
+    """Parse JSON. Raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

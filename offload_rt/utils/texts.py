@@ -1,4 +1,4 @@
-"""Read texts and prompts from files, or from datasets of the hub through `datasets`.
+"""Texts and prompts from files, or from datasets on the hub through the package `datasets`.
 
 A SPEC is one of:
 
@@ -24,13 +24,13 @@ from .extras import install_command
 from .small_files import read_small
 
 TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffixes of tables and their format names in `datasets`."""
+"""File name extensions of tables, and the names of their formats in `datasets`."""
 
-CHARACTERS = 50_000_000  # maximum length of a text that is joined from rows
+CHARACTERS = 50_000_000  # maximum number of characters of a text that is joined from rows
 
 
 def read_file(path: str) -> str:
-    """Return the text of a UTF-8 file, or of stdin for "-". Raise InputError if it is missing, binary or empty."""
+    """Return the text of a UTF-8 file, or of stdin for "-". Raise InputError if it is missing, empty or not text."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_small(Path(path))
     except (OSError, ValueError) as error:
@@ -49,11 +49,13 @@ def read_file(path: str) -> str:
 
 
 def read_text(spec: str) -> str:
-    """Return the text of a plain file, or the rows of a table or dataset joined by newlines, up to `CHARACTERS`.
+    """Return the text of a plain file, or the rows of a table or dataset, joined by newlines.
+
+    The rows are cut at `CHARACTERS` characters.
 
     Raises:
         InputError: The text cannot be read.
-        ConfigError: `datasets` is needed and not installed.
+        ConfigError: The package `datasets` is needed and not installed.
     """
     rows = _rows(spec)
     if rows is None:
@@ -70,7 +72,7 @@ def read_text(spec: str) -> str:
 
 
 def check_writable(path: str | None) -> None:
-    """Raise InputError if `path` cannot be written, before a long run starts."""
+    """Raise InputError if `path` cannot be written. Called before a long computation whose result is written there."""
     if path is None:
         return
     folder = Path(path).parent
@@ -81,12 +83,12 @@ def check_writable(path: str | None) -> None:
 
 
 def text_name(spec: str) -> str:
-    """Return the name of a text for tables: a file name without its folder, or the SPEC of a dataset."""
+    """Return the name of a text for tables: the name of a file without its folder, or the SPEC of a dataset."""
     return Path(spec).name if _path_of(spec) is not None else spec
 
 
 def _path_of(spec: str) -> tuple[Path, str | None] | None:
-    """Return (file, column), or None for a dataset. An existing path is always a file."""
+    """Return the file and the column that a SPEC names, or None for a dataset. An existing path is always a file."""
     if spec == "-" or Path(spec).exists():
         return Path(spec), None
     stem, colon, column = spec.rpartition(":")
@@ -96,7 +98,7 @@ def _path_of(spec: str) -> tuple[Path, str | None] | None:
 
 
 def _rows(spec: str) -> Iterator[str] | None:
-    """Return the rows of a table or dataset; None for a plain file."""
+    """Return the rows of a table or dataset. None for a plain file."""
     file = _path_of(spec)
     if file is None:
         return _hub_rows(spec)
@@ -110,7 +112,7 @@ def _rows(spec: str) -> Iterator[str] | None:
 
 
 def _hub_rows(spec: str) -> Iterator[str]:
-    """Return the rows of a dataset of the hub, streamed unless offline."""
+    """Return the rows of a dataset on the hub. They are streamed, except in offline mode."""
     parts = spec.split(":")
     if not 2 <= len(parts) <= 4 or not all((parts[0], parts[-1])):
         raise InputError(
@@ -151,7 +153,7 @@ def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, 
 
 
 def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
-    """Return one column of the rows: `column`, else "text", else the only column of strings. Raise InputError."""
+    """Return the strings of one column: `column`, else "text", else the only column of strings. Raise InputError."""
     each = iter(rows)
     first = next(each, None)
     if first is None:

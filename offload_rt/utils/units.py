@@ -1,4 +1,4 @@
-"""Parse and format sizes ("200GiB") and durations ("7d")."""
+"""Parsing and formatting of sizes ("200GiB") and durations ("7d")."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def parse_size(size: int | str, name: str = "size") -> int:
-    """Return bytes from an int or a string such as "200GiB", "1.5GB", "512M" (K, M, G and T alone are binary).
+    """Return the number of bytes for an int or a string such as "200GiB", "1.5GB" or "512M".
+
+    K, M, G and T without "iB" or "B" are binary units.
 
     Raises:
         ConfigError: `size` is not a positive size.
@@ -44,7 +46,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
 
 
 def parse_duration(duration: float | str, name: str = "duration") -> float:
-    """Return seconds from a number or a string such as "90s", "30m", "12h", "7d", "2w".
+    """Return the number of seconds for a number or a string such as "90s", "30m", "12h", "7d" or "2w".
 
     Raises:
         ConfigError: `duration` is not a positive duration.
@@ -66,7 +68,7 @@ def parse_duration(duration: float | str, name: str = "duration") -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds` in the largest unit that gives at least 2: "45 s", "90 min", "36 h", "12 d"."""
+    """Format `seconds` in the largest unit that gives at least 2: "45 s", "90 min", "36 h", "12 d"."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -74,7 +76,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(size: float) -> str:
-    """Return `size` bytes in the largest binary unit that gives at least 1, with three digits: "1.46 GiB"."""
+    """Format `size` bytes in the largest binary unit that gives at least 1, with three digits: "1.46 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Load the settings of a document and compare them with the given settings, before a model is loaded."""
+"""Read the settings of a document and compare them with the user's settings, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
 NAMES = {"chapter_tokens": "chapter length"}
-"""Names of settings in messages, if they differ from the field names."""
+"""Names of settings in messages. Other settings are called by their field names."""
 
 NOT_SUPPORTED = (
     "n",
@@ -25,19 +25,19 @@ NOT_SUPPORTED = (
     "logits_processors",
     "min_tokens",
 )
-"""Sampling parameters that a document cannot have."""
+"""Sampling parameters that are not supported for documents."""
 
 DEFAULT_CHAPTER_TOKENS = 1000
 
 
 class Draft:
-    """A new document, or one to continue.
+    """The settings of a new document, or of a document to continue.
 
     Args:
-        path: Text file of the document. If it exists without a session folder, its text is the beginning.
-        folder: Folder of settings and KV; None means `path` with ".session" appended.
+        path: Text file of the document. If it exists but has no session folder, its text is the beginning.
+        folder: Folder of settings and KV. None means `path` with ".session" appended.
         sampling: Sampling parameters. They must equal the parameters that the document was begun with.
-        **given: Fields of `Settings`. Empty fields are taken from the document.
+        **given: Fields of `Settings`. Fields that are empty are taken from the document.
 
     Raises:
         InputError: The document was begun with other settings, or a file cannot be read or written.
@@ -82,7 +82,7 @@ class Draft:
             longer_outline = name == "headings" and tuple(value)[: len(before)] == before
             if before != value and not longer_outline:
                 raise self._differs(NAMES.get(name, name), before, value)
-        for name, value in json.loads(json.dumps(self.sampling)).items():  # lists, as in the file
+        for name, value in json.loads(json.dumps(self.sampling)).items():  # convert tuples to lists, as in the file
             if name not in ("max_tokens", "seed") and value != known.sampling.get(name, _default(name)):
                 raise self._differs(name, known.sampling.get(name, _default(name)), value)
         if self.sampling.get("seed") not in (None, known.sampling["seed"]):
@@ -97,11 +97,14 @@ class Draft:
         )
 
     def chapters(self, wanted: int = 0) -> int:
-        """Return the number of chapters to write: `wanted`, or one per heading, or as many as are written already."""
+        """Return the number of chapters, which is `wanted` if it is not 0.
+
+        Otherwise there is one chapter per heading, but at least as many as have been begun.
+        """
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
     def complete(self, max_tokens: int, chapters: int = 0) -> bool:
-        """Return whether the document was complete when it was saved, so that no model needs to be loaded."""
+        """Return whether the document is already complete, so that no model needs to be loaded."""
         total = self.chapters(chapters)
         enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
@@ -112,7 +115,7 @@ class Draft:
 
 
 def saved_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return the fields of sampling parameters that differ from the defaults, and the seed."""
+    """Return the seed, and the fields of sampling parameters that differ from the defaults."""
     values = asdict(params) | {"max_tokens": _default("max_tokens")}
     found = {name: value for name, value in values.items() if value != _default(name)}
     _check_supported(found)
@@ -130,7 +133,7 @@ def _default(name: str) -> Any:
 
 
 def read_verbatim(path: Path) -> str:
-    """Return the text of a file without converting line ends. Raise InputError."""
+    """Return the text of a file with unchanged line ends. Raise InputError if it cannot be read."""
     try:
         return path.read_bytes().decode()
     except OSError as error:

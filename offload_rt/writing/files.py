@@ -1,4 +1,4 @@
-"""Files of a long document: its text, its settings, and its tokens."""
+"""The files of a long document: its text, its settings, and the tokens written so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FORMAT = 1
 
 
 def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Write a file atomically. If the process or the machine stops, the file has its old or its new content."""
+    """Write a file atomically.
+
+    If the process or the machine stops during the write, the file has either its old or its new content.
+    """
     temporary = path.with_name(f"{path.name}.part")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -34,20 +37,23 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 
 
 class TextFile:
-    """The text of a document on disk. It grows in whole pieces, each written by one call of `append`.
+    """The text file of a document. Each call of `append` writes one complete piece of text.
 
-    After a restart the file may be shorter than the saved tokens, or contain text that was not saved yet. `restore`
-    makes it equal to the saved text or longer. Pieces that are in the file already are compared, not written again.
+    The file and the tokens are saved separately. After a restart, the file may therefore be shorter than the text of
+    the saved tokens, or longer. `restore` appends missing text. While the file is longer, `append` compares new pieces
+    with the file instead of writing them.
     """
 
     def __init__(self, path: Path, session: Path) -> None:
-        """`session`: Folder of the document's session, for messages."""
+        """Create the object. `session` is the folder of the document's session, for messages."""
         self.path, self._session = path, session
         self._ahead = b""
         self._handle: int | None = None
 
     def restore(self, saved: str) -> None:
-        """Open the file, which must contain the text `saved` or the beginning of it.
+        """Open the file, and append text if it ends before the end of `saved`.
+
+        The file must begin with the text `saved`, or must itself be a beginning of this text.
 
         Raises:
             InputError: The file was edited, or cannot be read or written.
@@ -70,11 +76,11 @@ class TextFile:
 
     @property
     def ahead(self) -> bool:
-        """Whether the file contains text that has not been compared yet."""
+        """Whether the file contains more text than was appended since `restore`."""
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append a piece of text, or compare it with the text of the file at this position."""
+        """Append a piece of text to the file. If the file already has text at this position, compare both."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -86,14 +92,14 @@ class TextFile:
         try:
             write_all(self._handle, at, memoryview(data[known:]))
         except OSError as error:
-            os.ftruncate(self._handle, at)  # so that the file ends with complete pieces of text
+            os.ftruncate(self._handle, at)  # the file must end with a complete piece of text
             raise StoreError(
                 f"cannot write {str(self.path)!r}: {error.strerror}. Free some space; the same command then continues"
             ) from error
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Cut the file at the first difference, after copying it."""
+        """Cut the file at the first difference from the appended text. Make a copy of the file first."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
@@ -117,12 +123,12 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that determines a document's text, except the model's weights. Written once.
+    """All settings that determine a document's text, apart from the model's weights. They are written once.
 
     Attributes:
         model: Name of the model, for messages.
         fingerprint: Fingerprint of the model, its number format and its policy.
-        prompt: Instruction, which is not part of the text.
+        prompt: Instruction for the model. It is not part of the text.
         system: System message.
         beginning: Text that the document begins with.
         headings: Headings of the chapters (an outline).
@@ -142,15 +148,15 @@ class Settings:
 
 @dataclass
 class Written:
-    """Progress of a document.
+    """The tokens written so far, and the progress of a document.
 
     Attributes:
-        tokens: All tokens so far: the context of the first turn, headings and new tokens.
-        given: Number of tokens that the model has not written: prompt and beginning.
-        chapters: Position in `tokens` of each heading's first token.
+        tokens: All tokens in order: the prompt and the beginning, then headings and generated tokens.
+        given: Number of tokens in the prompt and the beginning, which the model has not written.
+        chapters: Index in `tokens` of the first token of each heading.
         unread: Number of tokens that were cut from the start of a beginning that is too long for the model.
-        new_tokens: Tokens written so far, including tokens that are only in the text file.
-        complete: Finish reason if the document was complete when it was last saved, else "".
+        new_tokens: Number of generated tokens, including tokens that are only in the text file.
+        complete: Finish reason if the document is complete, else "".
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -174,12 +180,12 @@ class DocumentFolder:
         return (self.path / "settings.json").exists()
 
     def settings(self) -> Settings:
-        """Read the settings. Raise InputError if they are damaged."""
+        """Read the settings from disk. Raise InputError if they are damaged."""
         found: Settings = self._read("settings.json", Settings)
         return found
 
     def written(self) -> Written:
-        """Read the progress, empty if there is none yet. Raise InputError if it is damaged."""
+        """Read the progress from disk. It is empty if the document has not begun. Raise InputError if it is damaged."""
         if not (self.path / "progress.json").exists():
             return Written()
         found: Written = self._read("progress.json", Written)
@@ -215,7 +221,10 @@ class DocumentFolder:
 
 
 def check_fields(value: Settings | Written) -> None:
-    """Raise ValueError if a field has another type than its default. Lists become tuples where the default is one."""
+    """Check that each field has the type of its default. Raise ValueError otherwise.
+
+    JSON has no tuples, so lists are converted to tuples if the default is a tuple.
+    """
     for one in fields(value):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         found = getattr(value, one.name)

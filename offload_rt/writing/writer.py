@@ -1,9 +1,9 @@
 """Write a long document in turns of a session. Each turn ends at a fixed token position.
 
-The text after a turn depends on the stored session, the settings and the seed alone: the random numbers of a token
-depend on its absolute position, and turns end where the length of the session is a multiple of the block size, plus
-one. A turn that is interrupted is not kept. The next run repeats it and gives the same text, wherever the first run was
-stopped.
+The text after a turn depends only on the stored session, the settings and the seed. Two rules ensure this: the random
+numbers for a token depend on its absolute position, and a turn ends when the session has a multiple of the block size
+plus one tokens. If a turn is interrupted, its tokens are discarded. The next run repeats the turn and gives the same
+text, no matter when the first run was interrupted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from .files import TextFile, Written
 SESSION = "document"
 
 LONGER_TURNS = 16_384
-"""A turn gets an additional block per this number of context tokens, because its first token attends to the whole
-context exactly, which takes longer in long contexts."""
+"""Number of context tokens per additional block of a turn.
+
+In long contexts, turns are longer, because each turn begins with a token that attends to the whole context exactly,
+which takes time.
+"""
 
 SEPARATOR = "\n\n"
 
 RATE_TOKENS = 64
-"""Number of newest tokens over which the speed is measured."""
+"""Number of latest tokens from which the speed is computed."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,12 @@ class WritingProgress:
     """Progress of a document, reported after each token.
 
     Attributes:
-        new_tokens: Tokens written so far, also by earlier runs.
-        total_tokens: Tokens of the complete document.
+        new_tokens: Number of generated tokens, including those of earlier runs.
+        total_tokens: Number of generated tokens of the complete document.
         chapter: Number of the current chapter; 0 if the document has none.
-        tokens_per_second: Speed of the newest tokens; 0 at first.
-        repeated: Whether the token is in the file already. An interrupted turn is repeated.
-        prefilled: Fraction of the layers that have prefilled the context; 1 from the first token on.
+        tokens_per_second: Speed of the latest tokens. 0 before the first measurement.
+        repeated: Whether the token is already in the file, because an interrupted turn is being repeated.
+        prefilled: Fraction of the layers that have prefilled the context. 1 from the first generated token on.
     """
 
     new_tokens: int
@@ -62,7 +65,7 @@ class WritingProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the document is complete, or None at first."""
+        """Estimated seconds until the document is complete, or None before the first measurement."""
         left = max(0, self.total_tokens - self.new_tokens)
         return left / self.tokens_per_second if self.tokens_per_second else None
 
@@ -73,13 +76,13 @@ class Document:
 
     Attributes:
         path: File with the text.
-        new_tokens: Tokens written, also by earlier runs.
+        new_tokens: Number of generated tokens, including those of earlier runs.
         chapters: Number of chapters.
-        finish_reason: "length", or "stop" (end of text or stop string).
-        context_tokens: Tokens in the context at the end.
-        removed_tokens: Oldest tokens that were removed from the context, because it would have exceeded the model's
+        finish_reason: "length", or "stop" if the model ended the text or a stop string was found.
+        context_tokens: Number of tokens in the context at the end.
+        removed_tokens: Number of oldest tokens that were removed, because the context would have exceeded the model's
             context length.
-        stats: Statistics of the last turn, if there was one.
+        stats: Statistics of the last turn, or None if no turn ran.
     """
 
     path: Path
@@ -108,22 +111,23 @@ def write_document(
 ) -> Document:
     """Write a long document to a file, or continue one.
 
-    The file grows token by token. The folder `path` + ".session" keeps the KV cache, so that a later call with the
-    same arguments continues without computing the text again. An interrupted document continues with the text that it
-    would have had without the interruption.
+    The file grows token by token. The folder `path` + ".session" keeps the KV cache, so that a later call with the same
+    arguments continues without computing the text again. An interrupted document continues with the text that it would
+    have had without the interruption.
 
     Args:
         llm: The model.
-        path: Text file. If it exists without a session folder, its text is read and continued.
-        prompt: Instruction. It is rendered with the chat template if the model has one, else it precedes the text. It
-            is not part of the document.
-        sampling_params: None uses the document's parameters, or the model's defaults. A document keeps its seed.
+        path: Text file. If it exists but has no session folder, its text is the beginning of a new document.
+        prompt: Instruction for the model. It is rendered with the chat template if there is one. Otherwise it precedes
+            the text in the context. It is not part of the document.
+        sampling_params: Sampling parameters. None uses the parameters that the document was begun with, or the model's
+            defaults for a new document. A document keeps its seed.
         max_tokens: Total number of new tokens of a document without chapters.
         beginning: Text that a new document begins with.
         outline: Headings of the chapters.
-        chapters: Number of chapters; 0 means the number of headings.
-        chapter_tokens: Length of a chapter; 0 means 1000. A chapter ends at the end of a KV block, so it is up to 64
-            tokens longer.
+        chapters: Number of chapters. 0 means one per heading.
+        chapter_tokens: Length of a chapter in tokens. 0 means 1000. A chapter ends at the end of a KV block, so it can
+            be up to 64 tokens longer.
         system: System message, for models with a chat template.
         folder: Session folder; by default `path` + ".session".
         on_progress: Called after each layer of the first prefill and after each token.
@@ -150,7 +154,7 @@ def write_draft(
     chapters: int = 0,
     on_progress: Callable[[WritingProgress], None] = lambda progress: None,
 ) -> Document:
-    """Write a document whose settings were checked before the model was loaded. See `write_document`."""
+    """Write a document whose settings have already been checked by `Draft`. See `write_document`."""
     fingerprint = _fingerprint(llm)
     if draft.new:
         params = llm.get_default_sampling_params(**draft.sampling)
@@ -175,7 +179,7 @@ def _fingerprint(llm: LLM) -> str:
 
 
 class _Writer:
-    """Write one document. `close` saves it."""
+    """Writes one document. `close` saves its progress."""
 
     def __init__(
         self, llm: LLM, draft: Draft, max_tokens: int, chapters: int, on_progress: Callable[[WritingProgress], None]
@@ -187,7 +191,7 @@ class _Writer:
         self._ends = eos.union(self._params.stop_token_ids)
         self._positions = llm.geometry.max_positions
         self._times: deque[float] = deque(maxlen=RATE_TOKENS)
-        self._unfinished: list[int] = []  # new tokens of the current turn
+        self._unfinished: list[int] = []  # generated tokens of the current turn
         self._headings: dict[int, list[int]] = {}
         draft.folder.begin(draft.settings)
         self._session: Session = llm.session(SESSION, draft.folder.kv)
@@ -234,7 +238,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     def _restored(self) -> Written:
-        """Return the progress of the stored session, and restore the text file to it."""
+        """Return the progress of the stored session, and complete the text file accordingly."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         written.chapters = [place for place in written.chapters if place < len(written.tokens)]
@@ -245,13 +249,14 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document. The session may have lost the oldest ones by truncation.
+        """Return all tokens of the document. The oldest tokens come from `saved`, and the rest from the session.
 
-        The session and the progress are saved one after the other, so either may be a turn ahead of the other.
+        The session may lack the oldest tokens because of truncation. The session and the progress are saved one after
+        the other, so either of them may be one turn ahead.
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
-        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the last token may have been replaced
+        common = min(len(saved), history.shift + len(history.tokens)) - 1  # the next turn may replace the last token
         tail = history.tokens[history.sinks :] if history.shift else history.tokens
         if saved[since : max(since, common)] != tail[: max(0, common - since)]:
             raise InputError(
@@ -267,10 +272,10 @@ class _Writer:
 
     @property
     def _new_tokens(self) -> int:
-        """Number of tokens written by the model."""
+        """Number of tokens that the model has generated."""
         written = self._written
         lengths = [len(self._heading(number)) for number in range(1, len(written.chapters) + 1)]
-        inside = zip(written.chapters, lengths, strict=True)  # without a heading that only the next turn adds
+        inside = zip(written.chapters, lengths, strict=True)  # leave out the heading that the next turn will add
         headings = sum(length for place, length in inside if place + length <= len(written.tokens))
         return max(0, len(written.tokens) - written.given - headings) + len(self._unfinished)
 
@@ -280,7 +285,7 @@ class _Writer:
 
     @property
     def _ended(self) -> bool:
-        """Whether the model has ended the text, or a stop string was found."""
+        """Whether the text is complete: the model ended it, or a stop string was found."""
         tokens = self._written.tokens
         return self._text.stopped is not None or (bool(tokens) and tokens[-1] in self._ends)
 
@@ -294,9 +299,10 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise PoolFullError if the context would outgrow host memory before it reaches the model's length.
+        """Raise an error if the document can never be completed.
 
-        Raise ModelError if it would outgrow a model with absolute positions, whose context cannot be truncated.
+        PoolFullError: the KV would exceed host memory before the context reaches the model's length. ModelError: the
+        context would exceed the length of a model with absolute positions, whose context cannot be truncated.
         """
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
@@ -305,10 +311,11 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the first tokens of the next turn: known tokens, and the tokens of a new heading. None at the end.
+        """Return the first tokens of the next turn as (known tokens, tokens of a new heading), or None at the end.
 
-        The known tokens are the context, or the last token, which has no KV yet. An end-of-text token is left out. The
-        progress is saved before a turn that begins the document or a chapter.
+        The known tokens are the whole context for the first turn. For a later turn, they are only the last token, which
+        has no KV yet. An end-of-text token is left out. Before a turn that begins the document or a chapter, the
+        progress is saved.
         """
         written = self._written
         heading: list[int] = []
@@ -340,7 +347,7 @@ class _Writer:
         return length >= self._settings.chapter_tokens
 
     def _turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
-        """Write one turn. Return the reason if the document is complete."""
+        """Write one turn. Return the finish reason if the document is complete, else None."""
         written, new, added = self._written, self._new_tokens, [*kept, *heading]
         before, replaced = written.tokens[:-1], int(bool(written.tokens))
         self._file.append("".join(self._push(token) for token in heading))
@@ -370,7 +377,10 @@ class _Writer:
         return "stop" if reason == "length" and self._ended else reason
 
     def _room(self, added: int, replaced: int) -> int:
-        """Return the number of new tokens after which the session has full blocks and one token without KV."""
+        """Return the number of tokens to generate in a turn that appends `added` and removes `replaced` tokens.
+
+        After the turn, the session has full blocks and one more token, which has no KV yet.
+        """
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -380,7 +390,7 @@ class _Writer:
     # --------------------------------------------------------------------------------------------------------- tokens
 
     def _heading(self, number: int) -> list[int]:
-        """Return the tokens of the heading of a chapter."""
+        """Return the tokens of the heading of chapter `number`."""
         if number not in self._headings:
             outline = self._settings.headings
             title = outline[number - 1] if number <= len(outline) else f"CHAPTER {number}"
@@ -390,7 +400,7 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens before the first heading or new token: prompt and beginning.
+        """Return the tokens of the prompt and the beginning.
 
         If they are longer than the model's context length, the oldest tokens of the beginning are left out.
         """
@@ -409,7 +419,7 @@ class _Writer:
         return [*prompt, *beginning]
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of the prompt, with the chat template if there is one."""
+        """Return the tokens of the prompt, rendered with the chat template if there is one."""
         llm, settings = self._llm, self._settings
         if not settings.prompt:
             return []
@@ -422,6 +432,6 @@ class _Writer:
 
 
 def _to_boundary(length: int) -> int:
-    """Return the number of tokens to add to `length` so that the last block has one token and all others are full."""
+    """Return the number of tokens to add to `length` so that full blocks plus one token result."""
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

@@ -1,6 +1,6 @@
-"""RULER's multi-value and multi-query tasks without downloads.
+"""RULER's tasks with several needle values and several queries, without downloads.
 
-The packaged public-domain novel replaces the essays, and a regular expression replaces the trained sentence splitter.
+The novel in the package replaces RULER's essays, and a regular expression replaces the trained sentence splitter.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def sentences(text: str) -> list[str]:
 
 
 def multivalue(**metadata: Any) -> Any:
-    """Create documents with one key and four values. All values are queried."""
+    """Create documents with one key that has four values. The question asks for all values."""
     return _hidden(metadata, num_needle_v=4)
 
 
 def multiquery(**metadata: Any) -> Any:
-    """Create documents with four keys of one value each. All keys are queried."""
+    """Create documents with four keys that have one value each. The question asks for all keys."""
     return _hidden(metadata, num_needle_q=4)
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Create documents of every length in `max_seq_lengths` (tokens) with RULER's generator."""
+    """Create documents with RULER's generator, for each length in `max_seq_lengths` (tokens)."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
 
@@ -56,7 +56,7 @@ def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return RULER's score of a document, keyed by its length."""
+    """Return RULER's score of a document as {length of the document: score}."""
     from lm_eval.tasks.ruler.common_utils import process_results as score
 
     found: dict[str, float] = score(document, results)
@@ -64,7 +64,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def aggregate_metrics(scores: list[float]) -> float:
-    """Return RULER's mean score, or -1 if no document has the length."""
+    """Return the mean of RULER's scores, or -1 if there is no document of this length."""
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics as mean
 
     return float(mean(scores))

@@ -26,7 +26,7 @@ def _dataset(documents: list[dict[str, Any]]) -> Any:
 
 
 def lines(file: str, **metadata: Any) -> Documents:
-    """Load a JSONL file as the split "validation"."""
+    """Load a JSON-lines file as the split "validation"."""
     text = (_folder() / file).read_text(encoding="utf-8")
     return {"validation": _dataset([json.loads(line) for line in text.splitlines() if line.strip()])}
 

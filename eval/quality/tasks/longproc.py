@@ -1,4 +1,7 @@
-"""Two tasks of LongProc (arXiv 2501.05414) on local files: outputs of about 500 tokens, scored by rule."""
+"""Two tasks of LongProc (arXiv 2501.05414) on local files.
+
+The outputs have about 500 tokens and are scored by rules.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import yaml
 
 
 def _load(task: str) -> tuple[str, list[dict[str, Any]], Path]:
-    """Return the prompt template, the items and the folder of a task. Raises FileNotFoundError if they do not exist."""
+    """Return the prompt template, the items and the folder of a task. Raises FileNotFoundError if there are none."""
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "longproc" / task
     if not folder.is_dir():
         raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that holds longproc/")
@@ -27,7 +30,7 @@ def _dataset(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def routes(**metadata: Any) -> dict[str, Any]:
-    """Load path_traversal: routes between two cities, one line per step."""
+    """Load the task path_traversal: find a route between two cities, and write one line per step."""
     template, items, _ = _load("path_traversal")
     rows = []
     for item in items:
@@ -38,7 +41,7 @@ def routes(**metadata: Any) -> dict[str, Any]:
 
 
 def pages(max_bytes: int = 24_000, **metadata: Any) -> dict[str, Any]:
-    """Load html_to_tsv: a table extracted from a web page of at most `max_bytes` bytes."""
+    """Load the task html_to_tsv: extract a table from a web page of at most `max_bytes` bytes."""
     template, items, folder = _load("html_to_tsv")
     rows = []
     for item in items:
@@ -51,7 +54,7 @@ def pages(max_bytes: int = 24_000, **metadata: Any) -> dict[str, Any]:
 
 
 def route_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the share of correct leading steps and whether the whole route is correct."""
+    """Return two scores: the fraction of steps before the first error, and whether the whole route is correct."""
     expected, found = _lines(document["answer"]), _lines(results[0])
     right = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
     leading = min(len(expected), len(found)) if right is None else right
@@ -59,7 +62,7 @@ def route_results(document: dict[str, Any], results: list[str]) -> dict[str, flo
 
 
 def page_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the F1 of whole rows. The header is not counted."""
+    """Return the F1 score over whole rows of the table, without the header."""
     expected, found = (Counter(_rows(text)) for text in (document["answer"], results[0]))
     expected -= Counter(_rows(document["header"]))
     found -= Counter(_rows(document["header"]))

@@ -1,7 +1,8 @@
-"""Records described in prose, to be written as JSON: a task whose answer needs most of its context.
+"""A task whose answer needs most of its context: convert records that are described in prose to JSON.
 
-Modelled on the Text2JSON task of "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426). The text and the
-records are generated here. A document has `records` people, each described in a paragraph, and filler between them.
+The task is modelled on Text2JSON in "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426). Texts and
+records are generated here. A document describes `records` people, one paragraph each, with filler sentences between the
+paragraphs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RECORDS = (
     "A {profession} from {city} signed the register next: {name}. The ink is faded, but the year {year} and the badge "
     "number {badge} can still be read.",
 )
-"""Descriptions of a record. Each names all `FIELDS`."""
+"""Templates of the paragraph about a record. Each contains all `FIELDS`."""
 
 FILLER = (
     "The afternoon was quiet and the corridor smelled of floor polish.",
@@ -58,18 +59,21 @@ QUESTION = (
 )
 
 PREFIX = "["
-"""Beginning of the answer, part of the prompt."""
+"""Beginning of the answer. It is part of the prompt."""
 
 
 def documents(records: int = 16, filler: int = 4, samples: int = 50, **metadata: Any) -> dict[str, Any]:
-    """Create documents of `records` records with `filler` sentences after each, as the split "test"."""
+    """Create `samples` documents as the split "test".
+
+    Each has `records` records, with `filler` sentences after each record.
+    """
     from datasets import Dataset
 
     return {"test": Dataset.from_list([document(seed, records, filler) for seed in range(samples)])}
 
 
 def document(seed: int, records: int, filler: int) -> dict[str, Any]:
-    """Create one document. Names and badges are unique in it."""
+    """Create one document. No two records in it have the same name or badge."""
     rng = random.Random(f"{seed} {records} {filler}")
     names = rng.sample([f"{first} {last}" for first in FIRST for last in LAST], records)
     badges = rng.sample(range(10_000, 100_000), records)
@@ -88,7 +92,7 @@ def document(seed: int, records: int, filler: int) -> dict[str, Any]:
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return the F1 of (person, field, value) triples and the share of records that are entirely correct."""
+    """Return the F1 score over (person, field, value) triples, and the fraction of completely correct records."""
     expected, found = triples(json.loads(document["records"])), triples(objects(PREFIX + results[0]))
     right = len(expected & found)
     people = {person for person, _, _ in expected}
@@ -97,7 +101,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def objects(answer: str) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects without nesting in `answer`, which may end early."""
+    """Yield the JSON objects in `answer` that are complete. They are not nested. The answer may be cut off."""
     for text in re.findall(r"\{[^{}]*\}", answer):
         try:
             yield json.loads(text)
@@ -106,5 +110,5 @@ def objects(answer: str) -> Iterator[dict[str, Any]]:
 
 
 def triples(records: Any) -> set[tuple[str, str, str]]:
-    """Return the (person, field, value) triples of `records`. Numbers equal their text."""
+    """Return the (person, field, value) triples of `records`. A number counts as equal to its text."""
     return {(str(r.get("name")), field, str(r.get(field))) for r in records for field in FIELDS if field in r}

@@ -1,4 +1,4 @@
-"""Importers of checkpoint folders with packed weights, by the `quant_method` of their configuration."""
+"""Importers of checkpoint folders with packed weights, chosen by `quant_method` in the configuration."""
 
 from __future__ import annotations
 

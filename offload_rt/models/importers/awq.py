@@ -1,8 +1,8 @@
-"""AWQ checkpoints of AutoAWQ in its GEMM layout, with 4 bits.
+"""Importer of 4-bit AWQ checkpoints in the GEMM layout of AutoAWQ.
 
-Each layer has qweight, int32 `[in, out / 8]`, with outputs 0, 2, 4, 6, 1, 3, 5, 7 of each 8 in a word, qzeros, int32
-`[groups, out / 8]`, in the same order, and scales `[groups, out]`. Weights are `(code - zero) * scale` (AutoAWQ,
-awq/utils/packing_utils.py).
+Each layer has three tensors. qweight, int32 `[in, out / 8]`, has eight codes in a word, in the order of outputs 0, 2,
+4, 6, 1, 3, 5, 7. qzeros, int32 `[groups, out / 8]`, has the same order. scales is `[groups, out]`. Weights are `(code -
+zero) * scale` (AutoAWQ, awq/utils/packing_utils.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..packed_checkpoint import CannotPackError
 from .base import Importer, Options, PackedLayer, Shapes, format_of, pack_layer, unpack_words
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of 8 consecutive outputs is in a word."""
+"""Position in a word of each of 8 consecutive outputs."""
 
 
 class AWQ(Importer):
-    """Importer of AWQ."""
+    """Importer of AWQ checkpoints."""
 
     method = "awq"
     parts = ("qweight", "qzeros", "scales")
@@ -44,6 +44,6 @@ class AWQ(Importer):
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:
-    """Return the codes in words `[n, out / 8]`: uint8 `[out, n]`."""
+    """Unpack words `[n, out / 8]` to codes, uint8 `[out, n]`."""
     codes = unpack_words(words, 4).view(len(words), -1, 8)
     return codes[..., list(_PLACES)].flatten(1).T.contiguous()

@@ -1,6 +1,6 @@
 """The interface of an importer, and functions that several importers use.
 
-An importer is one file. It relates the tensors of one module in a checkpoint to packed rows (`PackedFormat`).
+Each importer is one file. It converts the tensors of one linear layer in a checkpoint to packed rows (`PackedFormat`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from ...kernels.packed_format import GROUPS, PackedFormat
 from ..packed_checkpoint import CannotPackError
 
 Options = Mapping[str, Any]
-"""`quantization_config` of a checkpoint."""
+"""The `quantization_config` of a checkpoint."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of the tensors of a module, by the last part of their names."""
+"""Shapes of a module's tensors, by the last part of their names."""
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A packed linear layer.
+    """A linear layer with packed weights.
 
     Attributes:
         rows: Packed rows, uint8 `[out, form.row_bytes]`.
-        order: Order of the inputs, int32 `[ins]`, if `form.permuted`.
+        order: Order of the inputs, int32 `[ins]`, if `form.permuted`: packed input i is input `order[i]` of the layer.
+            Otherwise None.
     """
 
     form: PackedFormat
@@ -36,36 +37,44 @@ class PackedLayer:
 
 
 class Importer(Protocol):
-    """The layout of one kind of checkpoint."""
+    """Converts linear layers of one kind of checkpoint."""
 
     method: str
-    """`quant_method` in the configuration."""
+    """Value of `quant_method` in the configurations of these checkpoints."""
 
     parts: tuple[str, ...]
-    """Last parts of the names of tensors that become packed weights. Other tensors are copied."""
+    """Last parts of the names of tensors that are converted to packed weights. Other tensors are copied."""
 
     def check(self, options: Options) -> None:
-        """Raise CannotPackError if the configuration states a variant that is not supported."""
+        """Raise CannotPackError if the configuration states an unsupported variant."""
 
     def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
-        """Return the format of a layer with `ins` inputs from the shapes of its tensors, or None if it is not packed.
+        """Return the packed format of a layer with `ins` inputs, given the shapes of its tensors. None if not packed.
 
-        The size of its rows is final. Whether it has an exponent or permuted inputs may depend on the numbers.
+        The size of its rows is final. Its exponent, and whether its inputs are permuted, may change in `pack`, because
+        they depend on the values.
 
         Raises:
-            CannotPackError: The layer is packed in another way.
+            CannotPackError: The layer is packed in an unsupported way.
         """
 
     def pack(self, tensors: Mapping[str, torch.Tensor], form: PackedFormat, options: Options) -> PackedLayer:
-        """Return a layer whose unpacked weights are equal to the format's own. Raise CannotPackError."""
+        """Return the packed layer. Its unpacked weights equal those that the checkpoint's own library computes.
+
+        Raises:
+            CannotPackError: The values do not fit the format.
+        """
 
 
 def format_of(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
-    """Return the format with zeros of a layer with `groups` groups in each row. Raise CannotPackError."""
+    """Return the format, with zeros, of a layer with `groups` groups in each row.
+
+    Raise CannotPackError if there is none.
+    """
     group = ins // max(1, groups)
     if groups < 1 or ins % groups:
         raise CannotPackError(f"{groups} groups for {ins} inputs")
-    if groups == 1 and not PackedFormat.fits(ins, bits, group):  # one scale for each output
+    if groups == 1 and not PackedFormat.fits(ins, bits, group):  # one scale per output
         group = next((size for size in reversed(GROUPS) if ins % size == 0), group)
     if bits not in (4, 8) or not PackedFormat.fits(ins, bits, group):
         sizes = ", ".join(map(str, GROUPS))
@@ -76,7 +85,7 @@ def format_of(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedForm
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in int32 `[n, m]`, lowest bits first: uint8 `[n, m * 32 / bits]`."""
+    """Unpack the codes in int32 words `[n, m]`, lowest bits first. Return uint8 `[n, m * 32 / bits]`."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
 
@@ -84,17 +93,17 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 def pack_layer(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, form: PackedFormat, groups: torch.Tensor | None
 ) -> PackedLayer:
-    """Return the layer with weights `(code - zero) * scale`.
+    """Pack a layer whose weights are `(code - zero) * scale`.
 
     Args:
-        codes: uint8 `[out, ins]`.
-        scales: `[out, n]` for n groups.
-        zeros: Whole numbers `[out, n]`.
-        form: The format.
-        groups: Group of each input, `[ins]`. None stands for groups of adjacent inputs.
+        codes: Codes, uint8 `[out, ins]`.
+        scales: Scales `[out, n]` of n groups.
+        zeros: Zeros `[out, n]`, whole numbers.
+        form: The packed format.
+        groups: Index of each input's group, `[ins]`. None means groups of adjacent inputs.
 
     Raises:
-        CannotPackError: The numbers do not fit the format.
+        CannotPackError: The values do not fit the format.
     """
     if int(zeros.min()) < 0 or int(zeros.max()) > 255:
         raise CannotPackError("zero points outside 0 to 255")
@@ -113,7 +122,7 @@ def pack_layer(
 
 
 def _exponent_of(scales: torch.Tensor) -> int:
-    """Return the exponent with which float16 holds scales exactly. Raise CannotPackError if there is none."""
+    """Return an exponent with which float16 represents all scales exactly. Raise CannotPackError if there is none."""
     wide = scales.float()
     if not bool(wide.isfinite().all()):
         raise CannotPackError("scales that are not finite")

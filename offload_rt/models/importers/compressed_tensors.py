@@ -1,10 +1,10 @@
-"""Checkpoints of compressed-tensors (llm-compressor) with integer weights of 4 or 8 bits and 16-bit activations.
+"""Importer of compressed-tensors checkpoints (llm-compressor) with 4-bit or 8-bit weights, 16-bit activations.
 
-In the format "pack-quantized", a layer has weight_packed, int32 `[out, in * bits / 32]`, with consecutive inputs in a
-word, plus 2^(bits - 1), and weight_zero_point, int32 `[out * bits / 32, groups]`, with consecutive outputs in a word.
-In "int-quantized", weight and weight_zero_point are int8. weight_scale is `[out, groups]`, `[out, 1]` or `[1]`. Weights
-are `(code - zero) * scale` (compressed-tensors, compressors/pack_quantized/helpers.py,
-quantization/lifecycle/forward.py).
+In the format "pack-quantized", a layer has weight_packed, int32 `[out, in * bits / 32]`, with the codes of consecutive
+inputs in a word; 2^(bits - 1) has been added to each code. Its weight_zero_point, int32 `[out * bits / 32, groups]`,
+has consecutive outputs in a word. In the format "int-quantized", weight and weight_zero_point are int8. weight_scale is
+`[out, groups]`, `[out, 1]` or `[1]`. Weights are `(code - zero) * scale` (compressed-tensors,
+compressors/pack_quantized/helpers.py, quantization/lifecycle/forward.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORMATS = ("pack-quantized", "int-quantized")
 
 
 class CompressedTensors(Importer):
-    """Importer of compressed-tensors."""
+    """Importer of compressed-tensors checkpoints."""
 
     method = "compressed-tensors"
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -63,6 +63,6 @@ class CompressedTensors(Importer):
 
 
 def _group(tensors: Mapping[str, torch.Tensor], form: PackedFormat) -> int:
-    """Return the inputs with a common scale in the checkpoint, which may be more than in the format."""
+    """Return how many inputs share a scale in the checkpoint. Groups of the packed format may be smaller."""
     scale = tensors["weight_scale"]
     return form.ins // (scale.shape[1] if scale.dim() == 2 else 1)

@@ -1,8 +1,9 @@
-"""GPTQ checkpoints of AutoGPTQ and GPTQModel, with 4 or 8 bits.
+"""Importer of 4-bit and 8-bit GPTQ checkpoints of AutoGPTQ and GPTQModel.
 
-Each layer has qweight, int32 `[in * bits / 32, out]`, with consecutive inputs in a word, scales `[groups, out]`,
-qzeros, int32 `[groups, out * bits / 32]`, and g_idx, the group of each input. Weights are `scale * (code - zero)`. In
-`checkpoint_format` "gptq", qzeros holds zeros minus 1 (AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+Each layer has four tensors: qweight, int32 `[in * bits / 32, out]`, with the codes of consecutive inputs in a word;
+scales `[groups, out]`; qzeros, int32 `[groups, out * bits / 32]`; and g_idx, the group of each input. Weights are
+`scale * (code - zero)`. In `checkpoint_format` "gptq", qzeros has the zeros minus 1 (AutoGPTQ,
+auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .base import Importer, Options, PackedLayer, Shapes, format_of, pack_layer,
 
 
 class GPTQ(Importer):
-    """Importer of GPTQ."""
+    """Importer of GPTQ checkpoints."""
 
     method = "gptq"
     parts = ("qweight", "qzeros", "scales", "g_idx")

@@ -15,7 +15,7 @@ from .packed import PACKED
 from .quantizers import MXFP4, BitsAndBytes, TorchAO
 
 BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
-"""All weight formats. A layer is computed by the first format that supports it."""
+"""All weight formats. The first format that supports a layer computes it."""
 
 GGUF_NOTE = (
     "the weights of this GGUF file are dequantised; on a CPU they stay packed if you pass the path of the file as "
@@ -24,7 +24,10 @@ GGUF_NOTE = (
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Assign every plain linear layer that runs on `device` to the first backend that supports it, in place."""
+    """Let the first backend that supports it compute each plain linear layer of `model` that runs on `device`.
+
+    The layers are changed in place.
+    """
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -36,22 +39,23 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
 
 
 def packing(config: Any) -> str | None:
-    """Return the quantisation method of a configuration, such as "bitsandbytes", or None."""
+    """Return the quantisation method stated in a configuration, such as "bitsandbytes". None if it states none."""
     method = quantization_option(config, "quant_method")
     return None if method is None else str(getattr(method, "value", method))
 
 
 def packing_of(model: Any) -> str | None:
-    """Return the quantisation method of a loaded model, or None."""
+    """Return the quantisation method of a loaded model. None if its weights are not packed."""
     if any("packed" in module._parameters for module in model.modules()):
         return PACKED.method
-    # The configuration still names GGUF if transformers dequantised all weights, as it does for most architectures.
+    # The configuration still names GGUF after transformers has dequantised all weights, as it does for most
+    # architectures.
     method = packing(model.config)
     return None if method == "gguf" and all(weight.is_floating_point() for weight in model.parameters()) else method
 
 
 def backend_of(config: Any) -> LinearBackend | None:
-    """Return the format of a packed checkpoint, or None if its weights are not packed."""
+    """Return the weight format of a packed checkpoint. None if its weights are not packed."""
     method = packing(config)
     if method is None:
         return None
@@ -59,19 +63,19 @@ def backend_of(config: Any) -> LinearBackend | None:
 
 
 def stays_packed(config: Any, device: torch.device) -> bool:
-    """Return whether the weights of a checkpoint stay packed after loading."""
+    """Return whether the weights of a checkpoint stay packed when it is loaded."""
     backend = backend_of(config)
     return backend is not None and backend.stays_packed(device)
 
 
 def can_stream(config: Any) -> bool:
-    """Return whether the layers of a checkpoint can be copied between memories one by one."""
+    """Return whether the layers of a checkpoint can be copied one by one between host and device memory."""
     backend = backend_of(config)
     return backend is None or backend.can_stream(config)
 
 
 def refuse_packed(model: Any, why: str) -> None:
-    """Raise ModelError if the weights are packed."""
+    """Raise ModelError with reason `why` if the weights of a model are packed."""
     method = packing_of(model)
     if method is not None:
         raise ModelError(
@@ -80,13 +84,13 @@ def refuse_packed(model: Any, why: str) -> None:
 
 
 def places_of(weight: torch.Tensor) -> Iterator[TensorLocation]:
-    """Return the locations of the plain tensors of a weight; for packed weights, including their scales."""
+    """Return the locations of the plain tensors that a weight consists of. For packed weights, they include scales."""
     found = (places for backend in BACKENDS if (places := backend.places(weight)) is not None)
     return next(found, iter((TensorLocation(weight, "data"),)))
 
 
 def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the plain tensors of a weight (see `places_of`)."""
+    """Return the plain tensors that a weight consists of (see `places_of`)."""
     return (place.tensor for place in places_of(weight))
 
 

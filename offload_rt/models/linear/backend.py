@@ -1,4 +1,4 @@
-"""The interface of a weight format: how linear layers store their weights, and how they compute with them."""
+"""The interface of a weight format: how linear layers store their weights and how they compute with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a plain tensor that is part of a weight: the attribute `name` of `holder`."""
+    """Location of a plain tensor that is part of a weight: attribute `name` of the object `holder`."""
 
     holder: Any
     name: str
@@ -28,13 +28,16 @@ class TensorLocation:
 
 
 def quantization_option(config: Any, name: str) -> Any:
-    """Return an entry of `config.quantization_config` (a dictionary before loading, an object afterwards), or None."""
+    """Return an entry of `config.quantization_config`, or None if it does not exist.
+
+    The configuration is a dictionary before loading and an object afterwards.
+    """
     given = getattr(config, "quantization_config", None)
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
 
 
 class BackendLinear(nn.Linear):
-    """Linear layer that a `LinearBackend` computes. Existing layers get this class in place."""
+    """A linear layer that is computed by a `LinearBackend`. Existing layers are converted by changing their class."""
 
     backend: LinearBackend
 
@@ -43,34 +46,40 @@ class BackendLinear(nn.Linear):
 
 
 class LinearBackend:
-    """A format of the weights of linear layers. This base class stands for plain weights, computed by torch.
+    """A weight format of linear layers. This base class is the format of plain weights, which torch computes.
 
-    To add a format, override the differing methods in one file, and add an instance to `BACKENDS`. A format that
+    To add a format, override the methods that differ in a new file, and add an instance to `BACKENDS`. A format that
     computes its own products overrides `takes`, `pack` and `linear`. All its tensors must be parameters of the layer,
-    because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads into
-    its own modules sets `method` and overrides `stays_packed`, `can_stream`, `prepare` and `places` where needed.
+    because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads into its
+    own modules sets `method` and overrides `stays_packed`, `can_stream`, `prepare` and `places` if needed.
     """
 
     method = ""
-    """`quant_method` in the configuration of checkpoints in this format, if any."""
+    """Value of `quant_method` in the configurations of checkpoints with this format; "" if there are none."""
 
     def takes(self, layer: nn.Linear, device: torch.device) -> bool:
-        """Return whether this backend computes `layer`, an ordinary linear layer, on `device`."""
+        """Return whether this backend can compute the plain linear layer `layer` on `device`."""
         return False
 
     def pack(self, layer: nn.Linear) -> None:
-        """Convert the weight of `layer` to this format in place. On the meta device, only sizes matter."""
+        """Convert the weight of `layer` to this format in place.
+
+        On the meta device, only the sizes of tensors are used.
+        """
 
     def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return the output `[..., out]` of `layer` for x `[..., in]`."""
+        """Return the output `[..., out]` of `layer` for input x `[..., in]`."""
         return F.linear(x, layer.weight, layer.bias)
 
     def stays_packed(self, device: torch.device) -> bool:
-        """Return whether the weights of a checkpoint stay packed, rather than being dequantised when it is loaded."""
+        """Return whether the weights of a checkpoint stay packed.
+
+        Otherwise they are dequantised when they are loaded.
+        """
         return True
 
     def can_stream(self, config: Any) -> bool:
-        """Return whether the layers of a model with this configuration can be copied between memories one by one."""
+        """Return whether the layers of a model can be copied one by one between host and device memory."""
         return False
 
     def prepare(self, model: Any, dtype: torch.dtype | None, moved: bool) -> None:
@@ -83,5 +92,8 @@ class LinearBackend:
         """
 
     def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
-        """Return the locations of the plain tensors of `weight`, scales included; None if the format differs."""
+        """Return the locations of the plain tensors that `weight` consists of, including scales.
+
+        Return None if `weight` has another format.
+        """
         return None

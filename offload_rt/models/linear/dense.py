@@ -1,4 +1,8 @@
-"""Dense float32 and bfloat16 weights on a CPU: fast products for few rows, and for bfloat16 without native support."""
+"""Float32 and bfloat16 weights on a CPU, without quantisation.
+
+Products with few input rows use C code. For bfloat16 on processors without bfloat16 instructions, larger products are
+computed in tiles.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from ...kernels.native import has_tiles
 from .backend import BackendLinear, LinearBackend
 
 TILE_BYTES = 1 << 22
-"""Maximum size of a weight tile in bytes of float32. bfloat16 weights are converted tile by tile."""
+"""Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
 
 
 class DenseCPU(LinearBackend):
-    """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and larger inputs with torch.
+    """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and more rows with torch.
 
-    Few rows are summed separately, so a result does not depend on the number of rows. For larger inputs, tiles of the
+    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. For more rows, tiles of the
     weight are distributed over threads.
     """
 
@@ -27,7 +31,7 @@ class DenseCPU(LinearBackend):
         return device.type == "cpu" and row_products.takes(layer.weight) is not None
 
     def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        weight = layer.weight  # modules look up parameters slowly, and a decode step has hundreds of linear layers
+        weight = layer.weight  # Modules look up parameters slowly, and a decode step has hundreds of linear layers.
         if torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
             return super().linear(layer, x)
         if x.numel() > row_products.MAX_ROWS * layer.in_features:
@@ -39,15 +43,15 @@ class DenseCPU(LinearBackend):
 def product_by_tiles(
     x: torch.Tensor, weights: Callable[[slice, torch.dtype], torch.Tensor], outs: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return x `[..., in]` times a weight `[outs, in]` plus bias, `[..., outs]`, for many rows of x.
+    """Multiply many rows x `[..., in]` by a weight `[outs, in]` and add the bias. Return `[..., outs]`.
 
     Args:
-        x: float32 or bfloat16.
-        weights: Called as `weights(rows, dtype)`. Returns these rows of the weight.
-        outs: Rows of the weight.
-        bias: `[outs]`, or None.
+        x: Inputs in float32 or bfloat16.
+        weights: Function `weights(rows, dtype)` that returns the given rows of the weight in `dtype`.
+        outs: Number of rows of the weight.
+        bias: Bias `[outs]`, or None.
     """
-    # torch multiplies bfloat16 slowly without native instructions, so tiles of the weight are converted to float32.
+    # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
     widens = x.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()
     dtype, ins = torch.float32 if widens else x.dtype, x.shape[-1]
     rows = x.reshape(-1, ins).to(dtype)
@@ -65,5 +69,5 @@ def product_by_tiles(
 
 
 def computes_bfloat16() -> bool:
-    """Return whether bfloat16 models are fast on this CPU: there is compiled code, or torch uses AMX."""
+    """Return whether bfloat16 models are fast on this CPU: the C code is available, or torch uses AMX."""
     return row_products.takes(torch.empty(32, 32, dtype=torch.bfloat16)) is not None or has_tiles()

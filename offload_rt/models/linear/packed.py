@@ -1,4 +1,4 @@
-"""Linear layers and embeddings that are computed from packed weights (`PackedFormat`)."""
+"""Linear layers and embeddings that compute with packed weights (`PackedFormat`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .dense import product_by_tiles
 
 
 class PackedWeights(LinearBackend):
-    """Integer codes with a scale for each group of inputs, in the parameter `packed` of a layer.
+    """Weight format with integer codes and a scale per group of inputs, stored in the layer's parameter `packed`.
 
-    Few rows of inputs are multiplied with the codes in C. For many rows, for example in prefill, tiles of the weight
-    are unpacked into memory that stays in the processor's cache, and torch multiplies them. The result is then the
-    same as with the dequantised weight in the layer's dtype.
+    For few input rows, C code multiplies packed weights. For many rows, for example in prefill, tiles of the weight are
+    unpacked into the processor's cache, and torch multiplies them. The result then equals that of the dequantised
+    weight in the layer's dtype.
     """
 
     method = "offload-rt"
@@ -49,9 +49,10 @@ PACKED = PackedWeights()
 
 
 class PackedEmbedding(nn.Embedding):
-    """Embedding that unpacks the rows of the tokens.
+    """Embedding with packed weights. It unpacks only the rows of the requested tokens.
 
-    Existing embeddings get this class in place. A subclass that scales the results is kept as a base class.
+    The class of existing embeddings is changed in place. If the old class scales the results, it is kept as a base
+    class.
     """
 
     form: PackedFormat
@@ -60,7 +61,7 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Empty tensor `[0, D]` with the model's device and dtype, which adapters read from the embedding."""
+        """Empty tensor `[0, D]`. Adapters read the model's device and dtype from it."""
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -71,15 +72,16 @@ class PackedEmbedding(nn.Embedding):
 
 
 def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None) -> None:
-    """Make `module`, a linear layer or an embedding, compute from packed weights, in place.
+    """Change `module`, a linear layer or an embedding, in place so that it computes with packed weights.
 
-    If `form.permuted`, the layer also gets `order`, int32 `[ins]`: the packed input i is the input `order[i]`.
+    If `form.permuted`, the layer also gets a tensor `order`, int32 `[ins]`: packed input i is input `order[i]` of the
+    layer.
 
     Args:
         module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that calls its `forward`.
         form: The format of the weights.
         dtype: The model's dtype.
-        rows: Packed rows, uint8 `[out, form.row_bytes]`. None leaves them uninitialised, for a later load.
+        rows: Packed rows, uint8 `[out, form.row_bytes]`. None leaves them uninitialised, to be loaded later.
     """
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     if rows is None:

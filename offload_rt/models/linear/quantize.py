@@ -1,4 +1,4 @@
-"""Quantise the linear layers of a 16-bit checkpoint when it is loaded."""
+"""Quantisation of the linear layers of a 16-bit checkpoint when it is loaded."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from .packed import hold_packed
 
 GROUP = 32
 _ROUTERS = ("gate", "router")
-"""Name suffixes of layers that choose experts. They stay unpacked: they are small, and errors change the choice."""
+"""Name suffixes of layers that choose experts. They are not quantised, because they are small and errors change the
+choice.
+"""
 
 _FEW_OUTPUTS = 16
-"""Layers with this many times fewer outputs than inputs keep their weights, for example gates of recurrent layers. They
-are a small part of a model, and each output controls a whole head."""
+"""Layers with more than this many times as many inputs as outputs are not quantised.
+
+They are a small part of a model, and each output controls a whole head, for example in gates of recurrent layers.
+"""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of a group's range that 4-bit codes may cover. The fraction with the smallest squared error is used."""
+"""Fractions of a group's range that 4-bit codes may cover. For each group, the one with the smallest squared error is
+used.
+"""
 
 _WEIGHTS_AT_ONCE = 1 << 22
 
 
 def quantize_layers(model: Any, bits: int) -> None:
-    """Pack linear layers of `model` in 4 or 8 bits, in place.
+    """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
 
-    The head gets 8 bits; if it is tied to the embedding, it is not packed. Routers of experts, stacked experts, gates
-    with few outputs, and layers whose inputs are not a multiple of 64 are not packed either. On the meta device, only
-    sizes matter.
+    The head always gets 8 bits. A head that is tied to the embedding is not quantised. Routers of experts, stacked
+    experts, layers with few outputs, and layers whose number of inputs is not a multiple of 64 are not quantised
+    either. On the meta device, only the sizes of tensors are used.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -43,13 +49,14 @@ def quantize_layers(model: Any, bits: int) -> None:
         if PackedFormat.fits(module.in_features, width, GROUP):
             weight = module.weight.data
             form = PackedFormat(module.in_features, width, GROUP, width == 4, 0 if width == 4 else 128)
-            if not weight.is_meta:  # all numbers below 2^15 times the power, so that few scales are subnormal
+            # the exponent makes all scaled values less than 2^15, so that few scales are subnormal float16 numbers
+            if not weight.is_meta:
                 form = replace(form, exponent=int(torch.frexp(weight.abs().amax().float()).exponent) - 15)
             hold_packed(module, form, weight.dtype, _quantized(weight, form))
 
 
 def _quantized(weight: torch.Tensor, form: PackedFormat) -> torch.Tensor:
-    """Return packed rows of the nearest codes."""
+    """Quantise a weight to the nearest codes and return its packed rows."""
     found = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return found
@@ -62,14 +69,14 @@ def _quantized(weight: torch.Tensor, form: PackedFormat) -> torch.Tensor:
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of groups `[out, groups, GROUP]`."""
+    """Return the codes and scales of 8-bit groups. `groups` is `[out, groups, GROUP]`."""
     scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
     codes = (groups / scales.clamp_min(1e-30)).round().clamp(-127, 127) + 128
     return codes.to(torch.uint8).flatten(1), scales[..., 0]
 
 
 def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes, scales and minima of groups `[out, groups, GROUP]`."""
+    """Return the codes, scales and minima of 4-bit groups. `groups` is `[out, groups, GROUP]`."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Weight formats that transformers' quantisers load and compute: bitsandbytes, torchao and MXFP4."""
+"""Weight formats that are loaded and computed by transformers' quantisers: bitsandbytes, torchao and MXFP4."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from .backend import LinearBackend, TensorLocation, quantization_option
 
 
 class BitsAndBytes(LinearBackend):
-    """4-bit and 8-bit weights of bitsandbytes."""
+    """Weight format of bitsandbytes, with 4 or 8 bits."""
 
     method = "bitsandbytes"
 
     def can_stream(self, config: Any) -> bool:
-        return bool(quantization_option(config, "load_in_4bit"))  # modules hold a second copy of int8 weights
+        # Modules with int8 weights keep a second copy of them.
+        return bool(quantization_option(config, "load_in_4bit"))
 
     def prepare(self, model: Any, dtype: torch.dtype | None, moved: bool) -> None:
-        if dtype is not None:  # transformers loads weights that are not packed in the dtype of the file
+        if dtype is not None:  # transformers keeps the file's dtype for weights that are not packed
             for weight in model.parameters():
                 if weight.is_floating_point():
                     weight.data = weight.data.to(dtype)
-        # bitsandbytes repacks weights for a CPU at their first use. A weight that moves is read on another device or
-        # from a buffer, so it must keep its layout. Its CPU code rounds inputs to bfloat16, which is wrong for float32.
+        # For a CPU, bitsandbytes repacks weights at their first use. A weight that moves between memories must keep its
+        # layout, because it is read on another device or from a buffer. The CPU code of bitsandbytes rounds inputs to
+        # bfloat16, which is wrong for float32 models.
         for module in model.modules() if moved or model.dtype == torch.float32 else ():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
@@ -37,12 +39,12 @@ class BitsAndBytes(LinearBackend):
         for name, value in vars(state).items():
             if isinstance(value, torch.Tensor):
                 yield TensorLocation(state, name)
-            elif hasattr(value, "absmax"):  # scales that are packed themselves
+            elif hasattr(value, "absmax"):  # nested quantisation: the scales are packed as well
                 yield from self._places_in(value)
 
 
 class TorchAO(LinearBackend):
-    """Tensor subclasses of torchao. They store their own device, so they cannot be streamed."""
+    """Weight format of torchao. Its tensor subclasses store their own device, so layers cannot be streamed."""
 
     method = "torchao"
 
@@ -56,7 +58,7 @@ class TorchAO(LinearBackend):
 
 
 class MXFP4(LinearBackend):
-    """MXFP4 weights (gpt-oss). transformers has no kernel for CPUs and dequantises them there."""
+    """Weight format MXFP4 (gpt-oss). On a CPU, transformers has no kernel for it and dequantises the weights."""
 
     method = "mxfp4"
 

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: OpenAI's Chat Completions API."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ from .requests import ChatRequest, sampling_fields, structured_outputs
 router = APIRouter()
 
 MAX_SEGMENTS = 1024
-"""Maximum number of prompt segments for which selections are counted. A segment has one or more tokens."""
+"""Maximum number of segments of a prompt in trace events. A segment is one or more consecutive tokens."""
 
 
 class TraceEvents:
-    """Create the trace events of one request: first `head`, then the results of `of`."""
+    """Create the trace events of one request. They show on the web page which parts of the prompt the model attends to.
+
+    The first event is `head`, and the following ones are the results of `of`.
+    """
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
         """Create `head`.
@@ -41,7 +44,7 @@ class TraceEvents:
         Args:
             llm: Engine of the request.
             text: Rendered prompt.
-            spans: Character span of each prompt token, or empty if unknown.
+            spans: (start, end) characters of each prompt token, or empty if unknown.
             tokens: Number of prompt tokens.
         """
         self._size = max(1, -(-tokens // MAX_SEGMENTS))
@@ -62,16 +65,17 @@ class TraceEvents:
         }
 
     def _segments(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Split the prompt text into segments. Empty if the token spans are unknown."""
+        """Return the texts of the prompt's segments, or an empty list if `spans` is empty."""
         if not spans:
             return []
         cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
 
     def of(self, output: RequestOutput) -> dict[str, Any] | None:
-        """Return the changes since the last output, or None.
+        """Return the event with the changes since the last call, or None if there are none.
 
-        `selected` counts, for each segment, how often a layer and KV head selected one of its tokens in the new steps.
+        `selected` contains a number for each segment: how often a token of it was selected by any layer and KV head
+        since the last event.
         """
         trace = output.trace
         if trace is None:
@@ -93,7 +97,7 @@ class TraceEvents:
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
-    """Handle a chat request. The response is an event stream if `stream` is true."""
+    """Handle `/v1/chat/completions`. The response is an event stream if `stream` is true."""
     service.admit(body, request)
     if body.trace and not body.stream:
         raise refused("trace requires stream: true", "trace")
@@ -136,7 +140,7 @@ async def _stored(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps. Lock the session, and store the conversation at the start and the end."""
+    """Yield `steps` while the session is locked. Store the conversation at the beginning and at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -147,7 +151,7 @@ async def _stored(
             messages = with_answer(messages, answer, continues=continues)
         service.forget(service.conversations.keep(request.state.owner, body.session, messages))
 
-    with service.locked(session):  # held until the response is stored, because storing would undo a deletion
+    with service.locked(session):  # locked until the response is stored, because storing would undo a deletion
         try:
             async with aclosing(steps):
                 async for step in steps:
@@ -157,7 +161,7 @@ async def _stored(
                     pieces += step.pieces if step.index == 0 else ()
                     yield step
         finally:
-            if begun:  # also if the client disconnects
+            if begun:  # store the text also if the client disconnects
                 store()
 
 
@@ -213,7 +217,7 @@ async def _events(
 
 
 def _delta(piece: Piece, number: int) -> dict[str, Any]:
-    """Return the delta of a piece. `number`: number of tool calls before it."""
+    """Return the delta of a stream for `piece`. `number` is the number of tool calls before it."""
     if isinstance(piece, Arguments):
         return {"tool_calls": [{"index": number - 1, "function": {"arguments": piece.text}}]}
     if isinstance(piece, Content):

@@ -34,14 +34,14 @@ MAX_PROMPTS = 128
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt of a request.
+    """A prompt of a completion request.
 
     Attributes:
-        ids: Token ids.
-        ends: Additional token ids that end the completion.
-        echo: Text to echo before the completion.
-        first: Text of the first token if the prompt is echoed with log-probabilities. Other tokens get their text from
-            their log-probabilities, which the first token does not have.
+        ids: Token ids of the prompt.
+        ends: Token ids that end the completion, in addition to the model's own.
+        echo: Text to return before the completion, if the client requested an echo.
+        first: Text of the first token of the prompt, if the client requested both an echo and log-probabilities. The
+            texts of the other tokens come from their log-probabilities, which the first token does not have.
     """
 
     ids: list[int]
@@ -51,12 +51,12 @@ class _Prompt:
 
 
 Choice = Callable[[Step, int], dict[str, Any]]
-"""Converts a step to a choice of the response. The second argument is the length of the earlier text."""
+"""Function that converts a step to a choice of the response. Its second argument is the length of the earlier text."""
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, service: CurrentService) -> Response:
-    """Handle a completion request. The response is an event stream if `stream` is true."""
+    """Handle `/v1/completions`. The response is an event stream if `stream` is true."""
     service.admit(body, request)
     n = body.n or 1
     if (body.best_of or n) != n:
@@ -116,7 +116,10 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
 async def _one(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of the completions of one prompt. The first step of each one includes the echoed prompt."""
+    """Yield the steps of all completions of one prompt.
+
+    The first step of each completion includes the echoed prompt.
+    """
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
@@ -134,11 +137,12 @@ async def _one(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Yield the steps of several prompts with `n` completions each as they arrive.
+    """Merge the steps of several prompts, with `n` completions each, into one stream, as they arrive.
 
-    Indices and usage refer to the whole request. An error in one stream ends all streams.
+    In the result, completion indices and token counts refer to the whole request. An error in one stream ends all
+    streams.
     """
-    # At most one step waits, so that a client that does not read costs no memory.
+    # The queue holds at most one step, so that a client that does not read costs no memory.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
     usages: dict[int, Usage] = {}
 
@@ -186,13 +190,16 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the common first fields of chat and text completions."""
+    """Return the first fields of a response, which chat and text completions have in common."""
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage object. `recomputed_tokens`, which OpenAI does not have, is there for hybrid models only."""
+    """Return the usage object of a response.
+
+    For hybrid models it has a field `recomputed_tokens`, which OpenAI lacks.
+    """
     recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,
@@ -203,11 +210,14 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 MIN_LOGPROB = -9999.0
-"""Replacement for minus infinity, which JSON cannot represent."""
+"""Log-probability that replaces minus infinity, which JSON cannot represent."""
 
 
 def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
-    """Return the log-probabilities of new tokens in the chat format, each with the `top` most probable alternatives."""
+    """Return the log-probabilities of new tokens in the format of chat completions.
+
+    Each token comes with its `top` most probable alternatives.
+    """
     if step.logprobs is None or not step.token_ids:
         return None
     content = []
@@ -219,12 +229,12 @@ def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
 
 
 def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[str, Any] | None:
-    """Return the log-probabilities of new tokens in the completion format.
+    """Return the log-probabilities of new tokens in the format of text completions.
 
     Args:
-        step: The tokens.
-        top: Number of alternatives for each token.
-        offset: Character offset of the first token.
+        step: New tokens.
+        top: Number of most probable alternatives to return for each token.
+        offset: Character offset of the first new token in the text.
         first: Text of the first token of an echoed prompt, which has no log-probabilities.
     """
     if step.logprobs is None:

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's APIs, and their sampling parameters.
 
-A known field with a wrong type is an error. Unknown fields of a request are reported (see `RequestBody`). Unknown
-fields of inner objects are ignored.
+A known field with a wrong type is an error. Unknown fields of a request are ignored and reported to the client (see
+`RequestBody`). Unknown fields of inner objects are ignored without a report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TokenIds = list[Annotated[int, Field(ge=0, le=INT64)]]
 Count = Annotated[int, Field(ge=1, le=INT64)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[list[Stop], Field(max_length=1000)]
-"""Limited in number and length so that the search for stop strings does not delay other requests."""
+"""Stop strings. Number and length are limited, so that searching for them does not delay other requests."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1000)]
 """vLLM's `cache_salt`. Requests with different salts do not share cached prefixes."""
 FormatKind = Literal["text", "json_object", "json_schema"]
@@ -27,7 +27,7 @@ Choices = Annotated[int, Field(ge=1, le=128)]
 
 
 class Body(BaseModel):
-    """A JSON object with strictly typed fields."""
+    """Base class of JSON objects in requests, with strictly typed fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -45,7 +45,10 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unsupported fields that would change the response, with advice for the client."""
+"""Unsupported fields that would change the response.
+
+Requests with them are refused, with this advice for the client.
+"""
 
 UNREPORTED_FIELDS = {
     "include",
@@ -57,11 +60,14 @@ UNREPORTED_FIELDS = {
     "store",
     "user",
 }
-"""Unknown fields that do not affect the response. They are not reported."""
+"""Unsupported fields that do not affect the response. They are ignored without a report."""
 
 
 class RequestBody(Body):
-    """Body of a request. Unknown fields are reported and ignored (see `REFUSED_FIELDS`, `UNREPORTED_FIELDS`)."""
+    """Base class of request bodies. Unknown fields are ignored and reported to the client.
+
+    The fields in `REFUSED_FIELDS` are errors, and those in `UNREPORTED_FIELDS` are not reported.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -76,13 +82,13 @@ class RequestBody(Body):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of the unknown fields, at most ten."""
+        """Names of up to ten unknown fields of the request, to be reported."""
         names = [name for name in self.model_extra or {} if name not in UNREPORTED_FIELDS | REFUSED_FIELDS.keys()]
         return [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_FIELD][:10]
 
 
 MAX_FIELD = 50
-"""Maximum length of a field name in the report."""
+"""Maximum length of an unknown field's name in the report."""
 
 
 class StreamOptions(Body):
@@ -90,7 +96,7 @@ class StreamOptions(Body):
 
 
 class StructuredBody(Body):
-    """vLLM's `structured_outputs`. At most one field may be set."""
+    """vLLM's `structured_outputs`. A request may set at most one of the fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -101,7 +107,7 @@ class StructuredBody(Body):
 
 
 class SampledBody(RequestBody):
-    """Common fields of chat and completion requests: OpenAI's, then extensions of vLLM, then of this server."""
+    """Common fields of chat and text completions: first OpenAI's, then vLLM's extensions, then this server's."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -136,12 +142,12 @@ class SampledBody(RequestBody):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """Whether the last event of a stream contains the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class Message(Body):
-    """A message. Additional fields are passed to the chat template."""
+    """A chat message. Fields that are not defined here are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -186,7 +192,7 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(SampledBody):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -204,14 +210,14 @@ class ChatRequest(SampledBody):
 
 
 class SessionUpdate(Body):
-    """`POST /v1/sessions/NAME`: a new title, new messages, or both."""
+    """Body of `POST /v1/sessions/NAME`: a new title, new messages, or both."""
 
     title: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
 
 class CompletionRequest(SampledBody):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     suffix: str | None = None
@@ -243,7 +249,7 @@ class TextOptions(Body):
 
 
 class ResponsesRequest(RequestBody):
-    """`POST /v1/responses`."""
+    """Body of `POST /v1/responses`."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -264,7 +270,7 @@ class ResponsesRequest(RequestBody):
 
 
 class TokenizeRequest(RequestBody):
-    """`POST /tokenize`: a text, or messages for the chat template."""
+    """Body of `POST /tokenize`: a text, or messages for the chat template."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -279,7 +285,7 @@ class TokenizeRequest(RequestBody):
 
 
 class DetokenizeRequest(RequestBody):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     tokens: TokenIds
 
@@ -289,12 +295,12 @@ _SAME = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
-"""Fields with the same meaning in requests and in `SamplingParams`."""
+"""Fields with the same name and meaning in requests and in `SamplingParams`."""
 
 
 def sampling_fields(body: Body) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a request of any protocol sets."""
-    known = type(body).model_fields  # unknown fields are attributes, too
+    """Return the fields of `SamplingParams` that a request sets, in any protocol."""
+    known = type(body).model_fields  # pydantic also stores unknown fields as attributes
     given = {name: value for name in _SAME if name in known and (value := getattr(body, name)) is not None}
     bias = body.logit_bias if isinstance(body, SampledBody) else None
     return given | ({"logit_bias": _bias(bias)} if bias else {})
@@ -310,7 +316,11 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 def structured_outputs(
     requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
 ) -> dict[str, Any]:
-    """Return the field `structured_outputs` of `SamplingParams` for OpenAI's or vLLM's format, or {}.
+    """Return {"structured_outputs": ...} for `SamplingParams`, or {} if the request sets no format.
+
+    Args:
+        requested: Format in OpenAI's fields.
+        vllm: Format in vLLM's field.
 
     Raises RefusedError or ConfigError if the format is invalid.
     """

@@ -1,4 +1,4 @@
-"""`/v1/responses`. Conversations are continued with `previous_response_id`."""
+"""`/v1/responses`: OpenAI's Responses API. A request continues a conversation with `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Event = dict[str, Any]
 
 
 class Items:
-    """Build output items and events from pieces. Adjacent pieces of one kind form one item.
+    """Convert pieces of a response to output items and to the events of a stream.
 
-    `output` contains the completed items.
+    Adjacent pieces of the same kind form one item. `output` contains the items that are complete.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Items:
         return [*found, self._event("delta", delta=text)] if text else found
 
     def close(self) -> list[Event]:
-        """Complete the open item, if any, and return its events."""
+        """Complete the item that is being written, if there is one, and return the events for this."""
         if self._kind is None:
             return []
         item = self._item(self._text, "completed")
@@ -83,7 +83,7 @@ class Items:
         return found
 
     def _event(self, change: str, **fields: Any) -> Event:
-        """Return an event for the text of the open item. `change`: "delta" or "done"."""
+        """Return an event about the text of the item that is being written. `change` is "delta" or "done"."""
         at = {"item_id": self._id, "output_index": len(self.output)}
         if self._kind is ToolCall:
             return {"type": f"response.function_call_arguments.{change}"} | at | fields
@@ -115,7 +115,7 @@ _PREFIXES: dict[type[Piece], str] = {Content: "msg", Reasoning: "rs", ToolCall: 
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request, service: CurrentService) -> Response:
-    """Handle a request and store the response unless `store` is false.
+    """Handle `POST /v1/responses`, and store the response unless `store` is false.
 
     The response is an event stream if `stream` is true.
     """
@@ -160,7 +160,7 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """List the messages, tool calls and results before a response."""
+    """Return the messages, tool calls and tool results of the conversation before the response `name`."""
     items = _input_items(name, service.responses.get(name, request.state.owner).input_messages)
     if order == "desc":
         items.reverse()
@@ -174,7 +174,7 @@ async def input_items(
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to items. An item has the same id in every call."""
+    """Convert messages to items. The id of an item is the same in every call."""
     found: list[dict[str, Any]] = []
 
     def add(prefix: str, **item: Any) -> None:
@@ -201,16 +201,16 @@ async def delete(name: str, request: Request, service: CurrentService) -> dict[s
 
 
 class _Generation:
-    """Generation of one response, and its storage.
+    """Generate one response and store it.
 
     Args:
         service: The service.
         request: HTTP request.
-        body: Its body.
-        job: The tokenized conversation.
+        body: Body of the request.
+        job: The rendered and tokenized conversation.
         messages: Messages of the conversation without instructions.
-        before: Session of the conversation that the response continues, or None.
-        continues: Whether the response continues the last message.
+        before: Engine session of the conversation that the request continues, or None for a new conversation.
+        continues: Whether the response continues the text of the last message.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class _Generation:
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock the session of the response called `name`, and yield its id.
+        """Lock the engine session of the response `name`, and yield the session's id.
 
-        If another request is continuing the same conversation, the response gets a new session.
+        If another request continues the same conversation at the same time, the response gets a new session.
         """
         service, own, before = self._service, response_of(self._owner, name), self._before
         session = own if before is None or service.is_locked(before) else before
@@ -241,7 +241,7 @@ class _Generation:
             with service.locked(*{own, session}):
                 yield session
         except BaseException:
-            if session == own:  # no stored response refers to it
+            if session == own:  # no stored response uses this session
                 service.forget([session])
             raise
 
@@ -298,7 +298,7 @@ class _Generation:
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
-    """Return the initial response object."""
+    """Return the response object before generation, without output."""
     return {
         "id": f"resp_{request.state.request_id}",
         "object": "response",
@@ -336,7 +336,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
 
 
 def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the completed response object."""
+    """Return the response object with its output, status and token counts."""
     cut = step.finish_reason == "length"
     return head | {
         "status": "incomplete" if cut else "completed",
@@ -358,7 +358,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return output items as an assistant message, without reasoning."""
+    """Convert output items to one assistant message. Reasoning is left out."""
     text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
     calls = [
         call_message(item["name"], item["arguments"], item["call_id"], "answer")
@@ -369,7 +369,7 @@ def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-    """Return the conversation: the instructions of the request, followed by `messages`."""
+    """Return the conversation for the chat template: the request's instructions, then `messages`."""
     if not messages:
         raise refused("input is empty: send a string or at least one item", "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -388,7 +388,7 @@ def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]])
 
 
 def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages that a request adds. Raises RefusedError for unsupported items."""
+    """Return the messages that the request adds to the conversation. Raises RefusedError for unsupported items."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     found: list[dict[str, Any]] = []
@@ -398,7 +398,7 @@ def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Append an input item. A tool call is added to the preceding assistant message."""
+    """Append the message for an input item. A tool call is added to the assistant message before it."""
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("content") is None:

@@ -1,4 +1,4 @@
-"""Streaming parsers for reasoning and tool calls, and their selection by model and request."""
+"""Streaming parsers for reasoning and tool calls. The parser is chosen by model and request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TOOL_PARSERS: Mapping[str, type[Scanner]] = {
     "llama3_json": LlamaJson,
     "json": FencedJson,
 }
-"""Tool parsers by name. "auto" chooses the first one whose marks are in the chat template, else "json"."""
+"""Tool parsers by name. "auto" chooses the first parser whose `marks` occur in the chat template, else "json"."""
 
 
 def tool_parser(configured: ToolParser, template: str) -> ToolParser:
@@ -83,7 +83,10 @@ def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningPar
 
 
 def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offered: bool) -> bool:
-    """Return whether the tags of a response are special tokens. `offered`: whether it may call tools."""
+    """Return whether special tokens must be included in the text, because tags of the response are special tokens.
+
+    `offered` tells whether the response may call tools.
+    """
     calls = offered and tools != "none" and TOOL_PARSERS[tools].special
     return calls or reasoning == "harmony"
 
@@ -99,7 +102,7 @@ def answer_parser(
         offered: Tools that may be called. None disables tool calls.
         thinking: Whether the prompt ends inside a reasoning section.
     """
-    if reasoning == "harmony":  # its channels contain both
+    if reasoning == "harmony":  # harmony has both reasoning and tool calls
         return Harmony(offered or {})
     calls: Parser = Plain() if offered is None or tools == "none" else TOOL_PARSERS[tools](offered)
     return Pipeline(Think(inside=thinking), calls) if reasoning == "think" else calls

@@ -1,4 +1,4 @@
-"""The format of gpt-oss: `<|channel|>CHANNEL<|message|>TEXT<|end|>` for reasoning, calls and content."""
+"""Harmony, the format of gpt-oss for reasoning, calls and content: `<|channel|>CHANNEL<|message|>TEXT<|end|>`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 
 class Harmony(Scanner):
-    """The channel `analysis` is reasoning, messages to offered functions are calls, and all others are content."""
+    """Parse the channels of a response.
+
+    `analysis` is reasoning. A message to an offered function is a tool call. All other messages are content.
+    """
 
     marks = ((CHANNEL, MESSAGE),)
     special = True
 
     def parse(self) -> Scan[None]:
-        # The prompt ends with "<|start|>assistant", so the response begins within a header.
+        # The prompt ends with "<|start|>assistant", so the response begins inside a message header.
         tag = yield from self.take(CHANNEL, START, "to=")
         if not tag:
             self._at = 0
@@ -30,7 +33,7 @@ class Harmony(Scanner):
             tag = yield from self._message(tag)
 
     def _message(self, tag: str) -> Scan[str]:
-        """Read a message that begins with `tag`. Return the first tag of the next one, or ""."""
+        """Read a message that begins with `tag`. Return the first tag of the next message, or "" at the end."""
         text, complete = yield from self.until(MESSAGE)
         header = tag + text
         if not complete:

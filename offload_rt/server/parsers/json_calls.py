@@ -8,7 +8,7 @@ LLAMA_TAG = "<|python_tag|>"
 
 
 class LlamaJson(Scanner):
-    """A response that begins with `{"name": …, "parameters": {…}}`, or a list of such calls."""
+    """Parser of a response that begins with `{"name": …, "parameters": {…}}`, or with a list of such calls."""
 
     marks = (('"parameters"', "python_tag"), ('"parameters"', "ipython"))
     special = True
@@ -23,7 +23,7 @@ class LlamaJson(Scanner):
 
 
 class FencedJson(Scanner):
-    """A response that begins with JSON calls, or contains them in a code fence."""
+    """Parser of a response that begins with JSON calls, or contains them in a code fence."""
 
     FENCE = "```"
 

@@ -1,4 +1,7 @@
-"""Tool calls of Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]NAME[ARGS]{…}` for each."""
+"""Tool calls of Mistral.
+
+Older models write `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, newer ones `[TOOL_CALLS]NAME[ARGS]{…}` per call.
+"""
 
 from __future__ import annotations
 

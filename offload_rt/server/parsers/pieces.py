@@ -1,4 +1,4 @@
-"""Pieces of a response: content, reasoning and tool calls; and the interface of parsers."""
+"""Pieces of a response (content, reasoning, tool calls), and the interface of the parsers that produce them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call. `arguments` is a JSON text. In a stream, `Arguments` pieces with the rest of it may follow."""
+    """The beginning of a tool call, or a complete one.
+
+    `arguments` is JSON text. In a stream, `Arguments` pieces with the rest of the JSON text may follow.
+    """
 
     name: str
     arguments: str
@@ -27,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More text of the arguments of the last tool call."""
+    """More JSON text of the arguments of the preceding tool call."""
 
     text: str
 
@@ -35,27 +38,27 @@ class Arguments:
 Piece = Content | Reasoning | ToolCall | Arguments
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The tools that a response may call: name and JSON schema of the parameters."""
+"""The tools that a response may call: maps each name to the JSON schema of its parameters."""
 
 
 class Parser(Protocol):
-    """Split a streamed response into pieces.
+    """Interface of parsers, which split a streamed response into pieces.
 
-    The joined pieces do not depend on how the text is split into `push` calls. Text that may be the start of a tag is
-    buffered until more text arrives.
+    The pieces do not depend on how the text is split into `push` calls, apart from where content is split. Text that
+    may be the start of a tag is held back until the next text shows whether it is.
     """
 
     def push(self, text: str) -> list[Piece]:
-        """Add text and return the pieces that are complete."""
+        """Add text of the response. Return the pieces that are complete now."""
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the buffered rest at the end of the response."""
+        """Return the text that is still held back, as pieces, at the end of the response."""
         ...
 
 
 class Plain:
-    """Return all text as content."""
+    """Parser that returns all text as content."""
 
     def push(self, text: str) -> list[Piece]:
         return [Content(text)] if text else []
@@ -65,7 +68,7 @@ class Plain:
 
 
 class Pipeline:
-    """Pass the content pieces of the first parser to the second parser."""
+    """Parser that passes the content pieces of the first parser to the second parser."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first, self._second = first, second
@@ -84,7 +87,7 @@ class Pipeline:
 
 
 class FirstCall:
-    """Drop everything after the first tool call of a response."""
+    """Parser that drops everything after the first tool call of a response."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser, self._called = parser, False
@@ -107,7 +110,7 @@ class FirstCall:
 
 
 class Silent:
-    """Drop all text."""
+    """Parser that drops all text."""
 
     def push(self, text: str) -> list[Piece]:
         return []
@@ -122,7 +125,7 @@ def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> s
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merge adjacent content pieces, adjacent reasoning pieces, and each tool call with its arguments."""
+    """Merge adjacent content pieces and adjacent reasoning pieces, and each tool call with its further arguments."""
     groups: list[tuple[Piece, list[str]]] = []
     for piece in pieces:
         text = piece.arguments if isinstance(piece, ToolCall) else piece.text
@@ -139,5 +142,5 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def partial_tag(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` may be the start of `tag`."""
+    """Return how many characters at the end of `text` may be the beginning of `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 4 and others as a list of Python calls: `[find(q="Dick", most=3), stop()]`."""
+"""Tool calls of Llama 4 and similar models, as a list of Python calls: `[find(q="Dick", most=3), stop()]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ START, END = "<|python_start|>", "<|python_end|>"
 
 
 class Pythonic(Scanner):
-    """A response that begins with a list of calls. Arguments are literals. Each call is returned when complete."""
+    """Parser of a response that begins with a list of Python calls. Each call is returned when it is complete."""
 
     marks = (("func_name1(",), (START,))
     special = True
@@ -39,7 +39,7 @@ class Pythonic(Scanner):
         return True
 
     def _call(self) -> Scan[bool]:
-        """Read one call. If it is not a call of an offered tool, do not advance."""
+        """Read one call. If the text is not a call of an offered tool, keep the position in the text."""
         yield from self.peek()
         start = self._at
         name = yield from self.word()

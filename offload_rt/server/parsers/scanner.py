@@ -1,4 +1,7 @@
-"""Base class of tool parsers. A parser is a generator that reads the text of a response and waits for more."""
+"""Base class of tool parsers.
+
+A parser is written as a generator that reads the text of a response and yields when it needs more text.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .pieces import Arguments, Content, Piece, ToolCall, Tools, partial_tag
 
 T = TypeVar("T")
 Scan = Generator[None, None, T]
-"""A part of a parser. It yields when it needs more text, and returns its result."""
+"""A step of a parser: a generator that yields when it needs more text, and returns its result."""
 
 WHITESPACE = " \t\n\r\f\v"
 
@@ -23,7 +26,7 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 class Brackets:
     """Find the closing bracket of a text that begins with a bracket and arrives in parts.
 
-    Brackets within strings do not count. `done` is set at the closing bracket, `failed` at a wrong one.
+    Brackets inside strings are ignored. `done` is set at the matching closing bracket, `failed` at a wrong bracket.
 
     Args:
         quotes: Characters that begin and end a string.
@@ -56,7 +59,7 @@ class Brackets:
         return at
 
     def _take(self, character: str) -> bool:
-        """Read a bracket or quote. Return whether it belongs to the text."""
+        """Process a bracket or a quote. Return whether the character belongs to the bracketed text."""
         if character in self._quotes:
             self._quote = character
         elif character in _CLOSING:
@@ -70,25 +73,25 @@ class Brackets:
 
 
 class Scanner:
-    """Parser of a tool format. Subclasses implement `parse` with the methods below.
+    """Parser of a tool format. Subclasses implement `parse`, with the reading methods of this class.
 
-    A method never decides on incomplete text: it waits for more text or the end of the response. The pieces therefore
-    do not depend on how the text is split. Once the name of an offered tool and the start of its arguments have
-    arrived, the call is returned and its arguments are streamed. All other text is content. Whitespace next to calls is
-    dropped.
+    The reading methods never decide on incomplete text: they wait for more text or for the end of the response. The
+    pieces therefore do not depend on how the text is split. A call is returned as soon as the name of an offered tool
+    and the start of its arguments have arrived; then its arguments are streamed. All other text is content. Whitespace
+    next to calls is dropped.
     """
 
     marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """A chat template uses this format if it contains all texts of one of these tuples."""
     special: ClassVar[bool] = False
-    """Whether the tags are special tokens, which are normally not part of the text."""
+    """Whether the tags are special tokens, which the detokenizer removes by default."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self._text, self._at, self._ended = "", 0, False
-        self._mark = 0  # start of the last opening tag
-        self._space = ""  # whitespace before it
-        self._called = False  # the last piece was a call: drop the whitespace that follows
+        self._mark = 0  # position of the last opening tag
+        self._space = ""  # whitespace before this tag
+        self._called = False  # whether the last piece was a call; whitespace after a call is dropped
         self._found: list[Piece] = []
         self._running = self.parse()
 
@@ -130,7 +133,10 @@ class Scanner:
                 return ""
 
     def take(self, *tags: str) -> Scan[str]:
-        """Skip whitespace, and return the tag that follows, or "". No tag may be the start of another one."""
+        """Skip whitespace and the tag that follows. Return the tag, or "" if none of `tags` follows.
+
+        No tag may be the beginning of another one.
+        """
         yield from self.peek()
         longest = max(map(len, tags))
         while True:
@@ -143,7 +149,7 @@ class Scanner:
                 return ""
 
     def word(self) -> Scan[str]:
-        """Skip whitespace, and return the letters, digits and `_.-` that follow."""
+        """Skip whitespace. Read and return the letters, digits and `_.-` that follow."""
         yield from self.peek()
         start, end = self._at, self._at
         while True:
@@ -155,11 +161,11 @@ class Scanner:
                 return self._text[start:end]
 
     def string(self) -> Scan[str | None]:
-        """Skip whitespace, and return the JSON string that follows, or None if there is none."""
+        """Skip whitespace. Read and return the JSON string that follows, or return None if there is none."""
         if (yield from self.peek()) != '"':
             return None
         start, end = self._at, self._at + 1
-        while True:  # each character is read once, however long the string is
+        while True:  # each character is read only once, so long strings take linear time
             found = _IN_STRING.match(self._text, end)
             assert found is not None
             end = found.end()
@@ -172,7 +178,10 @@ class Scanner:
         return value if isinstance(value, str) else None
 
     def until(self, *tags: str) -> Scan[tuple[str, str]]:
-        """Return the text before the next tag, and the tag. The tag is "" at the end."""
+        """Read up to the next of `tags`.
+
+        Return the text before the tag, and the tag ("" at the end of the response).
+        """
         parts: list[str] = []
         tag, _ = yield from self.stream(parts.append, *tags)
         return "".join(parts), tag
@@ -181,12 +190,12 @@ class Scanner:
         """Pass the text before the next tag to `emit` as it arrives.
 
         Args:
-            emit: Receives the text.
-            tags: Any of them ends the text.
-            held: These characters at the end of the text are not emitted.
+            emit: Receives the text in parts.
+            tags: The text ends at any of these tags.
+            held: Characters that are not passed to `emit` if the text ends with them, such as a newline before the tag.
 
         Returns:
-            The tag ("" at the end of the response), and the characters at the end that were not emitted.
+            The tag ("" at the end of the response), and the characters at the end of the text that were not emitted.
         """
         while True:
             rest = self._text[self._at :]
@@ -203,7 +212,7 @@ class Scanner:
             yield from self.more()
 
     def brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
-        """Pass the bracketed text that follows to `emit` as it arrives. Return whether it is complete."""
+        """Pass the bracketed text that follows to `emit` as it arrives. Return whether the closing bracket arrived."""
         span = span or Brackets()
         while True:
             count = span.feed(self._text[self._at :])
@@ -224,7 +233,10 @@ class Scanner:
         return tag
 
     def give_up(self, tag: str) -> None:
-        """Emit the tag found by `content` as content, and continue after it."""
+        """Emit `tag`, which `content` has found, as content too, because no valid call follows it.
+
+        Continue after it.
+        """
         self._show(self._space + tag)
         self._at = self._mark
 
@@ -244,21 +256,22 @@ class Scanner:
         self._found.append(Arguments(text))
 
     def call(self, name: str) -> Scan[None]:
-        """Emit a call of `name` with the JSON object that follows as its arguments."""
+        """Emit a call of the tool `name`. The JSON object that follows contains its arguments."""
         self.emit_call(name)
         yield from self.brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
-        """Read `{"name": …, "arguments": {…}}`. Return whether it is a call of an offered tool. If not, do not advance.
+        """Read `{"name": …, "arguments": {…}}`. Return whether this is a call of an offered tool.
 
-        If the keys have another order, the call is emitted only when it is complete.
+        If it is none, keep the position in the text. If the keys have another order, the call is emitted only when it
+        is complete.
         """
         if (yield from self.peek()) != "{":
             return False
         start = self._at
         if name := (yield from self._json_head()):
             yield from self.call(name)
-            if (yield from self.take("}", ",")) == ",":  # more keys, such as an id
+            if (yield from self.take("}", ",")) == ",":  # more keys follow, such as an id
                 outer = Brackets()
                 outer.feed("{")
                 yield from self.brackets(lambda text: None, outer)
@@ -273,7 +286,7 @@ class Scanner:
         return True
 
     def _json_head(self) -> Scan[str]:
-        """Read `{"name": NAME, "arguments": ` and return the name, or "" if something else follows."""
+        """Read `{"name": NAME, "arguments": ` and return the name. Return "" if something else follows."""
         yield from self.take("{")
         if (yield from self.string()) != "name" or not (yield from self.take(":")):
             return ""
@@ -285,7 +298,10 @@ class Scanner:
         return str(name) if (yield from self.peek()) == "{" else ""
 
     def json_calls(self) -> Scan[bool]:
-        """Read a list of calls, or calls separated by semicolons, commas or whitespace. Return whether there is one."""
+        """Read a list of JSON calls, or JSON calls separated by semicolons, commas or whitespace.
+
+        Return whether there was at least one call.
+        """
         start = self._at
         listed = yield from self.take("[")
         if not (yield from self.json_call()):
@@ -311,7 +327,7 @@ def _json(text: str) -> Any:
 
 
 def _described_call(value: Any, tools: Tools) -> ToolCall | None:
-    """Return the call that a JSON value describes, or None if it is not a call of an offered tool."""
+    """Return the call that the JSON value describes, or None if it is not a call of an offered tool."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in tools:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -1,4 +1,4 @@
-"""Reasoning in `<think>…</think>`."""
+"""Parser of reasoning in `<think>…</think>`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Think:
     def __init__(self, *, inside: bool = False) -> None:
         self._inside = inside
         self._text = ""
-        self._begun = False  # a piece has been returned
-        self._fresh = inside  # only whitespace since the last tag: drop it
+        self._begun = False  # whether a piece has been returned
+        self._fresh = inside  # whether only whitespace has followed the last tag; it is dropped
 
     def push(self, text: str) -> list[Piece]:
         self._text += text
@@ -33,7 +33,7 @@ class Think:
             self._text, self._inside, self._fresh = after, not self._inside, True
         keep = partial_tag(self._text, tag)
         body = self._text[: len(self._text) - keep]
-        if self._inside or not body.strip():  # hold back whitespace: a tag may follow
+        if self._inside or not body.strip():  # hold back whitespace, because a tag may follow
             body = body.rstrip()
         self._text = self._text[len(body) :]
         return found + self._shown(body)
@@ -52,10 +52,10 @@ class Think:
 
 
 def ends_within_thinking(prompt: str, prefill: str = "") -> bool:
-    """Return whether the response begins within a reasoning section.
+    """Return whether the response begins inside a reasoning section.
 
     Args:
-        prompt: Rendered prompt. Some templates end with the opening tag.
-        prefill: Text of the assistant message that the response continues.
+        prompt: Rendered prompt. Some chat templates end it with the opening tag.
+        prefill: Text of the assistant message that the response continues, or "".
     """
     return prompt.rstrip().endswith(THINK) or THINK in prefill.rpartition(THINK_END)[2]

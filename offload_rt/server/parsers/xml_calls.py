@@ -11,7 +11,7 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Convert parameters to JSON. Strings are streamed. Other values are returned when they are complete."""
+    """Base class that converts XML parameters to JSON. Strings are streamed, other values returned when complete."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -100,7 +100,10 @@ def _escaped(text: str) -> str:
 
 
 def _value(text: str, kind: Any) -> str:
-    """Return the JSON of a value that is not declared as a string. Text that is not JSON becomes a string."""
+    """Return a parameter that is not declared as a string as JSON.
+
+    Text that is not valid JSON becomes a JSON string.
+    """
     text = text.strip(WHITESPACE)
     named = {"True": "true", "False": "false", "None": "null"}
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,9 @@ from offload_rt.cli import main
 from offload_rt.config import StoreOptions
 from offload_rt.errors import StoreInUseError
 from offload_rt.sessions import context
+from offload_rt.sessions.whole_prompts import WholePrompts
+from offload_rt.storage.folder import StoreFolder
+from offload_rt.storage.saver import Saver
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
 T = TypeVar("T")
@@ -216,6 +221,46 @@ def test_a_session_is_deleted_beside_a_prompt_of_the_same_text(
     assert again.num_cached_tokens == 384
     assert main(["sessions", "clear", "--store", str(tmp_path)]) == 0
     assert files(tmp_path) == ["lock"]
+
+
+def test_the_engine_goes_on_while_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release an ended request while the disk does not answer for the blocks of another one, which still computes."""
+    own, others, written, finish = threading.Event(), threading.Event(), itertools.count(), StoreFolder.finish
+
+    def slow(folder: StoreFolder, *given: Any, **named: Any) -> None:
+        assert (own if next(written) < 3 else others).wait(60)
+        finish(folder, *given, **named)
+
+    monkeypatch.setattr(StoreFolder, "finish", slow)
+
+    async def run(engine: AsyncLLM) -> int:
+        await last(engine, prompt(200))
+        outputs = engine.generate(prompt(200, 3), SamplingParams(max_tokens=300, temperature=0))
+        try:
+            await anext(outputs)
+            own.set()
+            ended = await asyncio.wait_for(last_of(outputs), 20)
+            assert kv_files(tmp_path) == 3, "the engine has not waited for the blocks of the second request"
+        finally:
+            others.set()
+        return len(ended.outputs[0].token_ids)
+
+    async def last_of(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+        return [output async for output in outputs][-1]
+
+    assert served(make(tmp_path), run) == 300
+    assert kv_files(tmp_path) == 3 + 499 // 64
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["closed at once", "released"])
+def test_blocks_that_exceed_the_write_buffer_are_written(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Saver.__init__, "__defaults__", (1 << 18,))  # two blocks
+    if at_once:
+        monkeypatch.setattr(WholePrompts, "_release", lambda prompts, request: None)
+    served(make(tmp_path), lambda engine: last(engine, prompt(500)), parked=at_once)
+    assert kv_files(tmp_path) == 7
 
 
 def kv_files(folder: Path) -> int:

@@ -45,9 +45,9 @@ def test_forks_that_say_the_same_are_saved_whole(tmp_path: Path, monkeypatch: py
     gate, real = threading.Event(), DiskStore.begin
     gate.set()
 
-    def begin(self: DiskStore, *arguments: Any) -> Any:
+    def begin(self: DiskStore, *arguments: Any, **named: Any) -> Any:
         assert gate.wait(60)
-        return real(self, *arguments)
+        return real(self, *arguments, **named)
 
     monkeypatch.setattr(DiskStore, "begin", begin)
     one = make_llm().session("one", tmp_path)
