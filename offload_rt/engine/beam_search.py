@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from functools import partial
 
 import torch
@@ -154,7 +155,7 @@ class BeamSearchRequest(Request):
         super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Advance the search by one token. Return the outputs when the search ends, and an empty list before.
 
         `logits` has the shape `[S, V]` for S running beams. After the prefill, S is 1.

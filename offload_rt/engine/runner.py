@@ -188,7 +188,7 @@ class Runner(SequenceManager):
             sequence.check_state()
             sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
-            if self.snapshots is not None and not self.approximates:
+            if self.snapshots is not None and (sequence.keeps_decoded or not self.approximates):
                 self.snapshots.after_step(sequence)
         batch[0].trace.step_weights += self.weight_use.since(used)
         return logits

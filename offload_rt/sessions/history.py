@@ -54,6 +54,7 @@ class History:
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
         system: System message.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
+        states: Keys of the snapshots of recurrent state among `keys`.
     """
 
     name: str
@@ -75,6 +76,7 @@ class History:
     tail_windows: list[str] = field(default_factory=list)
     system: str = ""
     salt: str = ""
+    states: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
@@ -109,7 +111,7 @@ class History:
             and ends == sorted(ends)
             and starts == sorted(starts)
             and 2 * len(self.starts) <= len(self.turns)
-            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
+            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows, *self.states))
             and isinstance(bytes.fromhex(self.tail), bytes)
         )
 

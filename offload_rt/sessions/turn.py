@@ -128,6 +128,9 @@ class Turn(StoredRequest):
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         return position
 
+    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+        return len(self._kept)
+
     def _leave(self, *, untouched: bool) -> None:
         """Restore the session after the turn is dropped.
 
@@ -167,8 +170,7 @@ class Turn(StoredRequest):
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
-            if sequence.interrupted:
-                kv.relearn()
+            kv.end_turn()
         else:
             self._undo(interrupted, progressed)
         kv.last_stats = self._final
