@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from ...config import DType
 from ...errors import InputError
@@ -71,7 +71,7 @@ class RealSize:
     contexts: tuple[int, ...] = option((), help="tokens per window (by model)", metavar="4k,8k")
     texts: tuple[str, ...] = option(("novel", "code", "wikipedia"), help="kinds of text", metavar="A,B")
     tasks: tuple[str, ...] = option((), help="tasks of the parts ruler, extraction and tasks (all)", metavar="A,B")
-    dtype: DType = option("bfloat16", help="dtype of the models")
+    dtype: str = option("bfloat16", help="dtype of the models (default: bfloat16)", metavar="NAME")
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, get_args(DType))
@@ -292,7 +292,7 @@ def run_real(
     for part in parts:
         check_choice("part", part, PARTS)
     for folder in model_folders(names):
-        tested = ModelUnderTest(str(folder), dtype=size.dtype, batch=4)
+        tested = ModelUnderTest(str(folder), dtype=cast(DType, size.dtype), batch=4)
         for part in parts:
             until = time.monotonic() + 60 * minutes
             say(f"{folder.name}: {part}")
