@@ -71,7 +71,7 @@ class RealSize:
     contexts: tuple[int, ...] = option((), help="tokens per window (by model)", metavar="4k,8k")
     texts: tuple[str, ...] = option(("novel", "code", "wikipedia"), help="kinds of text", metavar="A,B")
     tasks: tuple[str, ...] = option((), help="tasks of the parts ruler, extraction and tasks (all)", metavar="A,B")
-    dtype: str = option("bfloat16", help="dtype of the models (default: bfloat16)", metavar="NAME")
+    dtype: str = option("bfloat16", help="dtype of the models", metavar="NAME")
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, get_args(DType))
