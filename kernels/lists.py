@@ -113,10 +113,10 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 
 
 def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy K and V in slots `[P, n]` (int64) of the tensors of a batch to out `[2, P, n, w]`.
+    """Copy K and V in slots `[P, n]` (int64) of the sequences' tensors to out `[2, P, n, w]`. P = B * Hkv.
 
-    The tensor of a sequence is `[2 * Hkv, room, w]`: K of all heads, then V. Entries with a negative slot stay
-    unchanged.
+    The tensor of a sequence is `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Entries of `out` with a
+    negative slot stay unchanged.
     """
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
@@ -124,14 +124,14 @@ def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> No
 
 
 def put_rows(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows `[2, P, n, w]` to the slots `[P, n]` of the tensors of a batch (`take_rows`), except negative slots."""
+    """Copy rows `[2, P, n, w]` to slots `[P, n]` of the sequences' tensors (see `take_rows`). Skip negative slots."""
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
         own[:, at[valid]] = rows[:, p, valid]
 
 
 def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Iterate over K and V `[2, room, w]` and the slots `[n]` of each list."""
+    """Yield K and V `[2, capacity, w]` and the slots `[n]` of each list."""
     for p, at in enumerate(slots):
         b, head = divmod(p, table.heads // 2)
         yield table.tensors[b].unflatten(0, (2, -1))[:, head], at

@@ -24,7 +24,8 @@ PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
 
 _PARTS, LISTED = 16, 256
-"""Number of parts that the merge reads at a time, and of their log-sum-exps."""
+"""Number of parts whose outputs the merge reads at a time, and number of parts whose log-sum-exps it reads at a time.
+"""
 
 
 @triton.jit
@@ -107,9 +108,9 @@ def _attend(
 def peak_and_sum(
     lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the maximum of `peak` and the lse of all parts of row r, and the sum of exp(lse - maximum) of the parts.
+    """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
 
-    LISTED parts are read at once. It is a constant, so that no kernel is compiled again for longer contexts.
+    LISTED parts are read at a time. It is a constant, so that no kernel is compiled again for longer contexts.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):

@@ -104,7 +104,10 @@ def _slots(
     room: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
     ALIGN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (p, i): copy K and V of entries [i * BLOCK, ...) of list p from their slots, or to them with PUT."""
+    """Copy K and V of entries [i * BLOCK, (i + 1) * BLOCK) of list p from their slots, in program (p, i).
+
+    A list is one KV head of one sequence. With PUT, the entries are copied to the slots instead.
+    """
     p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
     slot = tl.load(slots + p * listed + at, mask=at < listed, other=-1)
@@ -186,12 +189,12 @@ def write_rows(
 
 
 def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Run `lists.take_rows` in one launch."""
+    """Copy K and V from slots of the sequences' tensors, in one launch. See `lists.take_rows`."""
     _copy_slots(table, slots, out, put=False)
 
 
 def put_rows(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Run `lists.put_rows` in one launch."""
+    """Copy K and V to slots of the sequences' tensors, in one launch. See `lists.put_rows`."""
     _copy_slots(table, slots, rows, put=True)
 
 

@@ -31,7 +31,7 @@ A program handles all heads of a layer, so larger blocks would leave most multip
 """
 
 _PARTS, _COUNTED, _EARLIER = 128, 1024, 256
-"""Numbers of parts that `_whole` reads, and of blocks that `_count` and `_write` add, at a time.
+"""Number of parts that `_whole` reads at a time, and numbers of blocks that `_count` and `_write` add at a time.
 
 They are constants, so that no kernel is compiled again for longer contexts.
 """

@@ -30,7 +30,7 @@ class TunedPolicy:
     """Policy and options chosen for one model.
 
     Attributes:
-        policy, options: Arguments of `LLM`.
+        policy, options: Values for `LLM(policy=..., policy_options=...)`.
         fingerprint: Fingerprint of the model.
         measured: Record of the tuning run, for information only: contract, objective, text, missed attention mass,
             bytes.

@@ -97,7 +97,7 @@ def needed_places(tokens: int, places: Iterable[int], slack: int = BLOCK_SIZE) -
     Args:
         tokens: Length of the text in tokens.
         places: Numbers of tokens, at most `tokens`, after which a snapshot exists or can be made.
-        slack: Number of tokens, at least 64.
+        slack: Number of tokens, at least 64, that an edit may always recompute.
     """
     distances = sorted(tokens - place for place in places)
     needed = distances[:1]

@@ -63,7 +63,7 @@ class StatePool:
                 target.copy_(source, non_blocking=self._pin)
 
     def read(self, slot: int) -> bytes:
-        """Return the bytes of a slot. Waits for copies from a device."""
+        """Return the bytes of a slot. Waits for pending copies from the device."""
         if self._pin:
             torch.cuda.current_stream().synchronize()
         return self._rows[slot].numpy().tobytes()

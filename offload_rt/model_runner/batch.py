@@ -84,7 +84,7 @@ class DecodeBatch:
         return self._visible[window]
 
     def adjacent(self, layer: int) -> bool:
-        """Return whether the resident KV that each sequence sees in `layer` is in adjacent positions."""
+        """Return whether the resident KV that each sequence sees in `layer` is contiguous in its ring buffer."""
         sizes = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
         return all(places(seen, *sizes) is not None for seen in self.visible(layer))
 

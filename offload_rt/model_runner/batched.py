@@ -70,9 +70,10 @@ class BatchedMode:
         return BatchedFetch(batch, inputs, layer, counts, pending, tokens)
 
     def fetch_all(self, layer: int) -> LayerFetch | None:
-        """Start one gather of all candidates, padded to the capacity. Return None without `dense`.
+        """Start one gather of all candidates of a layer that attends to all tokens, padded to the capacity.
 
-        Windows of sliding layers are resident, so nothing is fetched.
+        Return None if this mode does not fetch such layers (`dense` is False). In sliding-window layers, all visible KV
+        is resident, so no gather is needed.
         """
         batch, inputs = self._batch, self._inputs
         if batch.geometry.windows[layer] is not None:
@@ -173,7 +174,7 @@ class BatchedFetch:
 
 @dataclass(frozen=True)
 class WindowFetch:
-    """The KV of a sliding layer, all of which is resident."""
+    """A fetch of a sliding-window layer. All its visible KV is resident, so no KV is transferred."""
 
     batch: DecodeBatch
     inputs: StepInputs
@@ -197,7 +198,10 @@ def _attend(
     v: torch.Tensor,
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to resident KV and the first `counts[p]` of k, v `[P, n, d]`."""
+    """Attend with q `[P, G, d]` to resident KV and to the first `counts[p]` entries of k and v `[P, n, d]`.
+
+    P = B * Hkv.
+    """
     spans = inputs.resident[batch.geometry.windows[layer]]
     kept, scale = inputs.rows.resident(layer), batch.geometry.scales[layer]
     return attend_kept(q, kept, spans.starts, spans.stops, k, v, counts, scale)
@@ -206,7 +210,10 @@ def _attend(
 def _with_sinks(
     batch: DecodeBatch, inputs: StepInputs, layer: int, out: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
-    """Return out `[P, G, d]` as `[B, H * d]`, scaled for the learned attention sinks of the layer if it has any."""
+    """Return out `[P, G, d]` as `[B, H * d]`, scaled for the learned attention sinks of the layer, if it has any.
+
+    lse `[P, G]` is the log-sum-exp of the scores without sinks; P = B * Hkv.
+    """
     if (sinks := batch.adapter.sinks(layer)) is not None:
         out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
     return out.view(inputs.size, -1)

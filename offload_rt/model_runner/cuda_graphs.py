@@ -131,7 +131,7 @@ class GraphSteps:
         self._eager: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step, eagerly the first time for each batch size. Return float32 logits `[B, V]`."""
+        """Run a decode step. The first step of each batch size is eager. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
         inputs = self._modes.load(batch, padded_batch(sequences)) if capturable else None
@@ -153,8 +153,9 @@ class GraphSteps:
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
         """Call `_capture`. If it fails, return None.
 
-        If memory runs out, drop the other graphs, so that the next step can capture this one. If there are none, steps
-        of this shape stay eager. Any other error disables captures if these inputs have run eagerly before.
+        If memory is exhausted, the other graphs are dropped, so that the next step can capture this one. If there are
+        no other graphs, steps of this shape stay eager. Any other error disables captures if these inputs have run
+        eagerly before.
         """
         try:
             return self._capture(batch, inputs)
@@ -174,14 +175,14 @@ class GraphSteps:
             return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
-        """Capture a step of `inputs`. The oldest graph is dropped if there are too many."""
+        """Capture a step with `inputs`. If there are too many graphs, drop the oldest."""
         for oldest in list(self._captured)[: len(self._captured) + 1 - self._most]:
             del self._captured[oldest]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured
 
     def _make_room(self, inputs: StepInputs) -> None:
-        """Drop all graphs, and keep fewer from now on. If there are none, do not capture `inputs` again."""
+        """Drop all graphs and keep fewer from now on. If there are no graphs, never capture `inputs` again."""
         if self._captured:
             self._most = len(self._captured)
             self._captured.clear()
@@ -195,7 +196,7 @@ class GraphSteps:
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error was raised because, or while, device memory ran out."""
+    """Return whether an error was raised because device memory is exhausted, or while handling such an error."""
     # The end of an interrupted capture may raise an error of its own.
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
@@ -203,7 +204,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Return whether the launches of a step depend only on the inputs, and the host reads no values."""
+    """Return whether the launches of a step depend only on its inputs and the host reads no values during the step."""
     own = batch.policy.rule is not None and batch.policy.rule.own_bases
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     # Slots of recurrent state may move.

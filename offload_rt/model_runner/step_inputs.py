@@ -20,7 +20,7 @@ from ..transfer.residency import place, places
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
 
-# Slot and visible tokens of padding rows.
+# slot and visible range of padding rows, which stand for no sequence
 NOWHERE = -1
 NOTHING = VisibleTokens(range(0), range(0), range(0))
 
@@ -30,9 +30,10 @@ class StepShape(NamedTuple):
 
     Attributes:
         size: Number of sequences, including padding.
-        capacity: Upper bound of the tokens of a sequence.
+        capacity: Upper bound of the number of tokens of a sequence.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether they share so many blocks that dense layers fetch shared tokens once, too.
+        joined: Whether sequences share so many blocks that layers that attend to all tokens also fetch shared tokens
+            only once.
     """
 
     size: int
@@ -43,12 +44,14 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidentSpans:
-    """Resident KV in the layers of one window size.
+    """Visible range of the resident KV, for the layers with one length of sliding window.
+
+    A list is one KV head of one sequence; P = B * Hkv.
 
     Attributes:
-        places: Position of the newest token, int64 `[B]`.
-        starts: Start of the visible positions of each list, int32 `[P]`.
-        stops: End of the visible positions of each list, int32 `[P]`.
+        places: Index of the newest token in the resident KV, int64 `[B]`.
+        starts: First visible index in the resident KV of each list, int32 `[P]`.
+        stops: End (exclusive) of the visible indices of each list, int32 `[P]`.
     """
 
     places: torch.Tensor
@@ -59,7 +62,8 @@ class ResidentSpans:
 class StepInputs:
     """Kernel inputs of the steps of one shape, at fixed addresses.
 
-    `load` writes the values before a step. A smaller batch is padded with rows that see no tokens and are not stored.
+    `load` writes the values before a step. A batch with fewer sequences is padded with rows that see no tokens and
+    whose KV is not stored.
     """
 
     def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
@@ -92,7 +96,7 @@ class StepInputs:
         self.no_counts = torch.zeros(lists, dtype=torch.int32, device=device)
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the addresses of the KV and scoring keys of a batch, and its visible tokens."""
+        """Write the inputs of a step: addresses of KV and scoring keys, and visible tokens, of each sequence."""
         padding, heads = self.size - len(batch.sequences), self._heads
         held = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in held]
@@ -119,7 +123,7 @@ class StepInputs:
         return {self._selecting, *self._by_window.values(), *self._by_group.values()}
 
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
-        """Return start and end of the visible positions of each list, `[P]` each."""
+        """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
         found = [places(seen, sinks, recent) for seen in visible for _ in range(self._heads)]
         spans = [span for span in found if span is not None]
         assert len(spans) == len(found), "DecodeBatch.adjacent"
@@ -128,21 +132,23 @@ class StepInputs:
     def attended(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention weights of a layer by token `[P, capacity]`, and which tokens were attended.
+        """Return a layer's attention weights by token index, `[P, capacity]`, and whether each token was attended.
+
+        A list belongs to one KV head of one sequence; P = B * Hkv.
 
         Args:
             q: Scaled queries `[P, G, d]`.
-            resident: Resident KV.
+            resident: KV entries that stay on the device.
             fetched: Fetched KV `[P, n, d]` with its counts.
             tokens: Token indices of the fetched KV `[P, n]`.
-            lse: Log-sum-exp `[P, G]` of the attention.
+            lse: Log-sum-exp `[P, G]` of the attention scores.
         """
         (sinks, recent), lists, spans = self._sizes[None], len(q), self.resident[None]
         first, stop = spans.starts.unsqueeze(1), spans.stops.unsqueeze(1)
         kept = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
         at = torch.arange(kept.shape[1], device=q.device)
         newest = self.slots_by_head.unsqueeze(1)
-        # Index `at` of the ring holds the last token t <= newest with t = at (mod recent).
+        # Slot `at` of the ring buffer has the last token t <= newest with t = at (mod recent).
         there = torch.where(at < sinks, at, newest - (newest - at) % recent)
         place = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
@@ -155,13 +161,16 @@ class StepInputs:
         return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
 
     def release(self) -> None:
-        """Drop references to the sequences until the next `load`."""
+        """Drop all references to sequences. `load` must be called before the next use."""
         self.rows.release()
         self.keys.release()
 
     @property
     def static(self) -> bool:
-        """Whether launches depend only on these tensors: the host copies no KV."""
+        """Whether kernel launches depend only on the tensors of this object, so that they can be captured.
+
+        This requires that the host copies no KV.
+        """
         return self.rows.in_place
 
 

@@ -51,12 +51,12 @@ class PackedEntry:
 
 
 def packed_home() -> Path:
-    """Return the folder of all packed checkpoints."""
+    """Return the cache folder of all packed checkpoints."""
     return cache_folder() / "packed"
 
 
 def cache_limit() -> int:
-    """Return the maximum size of all packed checkpoints in bytes."""
+    """Return the maximum total size in bytes of all packed checkpoints."""
     return parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE)
 
 
@@ -174,7 +174,7 @@ def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
 
 
 def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[PackedEntry]:
-    """Delete the chosen checkpoints. Return them."""
+    """Delete the checkpoints for which `chosen` returns True. Return the deleted checkpoints."""
     if not home.is_dir():
         return []
     with _locked(home):
@@ -197,7 +197,7 @@ def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
 
 
 def _delete(entry: PackedEntry) -> None:
-    """Delete a checkpoint. Processes that use its weights have mapped the file, which stays until they end."""
+    """Delete a checkpoint. Processes that use its weights have mapped the file, so its contents stay until they end."""
     (entry.folder / DIGEST).unlink(missing_ok=True)
     shutil.rmtree(entry.folder, ignore_errors=True)
     _log.info("deleted the packed weights of %s", entry.origin)

@@ -84,7 +84,7 @@ class ModelSource:
 
     @property
     def location(self) -> str:
-        """The absolute path of a local folder or file, or the name on the hub."""
+        """The absolute path of a local folder or file, or the name of a checkpoint on the hub."""
         name = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return name if self.folder is None else str(Path(name).absolute())
 

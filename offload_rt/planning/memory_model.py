@@ -163,9 +163,9 @@ class DeviceCosts:
         return rows + weighed + work + self._logits(1)
 
     def calibration(self) -> int:
-        """Return the size in bytes of the calibration's memory at the first start; 0 if no calibration is needed.
+        """Return the memory in bytes that calibration needs at the first start; 0 if no calibration is needed.
 
-        Its float64 sums need no more memory per slice than attention and MLP.
+        The float64 sums of calibration need no more memory per slice than attention and MLP.
         """
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0

@@ -118,9 +118,10 @@ def place(token: int, sinks: int, recent: int) -> int:
 
 
 def places(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
-    """Return the positions of the resident tokens of `visible` in the resident KV, in ascending order.
+    """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
 
-    Return None if the positions are not adjacent: a window that truncation has cut may wrap around the ring.
+    Return None if the indices are not contiguous: after a truncation, the rest of a window may wrap around the ring
+    buffer.
     """
     first, stop = visible.all.start, visible.recent.stop
     if first <= sinks or len(visible.recent) == recent:

@@ -82,7 +82,7 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab."""
+        """Offset in rows of K and V of each layer and head from the first row of a slab, int64 `[L, 2, Hkv]`."""
         self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -98,14 +98,15 @@ class RowLists:
         return self._bases.shape[1] * BLOCK_SIZE
 
     def keep_working_sets(self, layers: Iterable[int]) -> None:
-        """Let `hold` allocate the working sets of `layers`, so that the first fetch of a layer can be captured."""
+        """Make `hold` allocate the working sets of `layers`, so that the first fetch of each layer can be captured."""
         if self._working is not None:
             self._working.use(layers)
 
     def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
-        """Bind the lists to open sequences before a step. Copies changes since the last call to the device.
+        """Set the sequences of the batch before a step. All of them must be open.
 
-        The last `padding` sequences are not computed. Their working sets do not change.
+        Only data that has changed since the last call is copied to the device. The last `padding` sequences are not
+        computed, and their working sets do not change.
         """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
@@ -139,17 +140,18 @@ class RowLists:
         return self._state.in_place
 
     def join(self) -> None:
-        """Make the compute stream wait for all write-backs and fetches so far."""
+        """Make the compute stream wait for all write-backs and fetches that have been queued so far."""
         self._prefetch.hold_compute(self._prefetch.record_event())
         self._write_back.hold_compute(self._write_back.record_event())
         self._state.pending_writes.clear()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture a step within this context.
+        """Context for capturing a step.
 
-        The compute stream waits for earlier work first, because a graph cannot. Events of a capture are not those of
-        the sequences, because other threads may wait for them (`DeviceState.settle`).
+        The compute stream first waits for earlier work, because a graph cannot wait for it. Events recorded in a
+        capture are not assigned to the sequences, because other threads may wait for their events
+        (`DeviceState.settle`).
         """
         self.join()
         self._captures, self._captured = True, None
@@ -159,7 +161,10 @@ class RowLists:
             self._captures, self._captured = False, None
 
     def replayed(self) -> None:
-        """Set the write-back event of the sequences: it follows all compute work queued so far."""
+        """Set the write-back event of the sequences after a replay.
+
+        The event follows all compute work queued so far.
+        """
         with self._write_back.behind_compute():
             self._set_written(self._write_back.record_event())
 
@@ -172,14 +177,14 @@ class RowLists:
 
     @property
     def _written(self) -> list[Event]:
-        """Events after the last write-backs, for which a fetch must wait."""
+        """Return the events after the last write-backs of the sequences. A fetch must wait for them."""
         if self._captures:
             return [] if self._captured is None else [self._captured]
         events = {id(one.written): one.written for one in self._open}.values()
         return [event for event in events if event is not None]
 
     def forget(self) -> None:
-        """Clean up after a failed graph capture: wait until the device is idle, and drop held buffers."""
+        """Clean up after a failed graph capture. Waits until the device is idle and drops all held buffers."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -202,15 +207,15 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return the pool row of a slot of full-attention layers, for a batch of one: int64 `[1]`."""
+        """Return the pool row of a slot in full-attention layers, for a batch of one sequence: int64 `[1]`."""
         return to_device(torch.tensor(self.rows_of(0, [slot])), self.device)
 
     def group(self, layer: int) -> int:
-        """Return the group of layers whose KV is in the same blocks."""
+        """Return the layer group of `layer`. All layers of a group have their KV in the same blocks."""
         return self._pool.groups.group[layer]
 
     def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
-        """Return the pool row of a slot of each sequence, without the offsets of layer and head.
+        """Return the pool row of one slot of each sequence, without the offsets of layer and head.
 
         Negative slots give negative rows.
         """
@@ -247,9 +252,9 @@ class RowLists:
     ) -> PendingBatchFetch:
         """Start fetching the first `counts[p]` tokens of each list in `tokens` int64 `[P, n]`. None fetches all tokens.
 
-        With `cached`, KV in the working set of a sequence is copied from there. With `overlapping`, KV that several
-        sequences select from shared blocks is fetched once and copied on the device. All other KV is read from the
-        pool.
+        With `cached`, KV in the working set of a sequence is copied from the working set. With `overlapping`, KV that
+        several sequences select from shared blocks is read from the pool once and copied on the device. All other KV is
+        read from the pool.
         """
         # Inputs and staged KV are memory of the compute stream (`Staging`). All other tensors are allocated, used and
         # freed in the prefetch stream.
@@ -283,9 +288,9 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Copy KV from the working sets and gather the rest from the pool. Copy duplicates on the device.
+        """Copy KV from the working sets and gather all other KV from the pool. Duplicates are copied on the device.
 
-        Returns `PendingBatchFetch.tally`.
+        Return `PendingBatchFetch.tally`.
         """
         ids, valid, found = self._ids(layer, tokens), None, None
         if counts is not None:
@@ -313,7 +318,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally`, int64 `[B, 2]`."""
+        """Return `PendingBatchFetch.tally` of a fetch, int64 `[B, 2]`."""
         if found is None and again is None:
             return None
         if counts is None:

@@ -1,4 +1,4 @@
-"""The working sets of the sequences of a batch as lists (`kernels.lists`). Tables and KV are found by address."""
+"""Working sets of the sequences of a batch, as lists (`kernels.lists`). Kernels find tables and KV by address."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .working_set import LayerSet, LookUp, WorkingSet, look_up
 
 
 class WorkingLists:
-    """Working sets of `batch` sequences. All calls are made in the prefetch stream.
+    """Working sets of up to `batch` sequences. All calls are made in the prefetch stream.
 
-    `hold` binds the lists to sequences. Addresses are data in one tensor, so a CUDA graph serves all sequences. The
-    first look-up of a layer allocates memory and copies addresses, which a graph cannot do, unless `use` has named it.
+    `hold` sets the sequences of the batch. Their addresses are in one tensor, so that a CUDA graph serves all
+    sequences. The first look-up of a layer allocates memory and copies addresses, which is not possible in a graph.
+    Layers that have been passed to `use` before are exempt.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
@@ -31,11 +32,11 @@ class WorkingLists:
         self._padding = 0
 
     def use(self, layers: Iterable[int]) -> None:
-        """Name layers that will be looked up. Call it before `hold`."""
+        """Announce the layers that will be looked up. Must be called before `hold`."""
         self._used.update(layers)
 
     def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
-        """Bind the lists to the working sets of a batch. Look-ups do not change the last `padding` ones."""
+        """Set the working sets of a batch. Look-ups do not change the last `padding` working sets."""
         same = len(held) == len(self._held) and all(new is old for new, old in zip(held, self._held, strict=True))
         if same and padding == self._padding:
             return
@@ -45,7 +46,7 @@ class WorkingLists:
         self._bind()
 
     def release(self) -> None:
-        """Release the working sets until the next `hold`."""
+        """Drop all references to working sets. `hold` must be called before the next use."""
         self._held, self._sets = (), {}
 
     def _bind(self) -> None:
@@ -57,7 +58,10 @@ class WorkingLists:
         copy_into(addresses, self._tables)
 
     def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> LookUp:
-        """Look up tokens `[P, n]` (`working_set.look_up`). Then call `take` and `put`, in this order."""
+        """Look up tokens `[P, n]` (see `working_set.look_up`).
+
+        The caller must then call `take` and `put`, in this order.
+        """
         if layer not in self._used:
             self._used.add(layer)
             self._bind()
@@ -68,11 +72,11 @@ class WorkingLists:
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy cached KV to its positions in out `[2, P, n, width]`."""
+        """Copy cached KV to the positions of its tokens in out `[2, P, n, width]`. P = B * Hkv."""
         dispatch.take_rows(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the missing tokens of `rows` `[2, P, n, width]` in their assigned slots."""
+        """Store the missing tokens of `rows` `[2, P, n, width]` in their assigned slots. P = B * Hkv."""
         dispatch.put_rows(self._rows(layer), found.into, rows)
 
     def _rows(self, layer: int) -> PointerTable:

@@ -1,9 +1,9 @@
 """Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
-Each sparse layer caches at most `capacity` entries per KV head. All operations have static shapes and do not
-synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first: a use
-adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee et al. 2001: LRU for a
-decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
+Each layer that selects tokens caches at most `capacity` entries per KV head. All operations have static shapes and do
+not synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first: a
+use adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee et al. 2001: LRU for
+a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class LookUp:
     """Result of a look-up of n tokens in each of P lists (one per KV head).
 
     Attributes:
-        slots: int64 `[P, n]`, the slot of each cached token; -1 for tokens that are not cached.
-        into: int64 `[P, n]`, the slot assigned to each missing token; -1 for all other tokens.
-        hits: int64 `[P]`, the number of cached tokens.
+        slots: Slot of each cached token, int64 `[P, n]`; -1 for tokens that are not cached.
+        into: Slot assigned to each missing token, int64 `[P, n]`; -1 for all other tokens.
+        hits: Number of cached tokens of each list, int64 `[P]`.
     """
 
     slots: torch.Tensor
@@ -53,16 +53,16 @@ def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) ->
 def look_up(
     table: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None, decay: float = DECAY
 ) -> LookUp:
-    """Look up tokens int64 `[P, n]`, unique in each list, and assign slots to missing ones.
+    """Look up tokens int64 `[P, n]`, without duplicates in a list, and assign slots to missing tokens.
 
-    Missing tokens are inserted in order, while there are slots that this look-up has not used. The look-up costs two
-    sorts of the slots and a few passes over the tokens.
+    Missing tokens are inserted in order, as long as there are slots that this look-up has not used. The look-up takes
+    two sorts of the slots and a few passes over the tokens.
 
     Args:
         table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`WorkingSet`). Updated in place.
         tokens: Token indices.
-        valid: bool `[P, n]`. Tokens that are False are ignored.
-        decay: Factor of all scores.
+        valid: Whether each token is looked up, bool `[P, n]`. None looks up all tokens.
+        decay: Factor by which the look-up multiplies all scores.
     """
     capacity, held, every = table.shape[1] - 1, table[..., 0], table.view(torch.float32)[..., 1]
     scores, wanted = every[:, :capacity], tokens.to(torch.int32).contiguous()
@@ -92,8 +92,8 @@ class LayerSet:
     """The working set of one layer.
 
     Attributes:
-        table: int32 `[Hkv, capacity + 1, 2]`: the token in each slot, negative if the slot is empty, and the bits of
-            its float32 score. The last entry is never read.
+        table: Token in each slot (negative if the slot is empty) and the bits of its float32 score, int32 `[Hkv,
+            capacity + 1, 2]`. The last slot is never read.
         rows: Cached K of all heads, then V, in the storage format: `[2 * Hkv, capacity + 1, width]`.
     """
 
@@ -108,16 +108,16 @@ class LayerSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, table included."""
+        """Size in bytes on the device, including the table."""
         return self.table.nbytes + self.rows.nbytes
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token in each slot, int32 `[Hkv, capacity]`; negative if the slot is empty."""
+        """The token in each slot of each KV head, int32 `[Hkv, capacity]`; negative if the slot is empty."""
         return self.table[:, :-1, 0]
 
     def forget(self, token: int) -> None:
-        """Remove `token` from its slots."""
+        """Remove `token` from all KV heads."""
         gone = self.table[..., 0] == token
         self.table[..., 0].masked_fill_(gone, _EMPTY)
         self.table.view(torch.float32)[..., 1].masked_fill_(gone, -torch.inf)
@@ -126,7 +126,7 @@ class LayerSet:
         return LayerSet(self.table.clone(), self.rows.clone())
 
     def check_integrity(self) -> None:
-        """Assert that no token has two slots of a list, and that exactly the empty slots have no score."""
+        """Assert that no token has two slots in a list, and that exactly the empty slots have no score."""
         for tokens, scores in zip(self.tokens, self.table.view(torch.float32)[:, :-1, 1], strict=True):
             held = tokens[tokens >= 0]
             assert len(held.unique()) == len(held)
@@ -136,8 +136,8 @@ class LayerSet:
 class WorkingSet:
     """The working set of one sequence.
 
-    KV is in the storage format of the pool, so cached KV is bit-identical to KV in the pool. Memory of a layer is
-    allocated when it first selects, and does not move. It is used in the prefetch stream alone.
+    Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory of a layer is allocated
+    when the layer first selects tokens, and keeps its address. It is used only in the prefetch stream.
     """
 
     def __init__(self, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class WorkingSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, tables included."""
+        """Size in bytes on the device, including tables."""
         return sum(layer.nbytes for layer in self._layers.values())
 
     def layer(self, layer: int) -> LayerSet:

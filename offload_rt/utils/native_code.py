@@ -216,7 +216,7 @@ def _compiler_command() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of everything that is computed once: `$OFFLOAD_RT_CACHE` if set, else `user_cache()`."""
+    """Return the folder for results that are computed once: `$OFFLOAD_RT_CACHE` if set, else `user_cache()`."""
     own = os.environ.get("OFFLOAD_RT_CACHE")
     return Path(own) if own else user_cache()
 
