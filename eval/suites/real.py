@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
+from ...config import DType
 from ...errors import InputError
 from ...utils.config_fields import check_choice, option
 from ...utils.texts import read_file
@@ -61,7 +62,7 @@ TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rt
 
 @dataclass(frozen=True)
 class RealSize:
-    """Sample sizes."""
+    """Sample sizes, and the dtype of the models. float32 keeps rounding out of the divergence tables."""
 
     windows: int = option(3, help="windows per text", metavar="N")
     decoded: int = option(512, help="decoded tokens per window", metavar="N")
@@ -70,8 +71,10 @@ class RealSize:
     contexts: tuple[int, ...] = option((), help="tokens per window (by model)", metavar="4k,8k")
     texts: tuple[str, ...] = option(("novel", "code", "wikipedia"), help="kinds of text", metavar="A,B")
     tasks: tuple[str, ...] = option((), help="tasks of the parts ruler, extraction and tasks (all)", metavar="A,B")
+    dtype: str = option("bfloat16", help="dtype of the models", metavar="NAME")
 
     def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, get_args(DType))
         for kind in self.texts:
             check_choice("text", kind, ("novel", "code", "wikipedia"))
         for task in self.tasks:
@@ -289,7 +292,7 @@ def run_real(
     for part in parts:
         check_choice("part", part, PARTS)
     for folder in model_folders(names):
-        tested = ModelUnderTest(str(folder), dtype="bfloat16", batch=4)
+        tested = ModelUnderTest(str(folder), dtype=cast(DType, size.dtype), batch=4)
         for part in parts:
             until = time.monotonic() + 60 * minutes
             say(f"{folder.name}: {part}")

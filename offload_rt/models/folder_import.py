@@ -21,6 +21,7 @@ from .checkpoint import build_skeleton, one_error, read_tokenizer
 from .importers import IMPORTERS
 from .importers.base import Importer
 from .linear import packing
+from .linear.packed_experts import is_stacked
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
 from .stored_tensors import StoredTensor, check_complete, stored_tensors
@@ -114,25 +115,34 @@ class _Layers:
         known = {**dict(skeleton.named_parameters(remove_duplicate=False)), **dict(skeleton.named_buffers())}
         tied = set(getattr(skeleton, "all_tied_weights_keys", {}) or ())
         for stored in stored_tensors(source):
-            module, _, part = stored.name.rpartition(".")
+            module, part = self._importer.split(stored.name)
             if stored.name.endswith(_UNUSED) or stored.name in tied:
                 continue
-            if stored.name not in known and (part not in self._importer.parts or f"{module}.weight" not in known):
+            if stored.name not in known and (
+                part not in self._importer.parts or known.keys().isdisjoint((module, f"{module}.weight"))
+            ):
                 raise CannotPackError(f"the model in transformers has no {stored.name}")
             self.modules[module][part] = stored
 
     def form(self, name: str) -> PackedFormat | None:
         """Return the packed format of a module, or None if its weights are not packed."""
-        module: Any = self._skeleton.get_submodule(name)
         parts = self.modules[name]
-        if type(module) is not nn.Linear or not any(part in parts for part in self._importer.parts):
+        if (shape := self._shape(name)) is None or not any(part in parts for part in self._importer.parts):
             return None
         try:
-            return self._importer.form(
-                {part: each.shape for part, each in parts.items()}, self._options, module.in_features
-            )
+            return self._importer.form({part: each.shape for part, each in parts.items()}, self._options, shape[1])
         except (KeyError, IndexError) as error:
             raise CannotPackError(f"{name} lacks {error}") from error
+
+    def _shape(self, name: str) -> tuple[int, int] | None:
+        """Return the outputs and inputs of a linear layer, or of each of the stacked experts; None for others."""
+        parent, _, own = name.rpartition(".")
+        experts = self._skeleton.get_submodule(parent)
+        if is_stacked(experts, own):
+            _, ins, outs = getattr(experts, own).shape
+            return outs, ins
+        module = self._skeleton.get_submodule(name)
+        return (module.out_features, module.in_features) if type(module) is nn.Linear else None
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, PackedFormat]]:
         """Return the tensors of the packed checkpoint by name, and the formats of its packed modules."""
@@ -149,9 +159,10 @@ class _Layers:
                 found = {part: opened[each.file].get_tensor(each.name) for part, each in parts.items() if each.file}
                 if (form := self.form(name)) is not None:
                     layer = self._importer.pack(found, form, self._options)
-                    outs = len(self._skeleton.get_submodule(name).weight)  # type: ignore[arg-type]
-                    if len(layer.rows) != outs:
-                        raise CannotPackError(f"{name} has {len(layer.rows)} outputs instead of {outs}")
+                    shape = self._shape(name)
+                    assert shape is not None
+                    if layer.rows.shape[-2] != shape[0]:
+                        raise CannotPackError(f"{name} has {layer.rows.shape[-2]} outputs instead of {shape[0]}")
                     formats[name], tensors[f"{name}.packed"] = layer.form, layer.rows
                     if layer.order is not None:
                         tensors[f"{name}.order"] = layer.order

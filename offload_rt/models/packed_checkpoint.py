@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from .linear.packed import PACKED, can_hold_packed, hold_packed
+from .linear.packed_experts import hold_packed_stack, is_stacked
 from .packed_cache import is_intact
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.d
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for name, form in formats.items():
+        parent, _, own = name.rpartition(".")
+        if is_stacked(model.get_submodule(parent), own):
+            hold_packed_stack(model.get_submodule(parent), own, form)
+            continue
         module = model.get_submodule(name)
         if not can_hold_packed(module) or module.weight.shape[1] != form.ins:
             raise ModelError(f"the packed weight {name} does not belong to the configuration")

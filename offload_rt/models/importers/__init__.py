@@ -6,5 +6,8 @@ from .awq import AWQ
 from .base import Importer
 from .compressed_tensors import CompressedTensors
 from .gptq import GPTQ
+from .mxfp4 import MXFP4Experts
 
-IMPORTERS: dict[str, Importer] = {importer.method: importer for importer in (GPTQ(), AWQ(), CompressedTensors())}
+IMPORTERS: dict[str, Importer] = {
+    importer.method: importer for importer in (GPTQ(), AWQ(), CompressedTensors(), MXFP4Experts())
+}

@@ -26,7 +26,7 @@ class PackedLayer:
     """A linear layer with packed weights.
 
     Attributes:
-        rows: Packed rows, uint8 `[out, form.row_bytes]`.
+        rows: Packed rows, uint8 `[out, form.row_bytes]`, or `[experts, out, form.row_bytes]`.
         order: Order of the inputs, int32 `[ins]`, if `form.permuted`: packed input i is input `order[i]` of the layer.
             Otherwise None.
     """
@@ -44,6 +44,11 @@ class Importer(Protocol):
 
     parts: tuple[str, ...]
     """Last parts of the names of tensors that are converted to packed weights. Other tensors are copied."""
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the module and the part of a tensor's name."""
+        module, _, part = name.rpartition(".")
+        return module, part
 
     def check(self, options: Options) -> None:
         """Raise CannotPackError if the configuration states an unsupported variant."""
@@ -113,7 +118,7 @@ def pack_layer(
             raise CannotPackError("groups of different sizes")
         order = torch.argsort(groups.long(), stable=True)
         codes = codes[:, order]
-    exponent = _exponent_of(scales)
+    exponent = exponent_of(scales)
     halves = torch.ldexp(scales.float(), torch.tensor(-exponent)).half()
     repeats = form.ins // form.group // count
     parts = (part.repeat_interleave(repeats, dim=1) for part in (halves, zeros.to(torch.uint8)))
@@ -121,7 +126,7 @@ def pack_layer(
     return PackedLayer(form, form.pack(codes, *parts), None if order is None else order.int())
 
 
-def _exponent_of(scales: torch.Tensor) -> int:
+def exponent_of(scales: torch.Tensor) -> int:
     """Return an exponent with which float16 represents all scales exactly. Raise CannotPackError if there is none."""
     wide = scales.float()
     if not bool(wide.isfinite().all()):

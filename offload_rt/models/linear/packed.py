@@ -31,21 +31,26 @@ class PackedWeights(LinearBackend):
         form, packed = cast(PackedFormat, layer.form), cast(torch.Tensor, layer.packed)
         if form.permuted:
             x = x[..., cast(torch.Tensor, layer.order)]
-        code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
-        if code is None or not x.numel():
-            return F.linear(x, form.unpack(packed, x.dtype), layer.bias)
-        if x.numel() <= packed_products.MAX_ROWS * form.ins:
-            return code.linear(x, packed, form, layer.bias)
-
-        def weights(tile: slice, dtype: torch.dtype) -> torch.Tensor:
-            code = packed_products.compiled_for(dtype)
-            assert code is not None
-            return code.unpack(packed[tile], form, dtype)
-
-        return product_by_tiles(x, weights, len(packed), layer.bias)
+        return packed_linear(x, packed, form, layer.bias)
 
 
 PACKED = PackedWeights()
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x `[..., in]`, in the packed order of inputs, times packed rows plus bias `[out]`, `[..., out]`."""
+    code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
+    if code is None or not x.numel():
+        return F.linear(x, form.unpack(packed, x.dtype), bias)
+    if x.numel() <= packed_products.MAX_ROWS * form.ins:
+        return code.linear(x, packed, form, bias)
+
+    def weights(tile: slice, dtype: torch.dtype) -> torch.Tensor:
+        code = packed_products.compiled_for(dtype)
+        assert code is not None
+        return code.unpack(packed[tile], form, dtype)
+
+    return product_by_tiles(x, weights, len(packed), bias)
 
 
 class PackedEmbedding(nn.Embedding):
