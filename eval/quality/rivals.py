@@ -72,9 +72,9 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return entries for new tokens, with the score of a generated token.
+        """Return an entry for each new token: the score of a generated token.
 
-        For a prompt, `on_queries` replaces them.
+        For tokens of a prompt, `on_queries` sets the entries to votes later.
         """
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
