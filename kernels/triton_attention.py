@@ -23,8 +23,8 @@ cards (99 KiB).
 PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
 
-_PARTS = 16
-"""Number of parts that the merge reads at a time."""
+_PARTS, LISTED = 16, 256
+"""Number of parts that the merge reads at a time, and of their log-sum-exps."""
 
 
 @triton.jit
@@ -89,7 +89,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s).
 
-    Stores the lse of part s, and its output `[G, d]` unless the piece has no valid rows.
+    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless the piece has no
+    valid rows.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -102,17 +103,35 @@ def _attend(
     store_part(outs, lses, (piece * lists + p) * G, peak, total, acc, stop > piece * PIECE, d, D, G, GROUP)
 
 
+@triton.jit
+def peak_and_sum(
+    lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the maximum of `peak` and the lse of all parts of row r, and the sum of exp(lse - maximum) of the parts.
+
+    LISTED parts are read at once. It is a constant, so that no kernel is compiled again for longer contexts.
+    """
+    part = tl.arange(0, LISTED)
+    for first in range(0, parts, LISTED):
+        every = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(every, 0))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    shares = tl.zeros((LISTED,), tl.float32)
+    for first in range(0, parts, LISTED):
+        every = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
+        shares += tl.exp(every - safe)
+    return peak, tl.sum(shares, 0)
+
+
 @triton.jit(do_not_specialize=["parts", "rows"])
 def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merge row r of all parts, in program r."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
-    every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
-    peak = tl.max(every, 0)
+    peak, whole = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    whole = tl.sum(tl.exp(every - safe), 0)
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
@@ -138,7 +157,7 @@ def steps(d: int, itemsize: int) -> dict[str, int]:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.attend_counted` in one launch and a merge.
+    """Attend to the valid KV of each list, in one launch and a merge. See `lists.attend_counted`.
 
     q, k and v must have the same dtype: float32, float16 or bfloat16.
     """
@@ -160,7 +179,7 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Run `attend_counted` without the merge. Each part is a piece of PIECE_ROWS KV vectors.
+    """Compute `attend_counted` without the merge. Each part is a piece of PIECE_ROWS KV vectors.
 
     Writes the float32 results outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
     """
@@ -175,12 +194,12 @@ def attend_pieces(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.merge_parts` in one launch, in float32."""
+    """Merge attention over several parts, in one launch and in float32. See `lists.merge_parts`."""
     parts, rows, d = outs.shape
     assert outs.dtype == lses.dtype == torch.float32 and outs.is_contiguous() and lses.is_contiguous()
     out, lse = outs.new_empty(rows, d), lses.new_empty(rows)
     _merge[(rows,)](
         outs, lses, out, lse, parts, rows,
-        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(parts),
+        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED,
     )  # fmt: skip
     return out, lse

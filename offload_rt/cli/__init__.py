@@ -104,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help with a short usage line. The options are left out of it, because they are listed below."""
+        """Return the help text. Its usage line is short: it lists no options, because the help describes them below."""
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])

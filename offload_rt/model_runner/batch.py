@@ -12,6 +12,7 @@ from ..models.adapter import ModelAdapter
 from ..models.recurrent import RecurrentState
 from ..policies.base import Policy
 from ..transfer.base import Transfer
+from ..transfer.residency import places
 from .sequence import Sequence
 from .shared_prefix import Sharing
 
@@ -64,7 +65,7 @@ class DecodeBatch:
         return layer in self._selecting
 
     def slots(self, layer: int) -> list[int]:
-        """Return the slot of each sequence's newest token. Sliding layers keep token t in slot t."""
+        """Return the slot of each sequence's newest token. In sliding-window layers, token t is in slot t."""
         if self.geometry.windows[layer] is not None:
             return [s.position for s in self.sequences]
         return [s.slots.newest for s in self.sequences]
@@ -81,6 +82,11 @@ class DecodeBatch:
                 for n, last, s in zip(contexts, shown, self.sequences, strict=True)
             ]
         return self._visible[window]
+
+    def adjacent(self, layer: int) -> bool:
+        """Return whether the resident KV that each sequence sees in `layer` is in adjacent positions."""
+        sizes = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
+        return all(places(seen, *sizes) is not None for seen in self.visible(layer))
 
 
 class LayerFetch(Protocol):

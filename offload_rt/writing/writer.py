@@ -249,7 +249,7 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document: the first ones from `saved`, the others from the session.
+        """Return all tokens of the document. The oldest tokens come from `saved`, and the rest from the session.
 
         The session may lack the oldest tokens because of truncation. The session and the progress are saved one after
         the other, so either of them may be one turn ahead.

@@ -298,7 +298,7 @@ class _Generation:
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
-    """Return the response object as it is before generation."""
+    """Return the response object before generation, without output."""
     return {
         "id": f"resp_{request.state.request_id}",
         "object": "response",
