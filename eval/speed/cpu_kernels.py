@@ -29,7 +29,7 @@ HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
 LANES = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16": 64}
 """Number of products of a code and a weight per vector instruction. The additions are included."""
-VALUE_PRODUCTS = {"scalar": 2, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
+VALUE_PRODUCTS = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
 """Number of vector instructions per LANES exponentials, and per LANES ranked scores."""
 

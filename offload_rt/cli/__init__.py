@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from ..errors import OffloadError
 from ..utils.extras import install_command
 from ..utils.quiet import quiet_transformers
-from . import batch, chat, evaluate, generate, info, serve, sessions, skew, write
+from . import batch, cache, chat, evaluate, generate, info, serve, sessions, skew, write
 from .common import INTERRUPTED
 from .flags import in_flags
 
@@ -33,7 +33,7 @@ EXTRAS = {
 }  # fmt: skip
 """Optional packages, each with the extra of this package that installs it."""
 
-COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, evaluate)
+COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, cache, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

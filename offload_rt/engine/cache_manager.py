@@ -141,7 +141,7 @@ class CacheManager:
         """Move the windows of sliding layers to the tokens [position, stop).
 
         Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
-        the windows, and neither do tokens behind the last full block if a session will continue there. Raises
+        the windows. If a session will continue after the last full block, later tokens do not move them either. Raises
         PoolFullError.
 
         Args:

@@ -186,8 +186,8 @@ class Engine:
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
         """Return the logits of each request in `group`.
 
-        With speculative decoding a request has logits of several tokens, else of one token. The best tokens of all
-        requests are copied together, so that the host waits for the device once.
+        With speculative decoding a request has logits of several tokens, else of one token. The most likely tokens of
+        all requests are copied to the host together, so that the host waits for the device only once.
         """
         if self._speculative is not None:
             speculative = self._speculative

@@ -148,8 +148,8 @@ class Request(ABC):
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Choose the next token of each sequence from float32 logits `[S, V]`, and return the outputs.
 
-        Set `finish_reason` if the request is complete. `best` is the result of `best_tokens`, which the engine calls
-        for all requests of a step together.
+        Set `finish_reason` if the request is complete. `best` contains the most likely tokens, from one call of
+        `best_tokens` for all requests of a step.
         """
 
     def drop(self, runner: Runner) -> None:

@@ -35,9 +35,9 @@ Answer = tuple[torch.Tensor, list[int]]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`. The host waits once.
+    """Return the most likely token of each row of logits `[B, V]`, with a single wait for the device.
 
-    Rows that `check_logits` rejects give `INVALID`.
+    For rows that `check_logits` would reject, the token is `INVALID`.
     """
     highest = logits.max(dim=-1)
     # One copy for both: float32 represents all token ids below 2^24.
@@ -93,7 +93,7 @@ class Sampler:
 
         Args:
             logits: Logits `[V]` of the next token, float32.
-            best: The result of `best_tokens`, if the caller has called it for a whole batch.
+            best: Most likely token, if the caller has called `best_tokens` for a whole batch. None if not.
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text. The position of the next token is

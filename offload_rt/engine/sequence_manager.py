@@ -208,8 +208,8 @@ class SequenceManager:
             exact: Number of tokens at the start whose KV an exact prefill computed.
             shift: Number of earlier tokens that were truncated from the start of the text.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
-            snapshot: Slot with the recurrent state after the known tokens, which is copied. None if a snapshot is
-                cached with the blocks, or if the model has no recurrent state.
+            snapshot: Slot of a snapshot of the recurrent state after the known tokens. The state is copied from it.
+                None if a snapshot is cached with the blocks, or if the model has no recurrent state.
         """
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
@@ -219,13 +219,16 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether the KV of an idle sequence can be read, and its recurrent state is on the device."""
+        """Return whether an idle sequence can continue without computing tokens again.
+
+        Its KV must be readable, and its recurrent state must be on the device.
+        """
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence that ends. Its full blocks and their snapshots stay cached.
+        """Free the recurrent state of a sequence at the end of a turn. Its full blocks and their snapshots stay cached.
 
-        Tokens after the last full block have no KV any more, because no snapshot follows them.
+        The KV of tokens after the last full block is discarded, because there is no snapshot after these tokens.
         """
         assert self.states is not None
         self.transfer.storage.settle(sequence.blocks)
@@ -316,7 +319,10 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _release_state(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence on the device, and its snapshots that were not published. Idempotent."""
+        """Free the recurrent state of a sequence on the device, and its snapshots that were not published.
+
+        A second call has no effect.
+        """
         if self.snapshots is not None:
             self.snapshots.release(sequence)
         if self.states is not None and sequence.state_slot >= 0:

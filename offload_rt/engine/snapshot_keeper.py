@@ -32,9 +32,9 @@ class SnapshotKeeper:
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
-        """Copy a snapshot to the slot of a new sequence on the device.
+        """Copy a snapshot to the recurrent state of a new sequence.
 
-        None means the snapshot at the end of its cached blocks.
+        If no snapshot is given, use the one at the end of the cached blocks of the sequence.
         """
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
@@ -44,18 +44,18 @@ class SnapshotKeeper:
             seen[sequence.state_slot] = sequence.position
 
     def find(self, sequence: Sequence | None, place: int) -> int | None:
-        """Return the slot of the snapshot behind the first `place` tokens of a sequence, a multiple of 64, or None."""
+        """Return the slot of the snapshot after the first `place` tokens of a sequence (a multiple of 64), or None."""
         if sequence is None or not 0 < place <= sequence.blocks.length:
             return None
         assert place % BLOCK_SIZE == 0
         return sequence.snapshots.get(place, self._table.of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Return a slot for a snapshot that is read from disk, or None if all slots are in use."""
+        """Reserve a slot for a snapshot that will be read from disk. Return None if all slots are in use."""
         return self._table.take()
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Return a slot with the current state of a sequence, or None if all slots are in use."""
+        """Copy the current state of a sequence to a slot and return the slot. Return None if all slots are in use."""
         if (slot := self._table.take()) is not None:
             self._save(sequence, slot)
         return slot

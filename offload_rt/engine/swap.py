@@ -44,7 +44,8 @@ class SwappedSequence:
         shift: Number of tokens that were truncated from the start of the text.
         provenance: Part of the KV provenance key that describes the cache salt and truncations.
         floor: Index of the first token that sliding layers can see.
-        snapshot: Slot in host memory with the recurrent state, or None if the model has none.
+        snapshot: Slot of a snapshot in host memory with the recurrent state, or None if the model has no recurrent
+            state.
     """
 
     names: Seq[NamedBlock]

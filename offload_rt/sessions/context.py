@@ -23,7 +23,8 @@ class SessionContext:
         runner: Runner of the model.
         storage: Storage tier below host memory, normally a disk, with the blocks and histories of the sessions.
         saver: Writes blocks to the storage tier in the background.
-        states: Snapshots of recurrent state in the storage tier, or None if the runner keeps none.
+        states: Reads and writes snapshots of recurrent state in the storage tier. None if the runner keeps no
+            snapshots.
         options: Options of the store.
         load_rate: Measured seconds to load one byte from the tier. 0 before the first measurement.
         compute_rate: Measured seconds to prefill one token. 0 before the first measurement.

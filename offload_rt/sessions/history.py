@@ -54,7 +54,7 @@ class History:
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
         system: System message.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
-        states: Keys of the snapshots of recurrent state among `keys`.
+        states: Subset of `keys`: the keys of snapshots of recurrent state.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Names of the stored blocks of one session, and the search for them in host memory and on disk."""
+"""Name the stored blocks of one session, and find them in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .session_states import SessionStates
 
 
 class SessionBlocks:
-    """Blocks of one session by name, in the prefix tree and in the store."""
+    """The blocks of one session: their names, and where they are found (prefix tree or store)."""
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
@@ -47,11 +47,12 @@ class SessionBlocks:
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
-        """Find stored blocks that continue `blocks`.
+        """Find blocks on disk that continue `blocks`.
 
         Returns:
-            The blocks, the number of tokens whose KV is then known, and the slot of the recurrent state after these
-            tokens if it was read from disk.
+            The found blocks, the number of tokens whose KV will then be available, and the slot of the recurrent state
+                after
+            these tokens. The slot is None if the state was not read from disk.
         """
         while True:
             found, known = self._find_blocks(blocks)
@@ -66,8 +67,8 @@ class SessionBlocks:
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
         """Find blocks on disk that continue `blocks`.
 
-        All sliding-window blocks that the next token sees are among them or in `blocks`. In models with recurrent
-        state, a snapshot of it follows the known tokens.
+        All sliding-window blocks that the next token attends to are among the found blocks or in `blocks`. For models
+        with recurrent state, there is a snapshot of the state after the last token whose KV will then be available.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -86,7 +87,10 @@ class SessionBlocks:
         return [], blocks.length
 
     def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return how many of the `known` tokens can be used: all, or those before the last snapshot on disk."""
+        """Return how many of the `known` tokens can be used.
+
+        For models with recurrent state, these are the tokens before the last snapshot, and otherwise all.
+        """
         if self._states is not None:
             return self._states.last(names, start, known, self._broken)
         return start if self._recurrent else known

@@ -148,7 +148,7 @@ class SessionKV(SessionBlocks):
     def relearn(self) -> None:
         """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
 
-        Drop the sequence if KV cannot be read back, or if its recurrent state is incomplete.
+        Drop the sequence if its KV cannot be read back, or if its recurrent state is incomplete.
         """
         assert self.sequence is not None
         if self._recurrent:
@@ -160,7 +160,7 @@ class SessionKV(SessionBlocks):
             self.drop()
 
     def end_turn(self) -> None:
-        """Prepare the sequence for the time between turns. The history holds the turn already."""
+        """Prepare the sequence for the time until the next turn. The history must already contain this turn."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot behind the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
@@ -215,7 +215,7 @@ class SessionKV(SessionBlocks):
 
     @property
     def _keeps_decoded(self) -> bool:
-        """Whether a later turn reuses the KV of decoded tokens, also if it is approximate."""
+        """Whether later turns reuse the KV of decoded tokens, even if this KV is approximate."""
         return True
 
     def _lose_from(self, known: int) -> None:

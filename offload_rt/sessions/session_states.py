@@ -1,4 +1,4 @@
-"""Recurrent state of one session or stored prompt, in host memory and on disk (hybrid models)."""
+"""Recurrent state of a session or a stored prompt (hybrid models), in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ Fewer would need more snapshots, each of which takes as much space as hundreds o
 
 
 class SessionStates:
-    """Snapshots of one session: which ones the disk needs, and which one a turn begins from."""
+    """The snapshots of one session. Decides which snapshots are stored on disk, and from which one a turn continues."""
 
     def __init__(self, context: SessionContext, snapshots: SnapshotKeeper) -> None:
         assert context.states is not None
         self._context, self._blocks, self._snapshots = context, context.states, snapshots
 
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
-        """Return the names of the snapshots that the disk needs, of those that are in host memory or on disk.
+        """Return the names of the snapshots that must be stored on disk.
+
+        Only snapshots that are in host memory or already on disk are returned.
 
         Args:
             names: Names of the blocks of all computed tokens.
             sequence: The sequence with these blocks, or None.
-            start: Number of tokens after which the text may be answered again.
+            start: Number of tokens before the last turn, from which the turn may be repeated.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -47,18 +49,20 @@ class SessionStates:
         return [states[place] for place in needed]
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
-        """Enqueue snapshots in host memory for writing. Return those that were accepted. `claim`: As in `Saver`."""
+        """Queue snapshots in host memory for writing. Return the accepted ones. `claim`: see `Saver.begin`."""
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
         tokens = sequence.position
         return [name for name, slot in each if slot is not None and self._blocks.save(name, slot, tokens, claim=claim)]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the last place after `start` and not after `stop` with a snapshot on disk, or `start`.
+        """Return the number of tokens before the last snapshot on disk, if it is between `start` and `stop`.
+
+        Return `start` if there is none.
 
         Args:
             names: Names of the blocks of the first tokens.
-            start: Number of tokens with a snapshot in host memory.
+            start: Number of tokens before a snapshot in host memory.
             stop: Maximum number of tokens.
             damaged: Keys of damaged blocks.
         """
@@ -69,7 +73,10 @@ class SessionStates:
         return start
 
     def load(self, name: NamedBlock) -> int | None:
-        """Read a snapshot from disk. Return its pending slot, or None if there is no slot, or if it is damaged."""
+        """Read a snapshot from disk into a slot and return the slot.
+
+        Return None if no slot is free or it is damaged.
+        """
         slot = self._snapshots.take()
         if slot is not None and not self._blocks.load(name, slot):
             self.release(slot)

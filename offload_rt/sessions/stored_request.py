@@ -73,7 +73,7 @@ class StoredRequest(SampledRequest):
         """Return the first token that is prefilled although KV of other tokens is cached (see `Stats`)."""
 
     def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return the number of leading tokens whose KV was computed before."""
+        """Return the number of tokens at the start whose KV was computed before."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
@@ -161,7 +161,7 @@ class StoredRequest(SampledRequest):
             stop: Number of tokens to prefill.
             in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
             diverged_at: See `Stats`.
-            parted_at: Number of leading tokens whose KV was computed before.
+            parted_at: Number of tokens at the start whose KV was computed before.
         """
         sequence = self.sequence
         assert sequence is not None

@@ -78,9 +78,9 @@ def last_kept(held: int, new: int, positions: int) -> int:
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:
-    """Raise ModelError if the model `name` has absolute positions, or recurrent state.
+    """Raise ModelError if the model `name` has absolute position embeddings or recurrent state.
 
-    Stored keys hold absolute positions, and recurrent state holds all earlier tokens.
+    Absolute positions are part of the stored keys. Recurrent state depends on all earlier tokens.
     """
     # Models whose RoPE depends on the sequence length are already rejected when they are loaded.
     if geometry.absolute_positions:

@@ -22,7 +22,8 @@ class NamedBlock:
         provenance_key: KV provenance key, which describes how the KV was computed.
         tokens: Token ids of the block as little-endian int64, 8 bytes each.
         key: Key of the block: digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.block_key`).
-        group: Layer group whose KV the block contains (`kv_cache.layer_groups`), or `STATE`.
+        group: Layer group whose KV the block contains (`kv_cache.layer_groups`). `STATE` for a snapshot of recurrent
+            state.
     """
 
     index: int
@@ -44,7 +45,7 @@ class NamedBlock:
         return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, group)
 
     def state(self) -> NamedBlock:
-        """Return the block that holds the recurrent state after these tokens."""
+        """Return the name of the block with a snapshot of the recurrent state after these tokens."""
         provenance_key = f"{self.provenance_key} state"
         key = block_key(self.key, provenance_key, self.tokens)
         return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, STATE)

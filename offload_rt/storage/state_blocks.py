@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state in a store: one block per snapshot, written and checked like a block of KV."""
+"""Store snapshots of recurrent state. Each snapshot is one block, which is written and checked like a KV block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .saver import WRITE_BUFFER, Saver
 class StateBlocks:
     """Write snapshots to a store in the background, and read them back.
 
-    The bytes of a snapshot are split into as many equal parts as the store has layers. The block is named after the
-    block of KV before it (`NamedBlock.state`), so it can be found, shared, deleted and evicted like this one.
+    The bytes of a snapshot are split into as many equal parts as a block has layers. The name of the snapshot is
+    derived from the name of the KV block before it (`NamedBlock.state`). Therefore it can be found, shared, deleted and
+    evicted like a KV block.
 
     Args:
-        store: The store of the KV.
-        saver: Its worker thread writes the snapshots, in the order of the calls.
-        states: Memory of the snapshots.
+        store: Store of the KV blocks.
+        saver: Saver whose worker thread writes the snapshots, in the order of the calls.
+        states: Memory of the snapshots in host memory.
     """
 
     def __init__(self, store: StorageTier, saver: Saver, states: StatePool) -> None:
@@ -32,13 +33,13 @@ class StateBlocks:
         self._mutex = threading.Lock()
 
     def save(self, name: NamedBlock, slot: int, tokens: int, *, claim: bool = False) -> bool:
-        """Copy a snapshot and enqueue it for writing. Return False if too many bytes wait.
+        """Copy a snapshot, and queue the copy for writing. Return False if too many bytes wait to be written.
 
         Args:
             name: Name of the snapshot.
-            slot: Its slot.
-            tokens: Length of the text, to choose what the store evicts.
-            claim: Whether a prompt without a session uses it (`StorageTier.claim`).
+            slot: Slot of the snapshot in host memory.
+            tokens: Number of tokens in the text, which determines the order of eviction.
+            claim: Whether a prompt without a session name uses the snapshot (`StorageTier.claim`).
         """
         with self._mutex:
             if self._waiting + self._states.slot_bytes > self._most:
@@ -49,7 +50,7 @@ class StateBlocks:
         return True
 
     def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
-        """Write a snapshot on the saver's thread. A snapshot that cannot be written is computed again."""
+        """Write a snapshot, on the saver's thread. If this fails, the state is computed again later."""
         writer = self._store.begin(name.parent, name.provenance_key, name.tokens, self._part, cost, claim=claim)
         if writer is not None:
             for layer in range(self._store.layers):
@@ -60,7 +61,7 @@ class StateBlocks:
             self._waiting -= self._states.slot_bytes
 
     def load(self, name: NamedBlock, slot: int) -> bool:
-        """Read a snapshot into a slot. Return False if the store lacks it, or if a part is damaged."""
+        """Read a snapshot into a slot. Return False if it is not in the store or is damaged."""
         block = self._store.find(name.parent, name.provenance_key, name.tokens)
         if block is None or block.layer_bytes != self._part:
             return False

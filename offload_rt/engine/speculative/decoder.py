@@ -57,7 +57,7 @@ class Draft:
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
         logits: Logits of the verification pass: `[n + 1, V]` after the newest token and after each of n draft tokens.
             Without draft tokens `[S, V]`, one row per sequence of the request.
-        best: The most likely token of each row (`best_tokens`).
+        best: Most likely token of each row of `logits` (see `best_tokens`).
         alone: Estimated seconds per token without draft tokens. Infinite if unknown.
     """
 
