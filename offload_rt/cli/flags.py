@@ -165,9 +165,23 @@ def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineC
         raise ConfigError(f"--protect {eviction['protect']} requires eviction: add --eviction fifo|lru|counter")
     settings = given_options(args, config) | ({"eviction": eviction} if eviction else {})
     settings |= {"exact": exact} if exact else {}
+    _check_policy_options(settings.get("policy", config.policy), options)
     chosen = configured(config, None, {**settings, "policy_options": options, **more})
     parse_options(chosen.policy, options)
     return chosen
+
+
+def _check_policy_options(policy: str, options: Iterable[str]) -> None:
+    """Raise ConfigError, with the names of flags, if `policy` lacks one of the options."""
+    known = [field.name for field in fields(options_class(policy))]
+    for wrong in options:
+        if wrong not in (*known, "preset"):
+            its = ", ".join(map(_flag, known)) or "none"
+            raise ConfigError(f"policy {policy!r} has no option {_flag(wrong)} (its options: {its})")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
