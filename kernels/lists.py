@@ -24,7 +24,7 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of all lists, with statistics for S blocks of tokens.
+    """Scores of P = B * Hkv lists (one per sequence and KV head), with statistics for S blocks of tokens.
 
     Attributes:
         scores: Scores `[P, G, N]`; -inf outside the valid tokens of each list.
@@ -38,12 +38,12 @@ class Scores:
 
     @property
     def maximum(self) -> torch.Tensor:
-        """Largest score `[P, G]` of each head."""
+        """Largest score of each head, `[P, G]`."""
         return self.maxima.amax(-1)
 
     @property
     def lse(self) -> torch.Tensor:
-        """Log-sum-exp `[P, G]` of the scores of each head."""
+        """Log-sum-exp of the scores of each head, `[P, G]`."""
         return torch.logsumexp(self.maxima + self.sums.log(), -1)
 
 
@@ -87,7 +87,7 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Write the stored K and V `[P, w]` of the newest token of each sequence to `rows` `[R, w]`.
+    """Write the stored K and V `[P, w]` of each sequence's newest token to `rows` `[R, w]`. P = B * Hkv.
 
     The row index for sequence b and KV head h is `newest[b]`, plus `planes[0, h]` for K or `planes[1, h]` for V. newest
     is int64 `[B]`, planes is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
@@ -101,8 +101,8 @@ def write_rows(
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """Write K and V `[P, d]` of the newest token to position `places[b]` of the resident KV of each sequence.
 
-    The resident KV of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads.
-    places is int64 `[B]`. Sequences with negative positions are skipped.
+    P = B * Hkv. The resident KV of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all
+    heads. places is int64 `[B]`. Sequences with negative positions are skipped.
     """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
@@ -117,7 +117,8 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
     """Copy the first `rows` rows of each sequence's tensor `[X, n_b, w]` into one tensor `[X * B, rows, w]`.
 
-    A row covers `page` tokens. Rows beyond the first `counts[b]` tokens (int `[B]`) are 0.
+    A row covers `page` tokens, and X is the number of lists per sequence. Rows beyond the first `counts[b]` tokens (int
+    `[B]`) are 0.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
@@ -129,7 +130,8 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
     """Write the rows of `entries` `[X * B, rows, w]` back to the tensors `[X, n_b, w]` of the sequences.
 
-    Only rows of the first `counts[b]` tokens are written. A row covers `page` tokens.
+    Only rows of the first `counts[b]` tokens are written. A row covers `page` tokens, and X is the number of lists per
+    sequence.
     """
     numbers = (-(-counts // page)).tolist()
     for own, there, count in zip(table.tensors, entries.split(table.heads), numbers, strict=True):
@@ -189,7 +191,10 @@ def quantised_scores(
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf, and compute block statistics."""
+    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf, and compute block statistics.
+
+    P = B * Hkv lists of N pages. `starts` and `stops` are int32 `[P]`. A page has `page` tokens.
+    """
     token = torch.arange(scores.shape[2], device=scores.device) * page
     outside = (token + page <= starts[:, None]) | (token >= stops[:, None])
     scores = scores.masked_fill(outside.unsqueeze(1), -math.inf)
@@ -240,7 +245,7 @@ def select_tokens(
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to the first `counts[p]` entries of k and v `[P, n, d]`.
+    """Attend with q `[P, G, d]` to the first `counts[p]` entries of k and v `[P, n, d]` in each of P = B * Hkv lists.
 
     Returns:
         out `[P, G, d]` and lse `[P, G]` in float32 (float64 for float64 inputs).
@@ -276,7 +281,7 @@ def attend_kept(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to all keys that are not `hidden` (bool `[P, n]`)."""
+    """Attend with q `[P, G, d]` to k and v `[P, n, d]`, except entries that are `hidden` (bool `[P, n]`)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)

@@ -15,7 +15,7 @@ FIELDS = 3
 """Number of fields per tensor in the table: its address, and the strides of its first two dimensions in elements."""
 
 ALIGNED = 16
-"""Width in bytes of the widest load."""
+"""Width in bytes of the widest memory load of a kernel."""
 
 
 @dataclass(frozen=True)

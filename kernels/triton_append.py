@@ -33,7 +33,10 @@ def _skewed(
     d: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Return columns `column` of the skewed key of list p in float32."""
+    """Return columns `column` of the skewed key of list p in float32.
+
+    A list is one KV head of one sequence.
+    """
     row = tl.arange(0, D)
     key = tl.load(k + p * d + row, mask=row < d, other=0.0).to(tl.float32)
     tile = tl.load(basis + (p % heads) * d * r + row[:, None] * r + column[None, :],
@@ -46,7 +49,10 @@ def _partial(
     k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
     r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Skew the key of list p and store columns [c * COLUMNS, (c + 1) * COLUMNS), in program (p, c)."""
+    """Skew the key of list p and store columns [c * COLUMNS, (c + 1) * COLUMNS), in program (p, c).
+
+    A list is one KV head of one sequence.
+    """
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, bases, column, r, d, D)
@@ -64,7 +70,7 @@ def _quantised(
 ) -> None:  # fmt: skip
     """Skew and quantise the key of list p and pack the codes of column block c, in program (p, c).
 
-    Codes of other tokens in the same bytes do not change.
+    A list is one KV head of one sequence. Codes of other tokens in the same bytes do not change.
     """
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -88,7 +94,10 @@ def _keep(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of list p to the resident KV, in program p."""
+    """Copy K and V of list p to the resident KV, in program p.
+
+    A list is one KV head of one sequence.
+    """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
@@ -100,7 +109,10 @@ def _keep(
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Run `lists.append_partial` in one launch. The basis must be float32."""
+    """Skew the newest keys of a batch and store them as partial keys, in one launch. See `lists.append_partial`.
+
+    The basis must be float32.
+    """
     (lists, d), (bases, _, r) = k.shape, basis.shape
     assert basis.shape[1] == d and lists == keys.lists and keys.tensors[0].shape[1] == r and slots.shape == (lists,)
     assert k.is_contiguous() and basis.is_contiguous() and basis.dtype == torch.float32 and lists % bases == 0
@@ -119,7 +131,10 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Run `lists.append_quantised` in one launch. basis, mean and step must be float32."""
+    """Skew, quantise and pack the newest keys of a batch, in one launch. See `lists.append_quantised`.
+
+    basis, mean and step must be float32.
+    """
     (lists, d), (heads, _, r) = k.shape, basis.shape
     assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] >= r
     assert k.is_contiguous() and basis.is_contiguous() and mean.is_contiguous() and step.is_contiguous()
@@ -132,7 +147,10 @@ def append_quantised(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Run `lists.keep_rows` in one launch. k, v and the resident KV must have the same dtype."""
+    """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.keep_rows`.
+
+    k, v and the resident KV must have the same dtype.
+    """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
     assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)

@@ -89,7 +89,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s).
 
-    Stores the lse of part s, and its output `[G, d]` unless the piece has no valid rows.
+    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless the piece has no
+    valid rows.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -138,7 +139,7 @@ def steps(d: int, itemsize: int) -> dict[str, int]:
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.attend_counted` in one launch and a merge.
+    """Attend to the valid KV of each list, in one launch and a merge. See `lists.attend_counted`.
 
     q, k and v must have the same dtype: float32, float16 or bfloat16.
     """
@@ -160,7 +161,7 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Run `attend_counted` without the merge. Each part is a piece of PIECE_ROWS KV vectors.
+    """Compute `attend_counted` without the merge. Each part is a piece of PIECE_ROWS KV vectors.
 
     Writes the float32 results outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
     """
@@ -175,7 +176,7 @@ def attend_pieces(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.merge_parts` in one launch, in float32."""
+    """Merge attention over several parts, in one launch and in float32. See `lists.merge_parts`."""
     parts, rows, d = outs.shape
     assert outs.dtype == lses.dtype == torch.float32 and outs.is_contiguous() and lses.is_contiguous()
     out, lse = outs.new_empty(rows, d), lses.new_empty(rows)

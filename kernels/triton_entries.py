@@ -27,7 +27,8 @@ def _copy(
 ) -> None:  # fmt: skip
     """Copy rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor, in program (p, i).
 
-    Only rows of the first `counts[b]` tokens are copied. When reading, later rows are set to 0.
+    A list is one KV head of one sequence. Only rows of the first `counts[b]` tokens are copied. When reading, later
+    rows are set to 0.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -50,7 +51,8 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the newest entry of list p, in program p.
 
-    If its page has earlier tokens, store the minimum of both entries.
+    A list is one KV head of one sequence. If the page of the newest token has earlier tokens, the minimum of both
+    entries is stored.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS
@@ -68,7 +70,10 @@ def _within(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i)."""
+    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i).
+
+    A list is one KV head of one sequence.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     real = (head < G)[:, None] & (token < tokens)[None, :]
@@ -79,7 +84,10 @@ def _within(
 
 
 def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Run `lists.within` in one launch. `scores` must be float32 and contiguous."""
+    """Mask scores and compute their block statistics, in one launch. See `lists.within`.
+
+    `scores` must be float32 and contiguous.
+    """
     count, group, tokens = scores.shape
     assert scores.dtype == torch.float32 and scores.is_contiguous() and starts.shape == stops.shape == (count,)
     width = triton.next_power_of_2(group)
@@ -105,7 +113,7 @@ def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page
 
 
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
-    """Run `lists.read_lists` in one launch."""
+    """Copy the entries of all sequences into one tensor, in one launch. See `lists.read_lists`."""
     first = table.tensors[0]
     lists = first.new_empty(table.lists, rows, first.shape[2])
     _launch(lists, table, counts, page, write=False)
@@ -113,12 +121,12 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
-    """Run `lists.write_lists` in one launch."""
+    """Write entries back to the tensors of the sequences, in one launch. See `lists.write_lists`."""
     _launch(entries, table, counts, page, write=True)
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Run `lists.append_entries` in one launch."""
+    """Store the entries of the newest tokens, in one launch. See `lists.append_entries`."""
     count, w = entries.shape
     assert entries.is_contiguous() and count == table.lists and entries.dtype == table.dtype
     if w:

@@ -36,7 +36,7 @@ def _gather(
     rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, lists: tl.tensor, listed: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy the blocks i, i + n, i + 2n, ... of BLOCK rows each, in program i of n."""
+    """Copy rows by index, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK rows each."""
     # WORDS is the number of words per row. It is a constant, so that the compiler knows the alignment of rows and uses
     # 16-byte loads if possible.
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
@@ -54,7 +54,7 @@ def _gather_tokens(
     lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of the blocks i, i + n, i + 2n, ... of BLOCK tokens each, in program i of n.
+    """Copy K and V of tokens, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
     Without COUNTED, all tokens are valid.
     """
@@ -85,7 +85,10 @@ def _write(
     rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write K and V of list p to their rows, in program p."""
+    """Write K and V of list p to their rows, in program p.
+
+    A list is one KV head of one sequence.
+    """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
@@ -97,7 +100,7 @@ def _write(
 def gather_rows(
     rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, programs: int = PROGRAMS
 ) -> None:
-    """Run `lists.gather_rows` in one launch of at most `programs` programs.
+    """Copy rows by index, in one launch of at most `programs` programs. See `lists.gather_rows`.
 
     `rows` `[R, w]` must be contiguous, in device memory or in page-locked host memory. All other tensors are on the
     device.
@@ -122,7 +125,10 @@ def gather_tokens(
     out: torch.Tensor,
     programs: int = PROGRAMS,
 ) -> None:
-    """Run `lists.gather_tokens` in one launch of at most `programs` programs. For `rows`, see `gather_rows`."""
+    """Copy K and V of tokens, in one launch of at most `programs` programs. See `lists.gather_tokens`.
+
+    For the memory of `rows`, see `gather_rows`.
+    """
     (lists, listed), (batch, blocks), heads = tokens.shape, bases.shape, planes.shape[1]
     assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
     assert out.shape == (2, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
@@ -139,7 +145,10 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Run `lists.write_rows` in one launch. For `rows`, see `gather_rows`."""
+    """Write K and V of the newest tokens to the KV pool, in one launch. See `lists.write_rows`.
+
+    For the memory of `rows`, see `gather_rows`.
+    """
     (lists, width), heads = k.shape, planes.shape[1]
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
     assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)

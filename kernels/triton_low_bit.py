@@ -46,8 +46,9 @@ def _weights(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Quantise the queries of list p as `selection.quantise_query` does.
 
-    Returns int8 weights `[GROUP, K]` of the lower and the upper half of the channels, followed by three numbers per
-    query, `[GROUP]`: the sum of its weights times the middle code, its scale, and its score with the mean.
+    A list is one KV head of one sequence. Returns int8 weights `[GROUP, K]` of the lower and the upper half of the
+    channels, followed by three numbers per query, `[GROUP]`: the sum of its weights times the middle code, its scale,
+    and its score with the mean.
     """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
     known = (head < G)[:, None] & (byte < KEYS)[None, :]
@@ -85,7 +86,7 @@ def _score(
 ) -> None:  # fmt: skip
     """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    A program without tokens in [start, stop) reads no keys.
+    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -112,7 +113,10 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Run `low_bit_lists.scores` in one launch. Queries must be float32; scores are float32."""
+    """Score the low-bit keys of a batch, in one launch. See `low_bit_lists.scores`.
+
+    Queries must be float32. Scores are float32.
+    """
     lists, group, d = q.shape
     assert table.lists == lists and q.is_contiguous() and mean.shape == (table.heads, d)
     assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
@@ -136,8 +140,8 @@ def _hide(
 ) -> None:  # fmt: skip
     """Mark the excluded tokens among [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    These are the tokens outside [start, stop), and the first `counts[p]` tokens of chosen `[P, n]`, which is in
-    ascending order. A binary search finds the first chosen token of the block.
+    A list is one KV head of one sequence. Excluded are the tokens outside [start, stop), and the first `counts[p]`
+    tokens of chosen `[P, n]`, which is in ascending order. A binary search finds the first chosen token of the block.
     """
     p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
     place, own = tl.arange(0, TOKENS), chosen + p * n
@@ -166,7 +170,10 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Scale acc `[GROUP, V]` by kept `[GROUP]`. Add the values of field FIELD, weighted by weights `[GROUP, 64]`."""
+    """Scale the accumulator acc `[GROUP, V]` by kept `[GROUP]`, and add the values in field FIELD of packed bytes.
+
+    The values are weighted by weights `[GROUP, 64]`.
+    """
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
 
 
@@ -175,7 +182,7 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the channels of field FIELD in rows [first, first + G) of `outs`."""
+    """Divide acc by total and store the channels of field FIELD in rows [first, first + G) of `outs`."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
@@ -199,9 +206,9 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
-    Stores the lse of part s, and its output `[G, d]` unless no block is in the range of the list. The output is 0 if
-    all tokens are excluded. KEYS and VALUES are the sizes in bytes of a packed key and a packed value. K and V are the
-    same sizes, rounded up for the matrix products.
+    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless no block is in the
+    range of the list. The output is 0 if all tokens are excluded. KEYS and VALUES are the sizes in bytes of a packed
+    key and a packed value. K and V are the same sizes, rounded up for the matrix products.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
@@ -300,7 +307,10 @@ def merge_approximate(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit_lists.merge_approximate` in three launches, with float32 inputs and outputs."""
+    """Merge exact and approximate attention of a batch, in three launches. See `low_bit_lists.merge_approximate`.
+
+    Inputs and outputs are float32.
+    """
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
@@ -324,7 +334,10 @@ def approximate_attention(
     skip: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `low_bit.approximate_attention` for float32 queries, as a batch of one."""
+    """Attend to the low-bit KV of one sequence, as a batch of one. See `low_bit.approximate_attention`.
+
+    Queries must be float32.
+    """
     heads, group, d = q.shape
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)

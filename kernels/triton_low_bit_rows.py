@@ -32,8 +32,8 @@ def block_of(
 ) -> tl.tensor:  # fmt: skip
     """Return the address of block number `block` of list p. The block must exist.
 
-    The following blocks of the same page are contiguous. table is int64 `[B, pages]` with the address of each page.
-    `offset` is the offset in bytes of the layer within a page.
+    A list is one KV head of one sequence. The following blocks of the same page are contiguous. table is int64 `[B,
+    pages]` with the address of each page. `offset` is the offset in bytes of the layer within a page.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -104,7 +104,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
 
-    Lists with negative slots are skipped.
+    A list is one KV head of one sequence. Lists with negative slots are skipped.
     """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
@@ -130,10 +130,10 @@ def append_rows(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """Run `low_bit_lists.append_rows` in one launch. basis, mean and mixing must be float32.
+    """Append the newest K and V of a batch to the low-bit KV, in one launch. See `low_bit_lists.append_rows`.
 
-    Sums over d are computed in another order than torch's. A value halfway between two codes may therefore get either
-    code.
+    basis, mean and mixing must be float32. Sums over d are computed in another order than torch's. A value halfway
+    between two codes may therefore get either code.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and slots.shape == (lists,)
@@ -147,9 +147,9 @@ def append_rows(
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the kernel arguments for sizes in bytes: packed key and value (KEYS, VALUES), and rounded up (K, V).
+    """Return the sizes in bytes of a packed key and a packed value, as kernel arguments.
 
-    The matrix products need the rounded sizes.
+    KEYS and VALUES are the exact sizes. K and V are rounded up as the matrix products need.
     """
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}

@@ -21,7 +21,10 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Run `norm.rms_norm` in one launch. x `[T, D]` and weight `[D]` must have the same dtype and contiguous rows."""
+    """Compute a root mean square norm in one launch. See `norm.rms_norm`.
+
+    x `[T, D]` and weight `[D]` must have the same dtype and contiguous rows.
+    """
     tokens, d = x.shape
     assert weight.shape == (d,) and weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty(tokens, d, dtype=x.dtype, device=x.device)

@@ -26,9 +26,9 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to one piece of list p, in program (p, s).
 
-    If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece of
-    the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of ALIGN
-    elements.
+    A list is one KV head of one sequence. If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the
+    resident KV. Otherwise it is a piece of the fetched KV. Part s is stored as in `triton_attention._attend`. All
+    strides and addresses are multiples of ALIGN elements.
     """
     p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -64,7 +64,7 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.attend_kept` in one launch and a merge.
+    """Attend to resident and fetched KV of a batch, in one launch and a merge. See `lists.attend_kept`.
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """

@@ -35,7 +35,7 @@ def _rotate(
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Run `rotary.rotate_halves` in one launch. The last dimension of x must be contiguous."""
+    """Apply RoPE in one launch. See `rotary.rotate_halves`. The last dimension of x must be contiguous."""
     heads, tokens, d = x.shape
     assert cos.shape == sin.shape == (1, tokens, d) and cos.is_contiguous() and sin.is_contiguous()
     assert x.stride(2) == 1 and d % 2 == 0

@@ -59,7 +59,8 @@ def _own(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the address of list p and the distance between its rows, in elements of type KEYS.
 
-    The address is a multiple of BYTES bytes, the distance a multiple of ALIGN elements.
+    A list is one KV head of one sequence. The address is a multiple of BYTES bytes, the distance a multiple of ALIGN
+    elements.
     """
     own = table + p // heads * _FIELDS
     begin = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
@@ -75,8 +76,8 @@ def _partial(
 ) -> None:  # fmt: skip
     """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (p, b).
 
-    A program without tokens in [start, stop) reads no keys. The last block reads up to the next multiple of ALIGN
-    tokens; every list has memory for this.
+    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys. The last block reads
+    up to the next multiple of ALIGN tokens; every list has memory for this.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -119,7 +120,7 @@ def _packed(
 ) -> None:  # fmt: skip
     """Score the packed keys of block b of list p, in program (p, b).
 
-    Only the first d of the W bytes of a row are used.
+    A list is one KV head of one sequence. Only the first d of the W bytes of a row are used.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -158,7 +159,10 @@ def _packed(
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Run `lists.partial_scores` in one launch. Scores are float32, whatever the dtype of the keys."""
+    """Score the partial keys of a batch, in one launch. See `lists.partial_scores`.
+
+    Scores are float32, whatever the dtype of the keys.
+    """
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32
     assert starts.shape == stops.shape == (lists,)
@@ -182,7 +186,10 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Run `lists.quantised_scores` in one launch. Queries, mean, step and scores are float32."""
+    """Score the packed keys of a batch, in one launch. See `lists.quantised_scores`.
+
+    Queries, mean, step and scores are float32.
+    """
     lists, group, d = q.shape
     width = packed.tensors[0].shape[2]
     assert packed.lists == lists and width >= d and packed.dtype == torch.int8

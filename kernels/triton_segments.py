@@ -72,7 +72,7 @@ def _attend(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `segments.attend_runs` in two launches and a merge.
+    """Attend to all runs of a batch, in two launches and a merge. See `segments.attend_runs`.
 
     q and all KV must be on the same device and have the same dtype: float32, float16 or bfloat16.
     """

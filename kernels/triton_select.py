@@ -56,7 +56,8 @@ def _whole(
 ) -> None:  # fmt: skip
     """Reduce the maxima and sums `[G, parts]` of the blocks of list p, in program p.
 
-    Stores the largest score of each head, and the logarithm of its sum of exponentials (0 if there are no tokens).
+    A list is one KV head of one sequence. Stores the largest score of each head, and the logarithm of its sum of
+    exponentials (0 if there are no tokens).
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     line = tl.program_id(0).to(tl.int64) * G + head
@@ -141,7 +142,7 @@ def _histogram(
 ) -> None:  # fmt: skip
     """Build the histogram of digit DIGIT over block i of list p, in program (p, i).
 
-    Only orders whose higher digits equal the bound are counted.
+    A list is one KV head of one sequence. Only orders whose higher digits equal the bound are counted.
     """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
@@ -163,7 +164,10 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the orders of block i of list p that are above the bound, and those that equal it, in program (p, i)."""
+    """Count the orders of block i of list p that are above the bound, and those that equal it, in program (p, i).
+
+    A list is one KV head of one sequence.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
@@ -185,8 +189,8 @@ def _write(
 ) -> None:  # fmt: skip
     """Write the selected tokens of block i of list p in ascending order, in program (p, i).
 
-    They follow the tokens of earlier blocks. If several orders equal the bound, the first tokens are selected. Unused
-    positions of the block are set to 0.
+    A list is one KV head of one sequence. The tokens are written after the selected tokens of earlier blocks. If
+    several orders equal the bound, the first tokens are selected. Unused positions of the block are set to 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
@@ -213,7 +217,10 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `lists.select_tokens` in eight launches. Scores are contiguous float32 `[P, G, N]`. `cap` is at most N."""
+    """Select tokens for a batch, in eight launches. See `lists.select_tokens`.
+
+    The scores are contiguous float32 `[P, G, N]` with P = B * Hkv. `cap` is at most N.
+    """
     (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
     assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
     assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()

@@ -49,7 +49,8 @@ class AsyncLLM:
         read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store at the
             same time.
 
-    Raises: ConfigError, StoreError: The store cannot be used. See `LLM.session`.
+    Raises:
+        ConfigError, StoreError: The store cannot be used. See `LLM.session`.
     """
 
     def __init__(
@@ -428,7 +429,7 @@ class AsyncLLM:
 
 @contextmanager
 def _log_errors() -> Iterator[None]:
-    """Log errors that must not fail another request."""
+    """Context that logs errors instead of raising them, so that they do not fail another request."""
     try:
         yield
     except StoreError as error:

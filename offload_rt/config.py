@@ -54,8 +54,8 @@ class DraftOptions:
 
     Attributes:
         method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
-            n-gram from the text (prompt lookup). "both": "lookup" or "sparse", whichever has produced more tokens per
-            second. "model": decode with a draft model. "lookup+model": "lookup" or "model", whichever has produced more
+            n-gram from the text (prompt lookup). "both": "lookup" or "sparse", whichever promises more tokens per
+            second. "model": decode with a draft model. "lookup+model": "lookup" or "model", whichever promises more
             tokens per second. With `adaptive=False`, the two combined methods use a lookup if there is a match.
         tokens: Maximum number of draft tokens.
         adaptive: Choose the number of draft tokens from the acceptance rate and the measured times. If False, `tokens`
@@ -130,8 +130,9 @@ class EngineConfig:
         max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
             RoPE scaling (longrope, dynamic) uses it. None uses the model's maximum, limited by the KV cache.
         host_memory: Hard limit on KV in host memory in bytes. None uses half of the free memory.
-        snapshot_memory: Limit on snapshots of recurrent state in host memory in bytes (hybrid models). It is a part of
-            `host_memory`. None uses an eighth of it. Without room for a snapshot, prefixes are not shared.
+        snapshot_memory: Limit in bytes on snapshots of recurrent state in host memory (hybrid models). It is a part of
+            `host_memory`. None uses an eighth of `host_memory`. If the limit is too small for one snapshot, prefixes
+            are not shared.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
             unnamed file there, which is deleted when the process ends. `host_memory` then limits the memory for caching
             it. The generated tokens do not depend on this option.

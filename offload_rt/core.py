@@ -8,8 +8,12 @@ Axes in docstrings
     d    head dimension                r    columns of the scoring keys, r <= d
     N    tokens in a sequence's context, the newest included
     n    tokens of one selection, the same for every KV head
+    P = B * Hkv, the number of lists. A list is the data of one KV head of one sequence: keys, scores, selected tokens.
 
 A *token index* counts the slots of one sequence from 0. Without eviction it equals the token's position.
+
+A *dense* layer attends to all visible tokens, a *sparse* layer to the tokens that a policy selects and to resident
+tokens. *Resident* tokens (sinks and recent tokens, or a sliding window) stay on the device and are never selected.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the sizes of `recurrent` and `conv` of one sequence in bytes."""
+        """Return the sizes in bytes of `recurrent` and `conv` of one sequence."""
         recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
@@ -252,7 +256,7 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Hkv, n)."""
+        """Number of KV heads and number of entries per KV head, (Hkv, n)."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 

@@ -181,7 +181,7 @@ class OffloadedCache(Cache):
         """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: The last call computed fewer tokens.
+            InputError: The last call computed fewer tokens than should be removed.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:

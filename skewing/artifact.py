@@ -48,10 +48,13 @@ class SkewArtifact:
         query: B_q, float32 `[L, Hkv, d, d]`. The skewed query is q~ = q @ query[l, h]. Columns are in order of
             decreasing importance, so `[..., :r]` keeps the r most important columns.
         key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. B_q B_k^T = I, so q~ k~^T == q k^T if
-            all columns are used. key_mean, key_std: float32 `[L, Hkv, d]`, mean and standard deviation of each column
-            of the skewed keys over the calibration text. They determine the quantisation levels of int4 and int2
-            scoring keys. slope, offset: float32 `[S, L, D]`, the correction of predicted attention inputs
-            (`guess.Correction`). D may be 1 (one value for all channels).
+            all columns are used.
+        key_mean: float32 `[L, Hkv, d]`, mean of each column of the skewed keys over the calibration text.
+        key_std: float32 `[L, Hkv, d]`, standard deviation of these columns. Mean and standard deviation determine the
+            quantisation levels of int4 and int2 scoring keys.
+        slope: float32 `[S, L, D]`, factors that correct predicted attention inputs (`guess.Correction`). D may be 1
+            (one value for all channels).
+        offset: float32 `[S, L, D]`, offsets of this correction.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
     """

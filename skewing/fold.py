@@ -127,9 +127,11 @@ class SkewReport:
 
     Attributes:
         artifact: Path of the skew artifact.
-        folded: Folder of the folded checkpoint, or None for a model with RoPE. method, calibration, fingerprint: See
-            `SkewArtifact`. energy_kept_plain, energy_kept_skewed: Fraction of the scores' mean square that 30 % of the
-            columns preserve, without and with skewing. Mean over layers and KV heads.
+        folded: Folder of the folded checkpoint, or None for a model with RoPE.
+        method, calibration, fingerprint: See `SkewArtifact`.
+        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns preserve without skewing, mean
+            over layers and KV heads.
+        energy_kept_skewed: The same fraction with skewing.
         logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
             logit. None if there is no folded model.
     """

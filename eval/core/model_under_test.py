@@ -20,6 +20,7 @@ from ...models.loading import LoadedModel
 from ...policies.base import Policy
 from ...policies.registry import parse_options
 from ...skewing.tuned import default_options
+from .rival_options import register_rivals
 from .variants import Scored, Text, Variant, text_digest
 
 
@@ -37,6 +38,7 @@ class ModelUnderTest:
     def __init__(
         self, model: str, *, device: str = "auto", dtype: DType = "auto", skew: str | None = None, batch: int = 32
     ) -> None:
+        register_rivals()
         self.model, self.batch = model, batch
         self._settings: dict[str, Any] = {"device": device, "dtype": dtype, "skew": skew and Path(skew)}
         self._other: tuple[str, LLM] | None = None

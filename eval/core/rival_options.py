@@ -1,4 +1,4 @@
-"""Options of the policies in `quality/rivals.py`. Importing this module registers them. No heavy imports."""
+"""Options of the policies in `quality/rivals.py`, and their registration. No heavy imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ...utils.config_fields import option
 RIVALS = "offload_rt.eval.quality.rivals"
 
 
-@register_policy("landmarks", f"{RIVALS}:Landmarks")
 @dataclass(frozen=True)
 class LandmarkOptions(BudgetOptions):
     """Options of policy "landmarks"."""
@@ -19,10 +18,15 @@ class LandmarkOptions(BudgetOptions):
     block: int = option(8, help="tokens per landmark", metavar="N")
 
 
-@register_policy("snapkv", f"{RIVALS}:SnapKV")
 @dataclass(frozen=True)
 class SnapKVOptions(BudgetOptions):
     """Options of policy "snapkv"."""
 
     observed: int = option(64, help="last queries of the prompt that vote", metavar="N")
     pooled: int = option(7, help="tokens of the max pooling of votes, odd", metavar="N")
+
+
+def register_rivals() -> None:
+    """Register the policies for this process. Called where an evaluation begins, so that no other use lists them."""
+    register_policy("landmarks", f"{RIVALS}:Landmarks")(LandmarkOptions)
+    register_policy("snapkv", f"{RIVALS}:SnapKV")(SnapKVOptions)

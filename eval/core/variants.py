@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...policies.registry import policy_names
 from ...utils.config_fields import check_choice
-from . import rival_options as rival_options  # registers its policies
+from .rival_options import register_rivals
 
 ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
 """Settings passed to `LLM` instead of the policy."""
@@ -116,6 +116,7 @@ def make_variants(
 
 
 def _variant(policy: str, settings: Mapping[str, Any]) -> Variant:
+    register_rivals()
     check_choice("policy", policy, policy_names())
     engine = {key: value for key, value in settings.items() if key in ENGINE}
     return Variant(policy, {key: value for key, value in settings.items() if key not in engine}, engine)

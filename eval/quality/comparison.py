@@ -41,6 +41,8 @@ It suffices for two measurements of missed attention mass.
 BINS = 160
 """Number of position ranges (bins) in the plot of the selected positions."""
 
+NOT_MEASURED = "The attention mass was not measured.\nSet --missed-mass-every 16."
+
 LABELLED = 0.14
 """Smallest fraction of a bar that is wide enough for a label."""
 
@@ -154,17 +156,27 @@ def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[st
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
     sizes = {name: stats.h2d_bytes / max(1, stats.decoded_tokens) for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}
-    data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": masses}
+    measured = {name: each for name, each in masses.items() if each is not None}
+    data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": measured}
     title = f"{llm.name}, {prompt:,} tokens of context: policy {llm.config.policy} beside full attention"
     with picture(path, title, data, panels=(1, 3)) as axes:
         _draw_selections(axes[0], counts, selections.size, prompt, llm.runner.policy.recent)
         _draw_transfers(axes[1], sizes)
-        _draw_masses(axes[2], masses)
+        if measured.keys() - {"full"}:
+            _draw_masses(axes[2], measured)
+        else:
+            axes[2].axis("off")
+            axes[2].text(0.5, 0.5, NOT_MEASURED, ha="center", va="center", transform=axes[2].transAxes)
 
 
-def _masses(stats: Stats) -> tuple[float, float, float]:
-    """Return the fractions of the attention mass that are attended exactly, approximated, and missed."""
-    rest = stats.missed_mass or 0.0
+def _masses(stats: Stats) -> tuple[float, float, float] | None:
+    """Return the fractions of the attention mass that are attended exactly, approximated, and missed.
+
+    None if they were not measured.
+    """
+    rest = 0.0 if stats.policy == "full" else stats.missed_mass
+    if rest is None:
+        return None
     return (1 - rest, rest, 0.0) if stats.approximate_bytes_device else (1 - rest, 0.0, rest)
 
 

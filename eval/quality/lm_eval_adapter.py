@@ -4,8 +4,8 @@
     pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
         --metadata '{"max_seq_lengths": [4096]}' --limit 20          (RULER, extra lm_eval[ruler], no download)
 
-The harness has no plugin mechanism for models. This module registers the model "offload-rt" and calls the harness with
-the given arguments. If no model is named, `--model offload-rt` is added.
+The harness finds no models of other packages, so its own command does not know "offload-rt". This module registers the
+model and calls the harness with the given arguments. If no model is named, `--model offload-rt` is added.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ...errors import ConfigError, InputError
 from ...llm import LLM
 from ...sampling_params import SamplingParams
 from ...sessions.chat_render import render_chat
+from ..core.rival_options import register_rivals
 from .ruler import without_downloads
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: bool | None = None,
         **options: Any,
     ) -> None:
+        register_rivals()
         llm = LLM(
             pretrained,
             policy=policy,

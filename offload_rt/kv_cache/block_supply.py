@@ -1,4 +1,4 @@
-"""Supply of blocks: the arena, free and evictable blocks, and checks of the capacity."""
+"""Supply of blocks for the KV pool: memory of the arena, free and evictable blocks, and checks of the capacity."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from .process_lock import ProcessLock
 from .state_pool import StatePool
 from .stored_rows import StoredRows
 
-MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens exceed a batch of the longest contexts
+MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
 
-# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool adds `NAMES` ids at a
-# time. From `MOST_NAMES` ids on (4 Mi tokens), it evicts blocks from the prefix tree first.
+# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `NAMES` ids at a
+# time. When there are `MOST_NAMES` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
 NAMES, MOST_NAMES = 1 << 10, 1 << 16
 
 
 class BlockSupply(StoredRows):
-    """The blocks of a pool. Evicts idle blocks of the prefix cache, and activates memory, if blocks are needed.
+    """Supplies the blocks of a pool. If none is free, it activates memory or evicts idle blocks of the prefix cache.
 
     Args:
-        geometry: Layers, KV heads and head size of the model.
+        geometry: Dimensions of the model.
         dtype: Data type of the model's KV.
         limit_bytes: Limit on host memory in bytes. None means half of the available memory.
         kv_cache_dtype: Storage format (`kv_format.py`).
         pin: Page-lock each slab for CUDA when it is first needed.
-        slab_tokens: Tokens per slab, the unit of allocation.
-        disk: Store the KV in a file there. `limit_bytes` then limits the part in memory.
-        states: Snapshots of recurrent state, if the model has such state. None keeps no snapshots.
+        slab_tokens: Number of tokens per slab. Memory is allocated in slabs.
+        disk: Options for storing the KV in a file. `limit_bytes` then limits the part in host memory. None stores all
+            KV in host memory.
+        states: Memory for snapshots of recurrent state (hybrid models). None means that there are no snapshots.
 
     Raises:
         MemoryLimitError: `limit_bytes` exceeds the system memory or is smaller than one block.
@@ -72,7 +73,7 @@ class BlockSupply(StoredRows):
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""
         self._held = BlockAllocator(self.layout.slab_blocks, *(() if self.file is None else (self.file.discard,)))
-        # Blocks of group 0. They have memory in the arena unless all layers use sliding windows.
+        # Blocks of group 0. They have memory in the arena, unless all layers use sliding windows.
         self._blocks = self._held if self.groups.full else BlockAllocator(NAMES)
         self.states = states
         slots = None if not geometry.states else 0 if states is None else states.slots
@@ -94,56 +95,59 @@ class BlockSupply(StoredRows):
 
     @property
     def idle_blocks(self) -> int:
-        """Number of blocks that only the prefix tree holds. They count as used but can be evicted."""
+        """Number of blocks that only the prefix tree references. They count as used, but can be evicted."""
         return self.cached.idle_blocks
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a sequence can continue after a cached prefix: False for recurrent state without snapshots."""
+        """Whether a sequence can continue after a cached prefix.
+
+        False for models with recurrent state but no snapshots.
+        """
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
     def grows(self) -> bool:
-        """Whether there is room for 64 more tokens of one sequence."""
+        """Whether one sequence can grow by 64 tokens."""
         return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all referenced blocks, at most `limit_bytes`. Shared blocks count once."""
+        """Size in bytes of all referenced blocks, at most `limit_bytes`. Each shared block counts once."""
         return self._held.used * self.block_bytes
 
     @property
     def bytes_held(self) -> int:
-        """Size in bytes of all blocks in block tables. Shared blocks count once."""
+        """Size in bytes of all blocks in block tables. Each shared block counts once."""
         return (self._held.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the maximum bytes that a sequence of `tokens` tokens needs."""
+        """Return the maximum size in bytes of the KV of a sequence of `tokens` tokens."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
-        """Activate slabs for up to `tokens` more tokens, without reserving blocks.
+        """Activate slabs for up to `tokens` additional tokens, without reserving blocks.
 
-        Call it when a sequence is admitted, with its prompt and all tokens it may generate. Decoding then never pauses
-        to pin memory. A pool on disk allocates space on demand, so the call has no effect.
+        Call it when a sequence is admitted, with the length of its prompt and of the output. Decoding then never pauses
+        to page-lock memory. A pool on disk allocates space on demand, so the call has no effect.
         """
         if self.file is None:
             self._activate(self.groups.blocks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise PoolFullError if a sequence of `tokens` tokens exceeds the capacity of the pool."""
+        """Raise PoolFullError if a sequence of `tokens` tokens would not even fit in an empty pool."""
         if (count := self.groups.blocks(tokens)) > self.block_count:
             raise self._full(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError if there is no room for `blocks` times 64 more tokens."""
+        """Raise PoolFullError if there is no space for `blocks` times 64 additional tokens."""
         self._check_free(blocks * self.groups.blocks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens and leave room for `spare` times 64 more."""
+        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens with space left for `spare` times 64 more."""
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
         self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
 
@@ -152,7 +156,13 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Free and activate `count` blocks of group 0, contiguous if possible. Raise PoolFullError."""
+        """Make sure that `count` blocks of group 0 are free, contiguous if possible.
+
+        Evict blocks and activate slabs if needed.
+
+        Raises:
+            PoolFullError: If the pool is full.
+        """
         if self.groups.full:
             self._provide_held(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))
@@ -163,7 +173,11 @@ class BlockSupply(StoredRows):
                 self._blocks.add_slab()
 
     def _provide_held(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free. Raise PoolFullError, before any change, if impossible."""
+        """Evict idle blocks until `count` blocks are free.
+
+        Raises:
+            PoolFullError: If there are too few idle blocks. No block is evicted then.
+        """
         self._check_free(count)
         while (missing := count - self.free_blocks) > 0:
             if not (self.groups.full and self.cached.evict(missing)):

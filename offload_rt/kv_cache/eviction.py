@@ -55,7 +55,7 @@ class SlotState:
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
     def follow(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Apply token moves of a layer in order. A move is a pair (source slot, target slot)."""
+        """Update the state of a layer after tokens have been moved. A move is a pair (source slot, target slot)."""
         for table in self._tables():
             for slot, target in moves:
                 table[layer, target] = table[layer, slot]

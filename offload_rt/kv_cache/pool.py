@@ -12,7 +12,7 @@ from .stored_rows import blocks_for
 
 
 class HostPool(BlockSupply):
-    """The KV of all sequences, in blocks of 64 tokens, within a fixed number of bytes.
+    """The KV cache of all sequences, in blocks of 64 tokens, with a fixed limit in bytes.
 
     Each sequence has a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
     layer by layer, and `commit` marks tokens as complete in all layers. `runs` returns KV. `row_base` returns its
@@ -207,12 +207,13 @@ class HostPool(BlockSupply):
         for i, block in instead.items():
             self._drop([blocks.ids[i]])
             blocks.ids[i] = block
-        if self.groups.sliding:  # only window blocks after the last gap: a block before a gap may be partial
+        # Only window blocks after the last gap are published: a block before a gap may be incomplete.
+        if self.groups.sliding:
             self.cached.keep_windows(blocks, self.window_start(blocks, blocks.length) // BLOCK_SIZE, full, lost)
         return list(instead)
 
     def drop_prefixes(self) -> bool:
-        """Free the published blocks that no sequence holds. Return whether no published block is left."""
+        """Free the published blocks that no sequence uses. Return whether no published block is left."""
         self.cached.evict(len(self.cached))
         return not len(self.cached)
 

@@ -1,4 +1,4 @@
-"""The published blocks of a pool: the prefix tree, and what is cached beside its blocks."""
+"""The prefix cache of a pool: the prefix tree of published blocks, with their window blocks and snapshots."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from .window_blocks import WindowBlocks
 
 
 class PrefixCache:
-    """Keeps full blocks after their sequence ends, so that sequences with the same prefix can reuse them.
+    """Keeps full blocks after their sequence has ended, so that later sequences with the same prefix can reuse them.
 
-    A block of the tree may have window blocks (KV of sliding layers) and a snapshot of recurrent state. A sequence can
-    continue after a block if the windows at its end are complete and, in models with recurrent state, if it has a
-    snapshot. Both leave with their block.
+    A block of the tree may have window blocks (KV of sliding-window layers) and a snapshot of the recurrent state. A
+    sequence can continue after a block if the sliding windows at the end of the block are complete. In models with
+    recurrent state, the block must also have a snapshot. When a block is removed from the tree, its window blocks and
+    its snapshot are freed.
 
     Args:
-        blocks: Allocator of the published blocks. The cache owns one reference on each.
+        blocks: Allocator of the published blocks. The cache owns one reference to each published block.
         held: Allocator of the window blocks.
-        groups: Layers with full attention and sliding windows.
-        snapshots: Slots of the state pool, or None if the model has no recurrent state.
+        groups: Assignment of layers to blocks.
+        snapshots: Number of slots for snapshots, or None if the model has no recurrent state.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """Number of blocks with memory that only the cache holds."""
+        """Number of blocks with memory that only the cache references."""
         return self.tree.idle * self._groups.full + self.windows.idle
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
-        """Return a block table for the longest cached prefix (`HostPool.match`)."""
+        """Return a block table with the longest cached prefix of `tokens` (see `HostPool.match`)."""
         blocks = self.tree.match(tokens, *provenance_keys, usable=lambda path: self._usable(path, floor))
         self._blocks.incref(blocks)
         if self.snapshots is not None:
@@ -54,7 +55,7 @@ class PrefixCache:
         return BlockTable(blocks, len(blocks) * BLOCK_SIZE, self.windows.take(blocks, floor), floor)
 
     def _usable(self, path: Sequence[int], floor: int) -> int:
-        """Return the length of the longest prefix of `path` after which a sequence can continue."""
+        """Return how many blocks of `path`, from the first on, a new sequence can reuse as its prefix."""
         count = self.windows.usable(path, floor)
         if self.snapshots is None:
             return count
@@ -63,9 +64,10 @@ class PrefixCache:
         return count
 
     def insert(self, blocks: BlockTable, full: int, tokens: Sequence[int], provenance_key: str) -> dict[int, int]:
-        """Publish the first `full` blocks of a sequence. Return the blocks that replace its own, by index.
+        """Publish the first `full` blocks of a sequence.
 
-        The sequence gets a reference on each of them, and the caller drops those on its own blocks.
+        Return the blocks that replace the sequence's blocks, by index. For each returned block, a reference is added
+        for the sequence. The caller drops the references to the replaced blocks.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
         self._blocks.incref(fresh)
@@ -79,21 +81,21 @@ class PrefixCache:
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark those of `blocks` that only the cache holds as idle."""
+        """Mark the blocks in `blocks` that only the cache references as idle."""
         self.tree.release(filter(self._alone, blocks))
 
     def evict(self, count: int) -> bool:
-        """Evict up to `count` idle blocks. Return whether there were any."""
+        """Evict up to `count` idle blocks. Return whether any block was evicted."""
         gone = self.tree.evict(count)
         self._forget(gone)
         return bool(gone)
 
     def remove(self, block: int) -> None:
-        """Remove a block and its descendants, because its content changes or is lost."""
+        """Remove a block and its descendants from the tree, because its content changes or is lost."""
         self._forget(self.tree.unkey(block))
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Release the references to `blocks`, which have left the tree, and to what is cached beside them."""
+        """Drop the references to `blocks`, which were removed from the tree. Free their window blocks and snapshots."""
         self.windows.forget(blocks)
         if self.snapshots is not None:
             self.snapshots.forget(blocks)

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state beside the prefix tree: which block has one, and which ones a text needs."""
+"""Snapshots of recurrent state: which blocks of the prefix tree have one, and where a text needs them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..core import BLOCK_SIZE
 
 
 class SnapshotTable:
-    """Assigns the slots of a state pool to published blocks. It stores ids, and no states.
+    """Assigns slots of a state pool to published blocks. The table contains only ids, no states.
 
-    A snapshot is the recurrent state after the last token of a block and all tokens before it. Its slot is *pending*
-    while a sequence still computes the block, and *kept* once the block is published. Kept snapshots are evicted in
-    least-recently-used order if a slot is needed, and leave with their block.
+    A snapshot is the recurrent state after all tokens up to the last token of a block. Its slot is *pending* while a
+    sequence computes the block, and *kept* when the block has been published. If a slot is needed, the least recently
+    used snapshot is evicted. When a block is removed from the prefix tree, its snapshot is freed.
 
     Not thread-safe.
     """
@@ -21,14 +21,17 @@ class SnapshotTable:
         self.slots = slots
         self._free = list(reversed(range(slots)))
         self._pending: set[int] = set()
-        self._kept: dict[int, int] = {}  # slot by block, least recently used first
+        self._kept: dict[int, int] = {}  # slot of each block's snapshot, least recently used first
 
     def __len__(self) -> int:
-        """Return the number of slots in use."""
+        """Return the number of slots in use, pending or kept."""
         return self.slots - len(self._free)
 
     def take(self) -> int | None:
-        """Return a pending slot, of an evicted snapshot if necessary. None if all slots are pending."""
+        """Allocate a pending slot and return it. If no slot is free, evict a snapshot.
+
+        None if all slots are pending.
+        """
         if not self._free:
             if not self._kept:
                 return None
@@ -38,7 +41,7 @@ class SnapshotTable:
         return slot
 
     def keep(self, block: int, slot: int) -> None:
-        """Keep a pending snapshot for a published block. If the block has one, keep that and free `slot`."""
+        """Keep a pending snapshot for the published block `block`. If the block already has a snapshot, free `slot`."""
         if block in self._kept:
             self.release(slot)
         else:
@@ -51,46 +54,49 @@ class SnapshotTable:
         self._free.append(slot)
 
     def of(self, block: int) -> int | None:
-        """Return the slot with the snapshot of a block, or None."""
+        """Return the slot with the snapshot of a block, or None if the block has no snapshot."""
         return self._kept.get(block)
 
     def places(self, blocks: Sequence[int]) -> list[int]:
-        """Return the numbers of tokens after which the path `blocks` has a snapshot, in ascending order."""
+        """Return the numbers of tokens after which `blocks` have snapshots, in ascending order.
+
+        `blocks` is a path from the root of the prefix tree.
+        """
         return [i * BLOCK_SIZE for i, block in enumerate(blocks, start=1) if block in self._kept]
 
     def usable(self, blocks: Sequence[int]) -> int:
-        """Return the length of the longest prefix of `blocks` that ends with a snapshot."""
+        """Return how many of `blocks`, from the first on, form the longest prefix that ends with a snapshot."""
         return next((n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._kept), 0)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Mark the snapshots of `blocks` as used, the last one most recently."""
+        """Mark the snapshots of `blocks` as used now. The last block's snapshot becomes the most recently used."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._kept[block] = slot
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Free the snapshots of `blocks`, which leave the prefix tree or are evicted."""
+        """Free the snapshots of `blocks`, which are evicted or were removed from the prefix tree."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._free.append(slot)
 
     def check_integrity(self, published: Iterable[int]) -> None:
-        """Assert that each slot has one use and that only `published` blocks have snapshots."""
+        """Assert that each slot has one use, and that only `published` blocks have snapshots."""
         uses = [*self._free, *self._pending, *self._kept.values()]
         assert sorted(uses) == list(range(self.slots))
         assert self._kept.keys() <= set(published)
 
 
 def needed_places(tokens: int, places: Iterable[int]) -> list[int]:
-    """Return the snapshots that a text of `tokens` tokens needs, from the last one to the first.
+    """Return the places at which a text of `tokens` tokens needs snapshots, in descending order.
 
-    With them, an edit d tokens before the end recomputes at most 2 d + 64 tokens, where `places` allow it. Their number
-    grows with the logarithm of the length. The property persists if the text grows and a snapshot is added after every
-    block.
+    With these snapshots, an edit d tokens before the end of the text recomputes at most 2 d + 64 tokens, as far as
+    `places` allow it. The number of snapshots grows with the logarithm of the length. If the text grows and a snapshot
+    is added after every block, the property still holds.
 
     Args:
-        tokens: Length of the text.
-        places: Numbers of tokens, at most `tokens`, after which there is a snapshot or can be one.
+        tokens: Length of the text in tokens.
+        places: Numbers of tokens, at most `tokens`, after which a snapshot exists or can be made.
     """
     distances = sorted(tokens - place for place in places)
     needed = distances[:1]

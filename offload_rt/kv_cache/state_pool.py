@@ -10,18 +10,18 @@ import torch
 from ..core import ModelGeometry
 from .arena import page_lock, reserve
 
-ALIGNED = 64  # bytes
+ALIGNED = 64  # alignment of each tensor in bytes
 HUGE_PAGE = 1 << 21
 
 
 class StatePool:
-    """Slots of host memory, each with the recurrent state of all layers of one sequence.
+    """Host memory for snapshots. A slot contains the recurrent state of all layers of one sequence.
 
-    Address space for all slots is reserved once; the kernel allocates a slot on its first use. Copies run on the
-    current stream, so a restored state is complete if the same stream saved it.
+    Address space for all slots is reserved once. The operating system allocates the memory of a slot when it is first
+    used. Copies run on the current stream. A restored state is therefore complete if it was saved on the same stream.
 
     Args:
-        geometry: States of the model.
+        geometry: Dimensions of the model, with its recurrent states.
         dtype: Data type of the model.
         slots: Number of slots, at least one.
         pin: Page-lock each slot for CUDA when it is first used.
@@ -50,7 +50,7 @@ class StatePool:
         return self.slots * self.slot_bytes
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the state of one decoder layer to a slot."""
+        """Copy the recurrent state and the convolution state of one decoder layer to a slot."""
         if self._pin and slot not in self._locked:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)
@@ -59,7 +59,7 @@ class StatePool:
                 target.copy_(source, non_blocking=self._pin)
 
     def restore(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the state of one decoder layer from a slot."""
+        """Copy the recurrent state and the convolution state of one decoder layer from a slot to the given tensors."""
         for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if target is not None:
                 target.copy_(source, non_blocking=self._pin)
@@ -70,6 +70,6 @@ class StatePool:
 
 
 def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the bytes of one slot: every tensor is aligned, and a slot is a whole number of pages."""
+    """Return the size in bytes of one slot. Each tensor is aligned, and a slot has a whole number of memory pages."""
     sizes = (size for shape in geometry.states for size in shape.sizes(dtype))
     return -(-sum(-(-size // ALIGNED) * ALIGNED for size in sizes) // mmap.PAGESIZE) * mmap.PAGESIZE

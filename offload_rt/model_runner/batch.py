@@ -64,7 +64,7 @@ class DecodeBatch:
         return layer in self._selecting
 
     def slots(self, layer: int) -> list[int]:
-        """Return the slot of each sequence's newest token. Sliding layers keep token t in slot t."""
+        """Return the slot of each sequence's newest token. In sliding-window layers, token t is in slot t."""
         if self.geometry.windows[layer] is not None:
             return [s.position for s in self.sequences]
         return [s.slots.newest for s in self.sequences]

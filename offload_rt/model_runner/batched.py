@@ -55,7 +55,8 @@ class StepShape(NamedTuple):
         size: Number of sequences, including padding.
         capacity: Upper bound of the tokens of a sequence.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether they share so many blocks that dense layers fetch shared tokens once, too.
+        joined: Whether sequences share so many blocks that layers that attend to all tokens also fetch shared tokens
+            only once.
     """
 
     size: int
@@ -92,7 +93,7 @@ class StepInputs:
         self.resident = resident[0], resident[1]
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the addresses of KV and scoring keys, and the visible tokens, of the sequences in `batch`."""
+        """Write the inputs of a step: addresses of KV and scoring keys, and visible tokens, of each sequence."""
         padding = self.size - len(batch.sequences)
         held = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in held]
@@ -164,7 +165,7 @@ class BatchedMode:
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
         """Create the mode for one step of `batch`.
 
-        If `dense`, also fetch dense layers with one gather for the batch.
+        If `dense`, also fetch dense layers (which attend to all tokens) with one gather for the batch.
         """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
@@ -199,7 +200,10 @@ class BatchedMode:
         return BatchedFetch(batch, inputs, layer, counts, pending, tokens)
 
     def fetch_all(self, layer: int) -> BatchedFetch | None:
-        """Start one gather of all candidates of a dense layer, padded to the capacity. Return None if not `dense`."""
+        """Start one gather of all candidates of a layer that attends to all tokens, padded to the capacity.
+
+        Return None if this mode does not fetch such layers (`dense` is False).
+        """
         batch, inputs = self._batch, self._inputs
         if not self._dense:
             return None
@@ -245,10 +249,11 @@ class BatchedMode:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Selected token indices of a layer, int64 `[P, n]`, padded. The first `counts[p]` entries of each list are valid.
+    """Token indices that a layer selected, int64 `[P, n]`, padded, in P = B * Hkv lists.
 
-    A dense layer that fetches shared tokens once selects all candidates. `tally` is `PendingBatchFetch.tally`: numbers
-    of transferred entries and of working-set hits.
+    The first `counts[p]` entries of list p are valid. If a layer that attends to all tokens fetches shared tokens only
+    once, all candidates count as selected. `tally` has the numbers of transferred entries and of working-set hits
+    (`PendingBatchFetch.tally`).
     """
 
     layer: int

@@ -51,9 +51,9 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture `body`.
+        """Capture `body`, without launches of other threads.
 
-        Only launches of this thread are captured, because the saver thread may wait for write-backs meanwhile.
+        The saver thread may wait for write-backs during the capture.
         """
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()

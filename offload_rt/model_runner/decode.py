@@ -26,8 +26,8 @@ class DecodeStep:
     """Computes token `tokens[position]` of each sequence of a batch and returns the logits for the next token.
 
     Before the step, `slots.begin_step` must have reserved a slot for the token. After the step, the caller commits the
-    token. The result of a sequence does not depend on the other sequences. Shared KV is fetched once. In dense layers,
-    it is also read only once.
+    token. The result of a sequence does not depend on the other sequences. Shared KV is fetched once. In layers that
+    attend to all tokens, it is also read only once.
     """
 
     def __init__(self, batch: DecodeBatch, mode: StepMode) -> None:
@@ -133,7 +133,7 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class SharedPrefixFetch:
-    """A pending fetch for a dense layer: shared segments, and the private part of each sequence."""
+    """A pending fetch for a layer that attends to all tokens: shared segments, and each sequence's private part."""
 
     scale: float
     sinks: torch.Tensor | None

@@ -88,7 +88,7 @@ class PerSequenceMode:
         return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, pending_fetches, selections))
 
     def fetch_all(self, layer: int) -> None:
-        """Return None, so that the decode step fetches dense layers, including shared prefixes."""
+        """Return None, so that the decode step fetches layers that attend to all tokens, including shared prefixes."""
 
     def finish(self) -> None:
         """No-op, because fetches are recorded when they start."""

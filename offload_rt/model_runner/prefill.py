@@ -68,7 +68,7 @@ class Prefill:
                 tokens have been committed. This class only stores it.
             every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
                 `[m, V]` of the m tokens from t on. Each call covers a few tokens.
-            capture: Takes snapshots of recurrent state. Slices end where it takes one.
+            capture: Object that takes snapshots of the recurrent state, or None. Slices end at the places of snapshots.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop

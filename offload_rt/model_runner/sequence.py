@@ -42,7 +42,8 @@ class Sequence:
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`.
         parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
-        snapshots: Snapshots of recurrent state that are not published yet: number of tokens to slot of the state pool.
+        snapshots: Snapshots of recurrent state that are not published yet. Maps the number of tokens of each snapshot
+            to its slot in the state pool.
     """
 
     id: int

@@ -15,7 +15,10 @@ from .sequence import Sequence
 
 
 def learn_from_others(sequence: Sequence, others: Iterable[Sequence]) -> None:
-    """Copy policy state for as many `unlearned` tokens as possible from a sequence in `others` with equal blocks."""
+    """Copy policy state for cached tokens of `sequence` from another sequence that uses the same blocks.
+
+    Of `others`, the sequence whose state covers the most `unlearned` tokens is used.
+    """
     found = max(
         ((_known(other, sequence), -other.id, other) for other in others if other is not sequence), default=None
     )

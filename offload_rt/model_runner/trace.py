@@ -71,7 +71,7 @@ class Trace:
             state is nearer (hybrid models).
         diverged_at: First prompt token that was not cached. None without a cache look-up.
         missed: Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads,
-            and 0 in dense layers.
+            and 0 in layers that attend to all tokens.
         savings: float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row
             1: working-set hits. Row 2: hits per KV head divided by the context length, summed over steps. Row 3: number
             of entries looked up. None without a working set or shared blocks.

@@ -143,7 +143,7 @@ def _names(norms: Norms) -> set[str]:
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that computes the norm `module`, `[T, D]` to `[T, D]`. On CUDA, it is one kernel if possible.
 
-    Only norms that are copies of `LlamaRMSNorm` are fused, which most models use. Other modules are returned unchanged.
+    Only copies of `LlamaRMSNorm`, which most models use, are fused. Other modules are returned unchanged.
     """
     if not _is_llama_norm(module):
         return module

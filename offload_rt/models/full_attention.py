@@ -59,7 +59,9 @@ def residual_after_attention(
 ) -> torch.Tensor:
     """Return the residual stream `[m, D]` after a layer's attention, for the tokens [seen - m, seen).
 
-    Args: adapter: The model.
+    Args:
+        adapter: The model.
+        layer: The layer index.
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
         kv: K and V of n tokens, each `[Hkv, n, d]`. Attention covers only the first `seen` tokens.

@@ -34,7 +34,7 @@ def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 
 
 def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
-    """Return the 32 bits of each group of 4 bytes as 32 numbers."""
+    """Unpack each group of 4 bytes to 32 numbers, one per bit."""
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 

@@ -122,7 +122,7 @@ def load_model(
         device: See `EngineConfig`.
         dtype: See `EngineConfig`. May also be a torch dtype.
         placement: Weights that stay in host memory. The caller must copy them to the device before they are used.
-        verify: See `EngineConfig`. Layers whose weights stay in host memory are verified on the CPU.
+        verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
         quantize: See `EngineConfig`.

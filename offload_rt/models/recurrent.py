@@ -49,7 +49,8 @@ class StateSlots:
     def take(self, origin: int | None = None) -> int:
         """Allocate a slot and return it.
 
-        Its state is a copy of slot `origin`, or that of an empty sequence for None.
+        If `origin` is given, the state of slot `origin` is copied to the new slot. Otherwise, the new slot gets the
+        state of an empty sequence.
         """
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
@@ -70,13 +71,13 @@ class StateSlots:
     def view(self, slots: Sequence[int], finished: Callable[[int], None] = lambda layer: None) -> RecurrentState:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
-        `finished` is called with a decoder layer each time its state has been stored.
+        `finished` is called with the index of a decoder layer each time the state of this layer has been stored.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
         return RecurrentState(self, slots, finished)
 
     def of_layer(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return views of the recurrent state and the convolution state of one decoder layer."""
+        """Return views of the recurrent state (or None) and the convolution state of one decoder layer in a slot."""
         return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
 
     def check(self, slot: int, tokens: int) -> None:

@@ -20,7 +20,8 @@ _DECODERS = (
 """Prefixes of the `...ForCausalLM` classes of transformers with which `DecoderAdapter` is tested."""
 
 _MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
-"""Prefixes of the `...ForConditionalGeneration` classes with whose language models `DecoderAdapter` is tested."""
+"""Prefixes of the tested multimodal classes `...ForConditionalGeneration`. `DecoderAdapter` runs their language models.
+"""
 
 _DECODER = "offload_rt.models.decoder:DecoderAdapter"
 

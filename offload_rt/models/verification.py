@@ -39,7 +39,10 @@ _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _DECODE_TOKENS = 8
 """Number of last tokens that are computed one by one."""
 _LONGEST_WINDOW = 512
-"""Sliding windows up to this length are tested with tokens. For longer windows, only the argument is compared."""
+"""Sliding windows up to this length, in tokens, are tested with tokens.
+
+For longer windows, only the argument `sliding_window` of the attention is compared.
+"""
 _EXPERTS_SHARE = 0.75
 """Fraction of tokens that must agree in a mixture of experts. Rounding may change which expert is chosen."""
 

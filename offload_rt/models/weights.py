@@ -15,7 +15,7 @@ ALIGNMENT = 64
 """Alignment in bytes of each weight in a layer that is copied to the device as one buffer."""
 
 _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
-"""Names of the attention module in a decoder layer."""
+"""Names that transformers uses for the attention module of a decoder layer."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 
 
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
-    """Return the error message if the minimum of `costs` on the device already exceeds the limit."""
+    """Return the error message for a limit that is below the minimum device memory of `costs`."""
     layers = len(costs.shape.sizes.layers)
     least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
     rest = costs.total([_slots(context)])
@@ -235,7 +235,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest(room: int, costs: DeviceCosts, context: int) -> int:
-    """Return the largest number of tokens below `context` of one sequence that fits `room` bytes; 0 if none fits."""
+    """Return the length in tokens of the longest sequence, below `context`, that fits `room` bytes; 0 if none fits."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

@@ -12,18 +12,18 @@ from ..kv_cache.state_pool import slot_bytes
 from ..utils.units import format_size
 
 SNAPSHOTS_SHARE = 8
-"""Snapshots take the host memory divided by this number, unless the configuration sets a limit."""
+"""Snapshots get the host memory divided by this number, unless the configuration sets `snapshot_memory`."""
 
-MOST_SNAPSHOTS = 1 << 14  # small states: 16 Ki of them serve a thousand texts
+MOST_SNAPSHOTS = 1 << 14  # Small states would allow many more. 16 Ki snapshots are enough for a thousand texts.
 
 
 def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the number of snapshots of recurrent state that the host memory holds beside the KV cache.
+    """Return the number of snapshots of recurrent state that fit the host memory reserved for them.
 
     It is 0 if the model has no recurrent state, or if prefixes are not shared.
 
     Raises:
-        MemoryLimitError: `snapshot_memory` exceeds `host_memory`.
+        MemoryLimitError: `snapshot_memory` is not smaller than `host_memory`.
     """
     if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
         return 0
@@ -38,12 +38,12 @@ def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.d
 
 
 def snapshot_bytes(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the bytes of host memory for snapshots. Raises MemoryLimitError as `snapshot_slots`."""
+    """Return the size in bytes of host memory for snapshots. Raise MemoryLimitError like `snapshot_slots`."""
     return snapshot_slots(config, geometry, dtype) * slot_bytes(geometry, dtype)
 
 
 def kv_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the bytes of host memory for the KV cache. Raises MemoryLimitError as `snapshot_slots`."""
+    """Return the size in bytes of host memory for the KV cache. Raise MemoryLimitError like `snapshot_slots`."""
     return _host_memory(config) - snapshot_bytes(config, geometry, dtype)
 
 

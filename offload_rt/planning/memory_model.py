@@ -41,7 +41,8 @@ class DeviceCosts:
         slice: Number of prompt tokens whose queries, attention and MLP are computed together.
         rounded: Whether the KV cache uses a format that must be decoded.
         keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
-        working_set: Number of fetched KV entries that stay on the device for each KV head of a sparse layer.
+        working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
+            tokens.
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
             that another graph keeps.
     """
@@ -77,7 +78,7 @@ class DeviceCosts:
 
     @property
     def working_set_bytes(self) -> int:
-        """Size in bytes of the working sets of a sequence, one per sparse layer."""
+        """Size in bytes of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
         selecting = geometry.layers - len(self.demand.dense)
         return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
@@ -92,7 +93,7 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
 
-        Capacity grows by a quarter (`StateSlots`).
+        It includes spare slots, because the number of slots grows by a quarter at a time (`StateSlots`).
         """
         return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
 
@@ -226,7 +227,7 @@ class Requirements:
         prefill: Temporary memory of a prefill. During a prefill, `staging` and `decode` are not needed.
         graphs: Memory of captured CUDA graphs, except the one that runs.
         states: Recurrent state of a hybrid model, which does not depend on the context.
-        snapshots: Snapshots of recurrent state in host memory, at most.
+        snapshots: Limit on snapshots of recurrent state in host memory.
     """
 
     context: int

@@ -135,7 +135,7 @@ class PolicyState:
         return out, lse
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Observe the attention weights that a sparse layer has just computed.
+        """Observe the attention weights that a layer that selects tokens has just computed.
 
         Args:
             layer: The layer index.
@@ -189,7 +189,7 @@ class Policy(Protocol):
 
     @property
     def dense_until(self) -> int:
-        """Longest context, in tokens, up to which every layer is dense; 0 if only `dense_layers` are."""
+        """Longest context, in tokens, up to which every layer attends to all tokens. 0: only `dense_layers` do."""
         ...
 
     @property

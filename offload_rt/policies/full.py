@@ -18,7 +18,7 @@ class FullState(PolicyState):
     """State of policy "full". It is empty because no layer selects tokens."""
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Never called, because every layer is dense."""
+        """Never called, because every layer attends to all tokens."""
         raise AssertionError(f"layer {layer} of policy 'full' is dense")
 
     def fork(self, keys: KeyReader) -> FullState:

@@ -23,7 +23,7 @@ class Quest(ScorerPolicy[QuestOptions]):
         return EntryShape(2 * geometry.head_dim, dtype, options.page)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return k and -k, concatenated to `[P, m, 2 * d]`.
+        """Return k and -k, concatenated to `[P, m, 2 * d]`, for new keys k `[P, m, d]` of P lists.
 
         The minimum over the tokens of a page gives the lower bounds and the negated upper bounds of its keys.
         """

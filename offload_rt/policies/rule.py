@@ -89,7 +89,10 @@ class Spans:
 
     @staticmethod
     def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Return `starts` and `stops` `[P]`, `limits` and `contexts` `[B]` for sequences that see `visible`."""
+        """Return `starts` and `stops` `[P]`, `limits` and `contexts` `[B]` for B sequences that see `visible`.
+
+        P = B * Hkv.
+        """
         candidates = [seen.candidates for seen in visible for _ in range(kv_heads)]
         limits, contexts = [rule.limit(seen) for seen in visible], [seen.all.stop for seen in visible]
         return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]

@@ -88,11 +88,11 @@ class TokenLists:
 
     @property
     def inside(self) -> torch.Tensor:
-        """Whether each token is a candidate, bool `[P, n]`."""
+        """Whether each of n tokens is a candidate in each of P lists, bool `[P, n]`."""
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
     def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Reduce scores `[P, G, m]` of the entries to one rank per entry, `[P, m]`.
+        """Reduce scores `[P, G, m]` of m entries in P lists to one rank per entry, `[P, m]`.
 
         The rank is the largest log-softmax over the G query heads. The softmax is over all entries with candidates.
         With one query head, the scores are returned unchanged, because the softmax would not change their order.
@@ -112,8 +112,8 @@ Chosen = TypeVar("Chosen", bound=BudgetOptions)
 class ScorerPolicy(Generic[Chosen]):
     """Base class of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
 
-    `budget` is the fraction of the visible context that a sparse layer attends to, resident tokens included. With equal
-    budgets, all policies read the same number of bytes of KV.
+    `budget` is the fraction of the visible context that a layer that selects tokens attends to, resident tokens
+    included. With equal budgets, all policies read the same number of bytes of KV.
     """
 
     name: str
@@ -150,7 +150,7 @@ class ScorerPolicy(Generic[Chosen]):
 
     @classmethod
     def memory_demand(cls, options: Chosen, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand of sinks, recent window, stored entries, and the budget of every sparse layer."""
+        """Return the demand: sinks, recent window, stored entries, and the budget of layers that select tokens."""
         shape = cls.entry_shape(options, geometry, dtype)
         keys = float(shape.width * shape.dtype.itemsize * geometry.kv_heads) / shape.page
         # A batch copies the entries into one tensor, and `score` may convert them to a wider dtype.
@@ -164,11 +164,14 @@ class ScorerPolicy(Generic[Chosen]):
         return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the entries `[P, m, w]` to store for new keys k `[P, m, d]`. The default stores the keys."""
+        """Return the entries `[P, m, w]` to store for new keys k `[P, m, d]`, in P = B * Hkv lists.
+
+        The default stores the keys unchanged.
+        """
         return k
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return a score `[P, n]` for each token in `keys.tokens`.
+        """Return a score `[P, n]` for each token in `keys.tokens`, in P = B * Hkv lists.
 
         Args:
             layer: The layer index.
@@ -186,7 +189,7 @@ class ScorerPolicy(Generic[Chosen]):
         """
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the updated entries `[P, m, w]` after a decode step. Called if `wants_weights`.
+        """Return the updated entries `[P, m, w]` of P = B * Hkv lists after a decode step. Called if `wants_weights`.
 
         Args:
             layer: The layer index.
@@ -204,7 +207,7 @@ class ScorerPolicy(Generic[Chosen]):
     def scaled(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Multiply queries q `[H, B, d]` by the model's attention scale.
 
-        Return them as `[P, G, d]` in float32 or wider.
+        Return them as `[P, G, d]` with P = B * Hkv, in float32 or wider.
         """
         wide = q.to(torch.promote_types(q.dtype, torch.float32)) * self.geometry.scales[layer]
         _, batch, d = wide.shape
@@ -306,7 +309,7 @@ class ScorerState(PolicyState):
     def enter(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, basis: None, storages: PointerTable, slots: torch.Tensor
     ) -> None:
-        """Store entries of the newest keys k `[P, d]` of a batch in `slots`, int64 `[P]`."""
+        """Store entries of the newest keys k `[P, d]` of a batch in `slots`, int64 `[P]`. P = B * Hkv."""
         entering = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
         dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
 
@@ -320,7 +323,7 @@ class ScorerState(PolicyState):
     def attended(
         self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor
     ) -> None:
-        """Update the entries of a batch with the attention weights `[P, tokens]` of a decode step."""
+        """Update the entries of a batch with the attention weights `[P, tokens]` of a decode step. P = B * Hkv."""
         keys = self._policy.lists(storages, spans)
         entries = self._policy.on_attended(layer, keys, weights, attended)
         dispatch.write_lists(entries.contiguous(), storages, spans.contexts, keys.page)

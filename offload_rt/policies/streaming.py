@@ -25,7 +25,7 @@ class Streaming(ScorerPolicy[BudgetOptions]):
         return EntryShape(0, dtype)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return empty entries `[P, m, 0]`."""
+        """Return empty entries `[P, m, 0]` for m new tokens in P lists."""
         return k[:, :, :0]
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -28,28 +29,12 @@ from .middleware import GONE, REQUEST_ID, RequestMiddleware
 from .openai import chat, completions, responses
 from .openai.requests import DetokenizeRequest, SessionUpdate, TokenizeRequest
 from .options import ServerOptions
+from .page import PAGE_PATHS, page_file
 from .service import CurrentService, Service
 
 router = APIRouter()
 
-STATIC = Path(__file__).parent / "static"
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE_FILES = {
-    "/" if path.name == "page.html" else f"/{path.relative_to(STATIC).as_posix()}": path
-    for path in sorted(STATIC.rglob("*"))
-    if path.suffix in KINDS
-}
-
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-"""Response headers that allow the web page to load files and data only from this server."""
-
-OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_FILES)
+OPEN_PATHS = ("/health", "/favicon.ico", *PAGE_PATHS)
 """Paths that need no API key: the health check and the web page, which asks for the key."""
 
 
@@ -70,7 +55,8 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     _add_errors(app)
     for routes in (router, chat.router, completions.router, responses.router, anthropic.router):
         app.include_router(routes)
-    _add_page(app)
+    for path in PAGE_PATHS:
+        app.add_api_route(path, partial(page_file, path), include_in_schema=False)
     app.add_middleware(RequestMiddleware, options=options, open_paths=OPEN_PATHS)
     if options.cors_origins:  # outside `RequestMiddleware`, so that browsers can read why a request was refused
         app.add_middleware(
@@ -139,10 +125,17 @@ async def embeddings() -> Response:
     raise refused("embeddings are not supported: use a server with an embedding model")
 
 
+SearchText = Annotated[str, Query(max_length=200)]
+"""Words that must all occur in the title or the messages."""
+
+
 @router.get("/v1/sessions")
-async def sessions(request: Request, service: CurrentService) -> Response:
+async def sessions(request: Request, service: CurrentService, query: SearchText = "") -> Response:
     # `store` tells the page whether sessions are stored. If not, requests with `session` are refused.
-    found = service.conversations.of(request.state.owner)
+    conversations, owner = service.conversations, request.state.owner
+    found = conversations.of(owner)
+    if words := query.lower().split():
+        found = await asyncio.to_thread(conversations.containing, owner, found, words)
     return json_answer({"object": "list", "store": service.remembers, "data": found})
 
 
@@ -205,12 +198,3 @@ async def metrics(service: CurrentService) -> Response:
 @router.get("/v1/load")
 async def load(service: CurrentService) -> Response:
     return json_answer(service.metrics.load())
-
-
-def _add_page(app: FastAPI) -> None:
-    for path, file in PAGE_FILES.items():
-        app.add_api_route(path, _page_file(file.read_bytes(), KINDS[file.suffix]), include_in_schema=False)
-
-
-def _page_file(content: bytes, kind: str) -> Callable[[], Response]:
-    return lambda: Response(content, media_type=kind, headers=PAGE_HEADERS)

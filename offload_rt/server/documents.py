@@ -133,6 +133,10 @@ class DocumentCache:
         if self.head(name) is None:
             return None
         self._heads.move_to_end(name)
+        return self.peek(name)
+
+    def peek(self, name: str) -> Any:
+        """Return a body like `body`, without marking the document as used. Threads may call this."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -140,7 +144,7 @@ class DocumentCache:
                 with os.fdopen(open_regular(self._path(name)), "rb") as file:
                     content = file.read()
             return parse_json(content.partition(b"\n")[2])
-        except (OSError, ValueError):
+        except (KeyError, OSError, ValueError):
             return None
 
     def delete(self, name: str) -> None:
@@ -171,6 +175,7 @@ MAX_NAME = 100
 """Maximum length of a session name in characters."""
 
 _TITLE = 80
+_EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
@@ -217,6 +222,21 @@ class Conversations:
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
+    def containing(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
+        """Return the conversations whose title and messages contain all words, which are in lower case.
+
+        `excerpt` is the text around the first word found in the messages, or "". Reads every file, so call it in a
+        thread.
+        """
+        found = []
+        for head in heads:
+            messages = self._documents.peek(session_of(owner, head["id"])) or []
+            text = "\n".join(each["content"] for each in messages if isinstance(each.get("content"), str))
+            everything = f"{head['title']}\n{text}".lower()
+            if all(word in everything for word in words):
+                found.append({**head, "excerpt": _excerpt(text, words)})
+        return found
+
     def exists(self, owner: str, name: str) -> bool:
         """Return whether a conversation of this name is stored, even if its file is damaged."""
         return self._documents.head(session_of(owner, name)) is not None
@@ -237,6 +257,15 @@ class Conversations:
 
 def _unknown(name: str) -> RefusedError:
     return RefusedError(404, f"the session {name!r:.80} does not exist", param="session", code="session_not_found")
+
+
+def _excerpt(text: str, words: Sequence[str]) -> str:
+    lower = text.lower()
+    places = [place for word in words if (place := lower.find(word)) >= 0]
+    if not places:
+        return ""
+    begin = max(0, min(places) - _EXCERPT // 4)
+    return " ".join(text[begin : begin + _EXCERPT].split())
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -22,18 +22,20 @@ from ..utils.progress import observed
 from .errors import RefusedError, error_body
 from .log import log_to_stderr, logger
 from .options import ServerOptions
+from .page import PAGE_PATHS, page_file
 from .protocol import make_server
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 RETRY_AFTER = 2
-"""Seconds after which a client may retry, and a browser reloads the page, while the model is loading."""
+"""Seconds after which a client may retry while the model is loading."""
 
 
 class Loading:
-    """Application that responds with 503 while `make` creates the real application in a thread, then delegates to it.
+    """Application that serves only the chat page while `make` creates the real one in a thread, then delegates to that.
 
+    Until then other requests get 503 with the progress.
     If `make` fails, `on_failure` is called and `error` holds the exception.
     """
 
@@ -108,10 +110,9 @@ class LoadingProgress:
 
 
 def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
+    if scope["path"] in PAGE_PATHS and scope["method"] == "GET":
+        return page_file(scope["path"])
     headers = {"Retry-After": str(RETRY_AFTER)}
-    if scope["path"] == "/":
-        headers["Refresh"] = str(RETRY_AFTER)
-        return Response("The model is being loaded.", 503, headers, "text/plain")
     error = RefusedError(503, "the model is being loaded: retry later", code="loading")
     return JSONResponse({"status": "loading"} | state | error_body(error, scope["path"]), 503, headers)
 

@@ -96,8 +96,9 @@ class PendingFetch(Protocol):
         The compute stream waits for the copies. On CUDA, the host does not wait for them.
 
         For `fetch`, the parts contain all KV that the layer attends to, each token once: sinks, recent tokens, selected
-        tokens (in any order for a dense layer). They include the newest token, so `append` must be called for the layer
-        before `wait`. For `fetch_more`, the parts contain only the additional tokens.
+        tokens (in any order for a dense layer (one that attends to all tokens)). They include the newest token, so
+        `append` must be called for the layer before `wait`. For `fetch_more`, the parts contain only the additional
+        tokens.
 
         Parts with selected tokens are valid until the next `wait` of a fetch that was started by the same method. Parts
         without a selection (`fetch_range`, or `fetch` of all candidates) are valid while they are referenced.

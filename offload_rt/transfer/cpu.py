@@ -1,9 +1,9 @@
 """Transfers if the compute device is the CPU: attention reads KV directly from the host pool.
 
-A dense layer needs no copy. A sparse layer needs no copy if the CPU kernels read KV in place
-(`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d elements of K into a scratch buffer, and the
-same number of elements of V if query heads share a KV head. The gather is an `index_select` of whole vectors, faster
-than `torch.gather`.
+A dense layer (one that attends to all tokens) needs no copy. A layer that selects tokens needs no copy if the CPU
+kernels read KV in place (`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d elements of K into
+a scratch buffer, and the same number of elements of V if query heads share a KV head. The gather is an `index_select`
+of whole vectors, faster than `torch.gather`.
 
 Byte counts assume separate device memory: fetched candidates count as copied to the device, and new KV counts as
 written back.
@@ -103,7 +103,7 @@ class _Pages:
         self._known.pop(id(blocks), None)
 
     def check_integrity(self, block_tables: Set[int]) -> None:
-        """Assert that all cached block tables are in `block_tables` (their `id`)."""
+        """Assert that entries are cached only for block tables whose `id` is in `block_tables`."""
         assert self._known.keys() <= block_tables
 
 
@@ -200,7 +200,7 @@ class _SplitPart(KVPart):
 class CpuStorage(KVStorage):
     """`KVStorage` on the CPU. KV is written to the pool.
 
-    Resident tokens are only counted, because no copy is needed.
+    Resident tokens are not copied. Only their size is counted.
     """
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:

@@ -1,9 +1,9 @@
 """Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
-In each step, a sparse layer copies 2 * Hkv * n * d elements per sequence to the device and 2 * Hkv * d elements to the
-host. n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a kernel gathers the
-KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the host gathers the
-KV.
+In each step, a layer that selects tokens copies 2 * Hkv * n * d elements per sequence to the device and 2 * Hkv * d
+elements to the host. n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a
+kernel gathers the KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the
+host gathers the KV.
 """
 
 from __future__ import annotations

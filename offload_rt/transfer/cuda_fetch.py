@@ -160,7 +160,10 @@ class CudaRows(RowFetch):
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """Compute the savings of sequence `b` from the fetch's tally, in the prefetch stream."""
+        """Return the numbers of entries that need no transfer for sequence `b`, computed in the prefetch stream.
+
+        Return None if all entries are transferred.
+        """
         requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()

@@ -208,7 +208,7 @@ class RowLists:
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write k and v `[P, d]`, computed in the compute stream, to the pool rows `rows`, int64 `[B]`."""
+        """Write k and v `[P, d]`, computed in the compute stream, to the pool rows `rows`, int64 `[B]`. P = B * Hkv."""
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])

@@ -1,9 +1,9 @@
 """Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
-Each sparse layer caches at most `capacity` entries per KV head. All operations are torch operations with static shapes
-that do not synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted
-first: a use adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee et al. 2001:
-LRU for a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
+Each layer that selects tokens caches at most `capacity` entries per KV head. All operations are torch operations with
+static shapes that do not synchronise with the host, so they can be captured in a graph. The entry with the lowest score
+is evicted first: a use adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee
+et al. 2001: LRU for a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EMPTY = -1
 
 @dataclass(frozen=True)
 class LookUp:
-    """Result of a look-up of tokens `[P, n]`.
+    """Result of a look-up of n tokens in each of P lists (one per KV head).
 
     Attributes:
         slots: Slot of each cached token, int64 `[P, n]`; negative for tokens that are not cached.
@@ -72,7 +72,7 @@ class Table:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token in each slot, int32 `[P, capacity]`; negative if the slot is empty."""
+        """The token in each slot of each list, int32 `[P, capacity]`; negative if the slot is empty."""
         return self._tokens[:, : self.capacity]
 
     def look_up(self, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> LookUp:

@@ -86,7 +86,7 @@ LIBRARIES = {
     "rows": NativeLibrary("kv_cache/disk/rows.c", SYSTEM_FLAGS, "rows are copied by torch"),
     "row_cache": NativeLibrary("kv_cache/disk/row_cache.c", ("-O3", "-std=gnu11"), "cached rows are found by numpy"),
 }
-"""All C libraries of this package, by the name for `load`."""
+"""All C libraries of this package. The keys are the names for `load`."""
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:

@@ -63,6 +63,6 @@ class CompressedTensors(Importer):
 
 
 def _group(tensors: Mapping[str, torch.Tensor], form: PackedFormat) -> int:
-    """Return how many inputs share a scale in the checkpoint. In the packed format, they may be fewer."""
+    """Return how many inputs share a scale in the checkpoint. Groups of the packed format may be smaller."""
     scale = tensors["weight_scale"]
     return form.ins // (scale.shape[1] if scale.dim() == 2 else 1)

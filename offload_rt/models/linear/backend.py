@@ -37,7 +37,7 @@ def quantization_option(config: Any, name: str) -> Any:
 
 
 class BackendLinear(nn.Linear):
-    """A linear layer that is computed by a `LinearBackend`. The class of existing layers is changed in place."""
+    """A linear layer that is computed by a `LinearBackend`. Existing layers are converted by changing their class."""
 
     backend: LinearBackend
 

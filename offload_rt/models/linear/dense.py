@@ -23,8 +23,8 @@ TILE_BYTES = 1 << 22
 class DenseCPU(LinearBackend):
     """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and more rows with torch.
 
-    Each of few rows is summed separately, so the result of a row does not depend on the number of rows. For more rows,
-    tiles of the weight are distributed over threads.
+    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. For more rows, tiles of the
+    weight are distributed over threads.
     """
 
     def takes(self, layer: nn.Linear, device: torch.device) -> bool:

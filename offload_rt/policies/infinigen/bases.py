@@ -62,7 +62,7 @@ class Basis:
 
 
 class Columns(Protocol):
-    """Choice of the columns of a sequence's scoring keys in each layer."""
+    """Chooses which columns of the skewed keys the scoring keys of a sequence contain, layer by layer."""
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class CalibratedColumns:
     """Always 0, because the matrices belong to the policy and not to the sequence."""
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Create the object from the basis of each sparse layer, already reduced to the stored columns."""
+        """Create the object from the basis of each layer that selects tokens, already reduced to the stored columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class PromptColumns:
     """
 
     def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """Create the object from the full basis of each sparse layer.
+        """Create the object from the full basis of each layer that selects tokens.
 
         `kept` is the number of columns to choose per KV head.
         """

@@ -21,7 +21,7 @@ from .scoring_keys import ListedKeys
 
 
 class KeyLists:
-    """Scoring keys of up to `batch` sequences with up to `tokens` tokens each, in all sparse layers.
+    """Scoring keys of up to `batch` sequences with up to `tokens` tokens each, in all layers that select tokens.
 
     Before each step, `hold` sets the sequences of the batch. Kernels find the keys of each sequence through tables of
     pointers: one table per layer, or one table for all layers if the keys are in pages. The tables keep their
@@ -29,7 +29,7 @@ class KeyLists:
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
-        """Create empty tables for the sparse `layers`."""
+        """Create empty tables for `layers`, the layers that select tokens."""
         self._rule, self._at = rule, {layer: i for i, layer in enumerate(layers)}
         self._pointers = torch.zeros(len(self._at), batch, FIELDS, dtype=torch.int64, device=device)
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
@@ -109,7 +109,7 @@ class KeyLists:
             q: True queries `[H, B, d]`.
             spans: The candidates.
             chosen: Token indices and counts, as returned by `select`.
-            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
+            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
 
         Returns:
             Merged out `[P, G, d]` and lse `[P, G]`. Without approximate KV, `exact` is returned unchanged.
@@ -127,7 +127,7 @@ class KeyLists:
         Args:
             layer: The layer index.
             spans: The candidates.
-            weights: Softmax weights; 0 for tokens that were not attended.
+            weights: Softmax weights, summed over query heads; 0 for tokens that were not attended. P = B * Hkv.
             attended: Whether each token was attended, bool `[P, tokens]`.
         """
         keys, storage = self._keys[0], self._storages[self._at[layer]]

@@ -112,7 +112,7 @@ class LowBitRows:
     """Approximate KV of one sequence in pages. Forks share the pages with copy-on-write."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
-        """Create empty approximate KV. `bases` has the matrices of each sparse layer."""
+        """Create empty approximate KV. `bases` has the matrices of each layer that selects tokens."""
         self._bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
@@ -249,7 +249,7 @@ class LowBitRows:
             table: The pages of all sequences of the batch.
             spans: The candidates.
             chosen: Selected token indices and their counts. Approximate attention skips these tokens.
-            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`.
+            exact: Exact attention: out `[P, G, d]` and lse `[P, G]`, with P = B * Hkv.
 
         Returns:
             Merged out `[P, G, d]` and lse `[P, G]`.

@@ -193,13 +193,13 @@ class InfiniGenState(PolicyState):
         return InfiniGenState(self._policy, approximate, approximate)
 
     def check_integrity(self) -> None:
-        """Assert that scoring keys are consistent and that only sparse layers have scoring keys."""
+        """Assert that scoring keys are consistent and that only layers that select tokens have scoring keys."""
         self._keys.check_integrity()
         assert all(self._keys.length(layer) == 0 for layer in self._policy.dense_layers)
 
 
 class InfiniGen:
-    """Policy "infinigen" for one model: its options and the bases of the sparse layers.
+    """Policy "infinigen" for one model: its options and the bases of the layers that select tokens.
 
     Scoring keys are on the compute device or, with `keys_on_host`, in host memory (paper §6.2). In the second case,
     each layer copies its query (4 * H * d bytes) to the host and the selected indices back to the device. The selected
@@ -269,7 +269,7 @@ class InfiniGen:
 
     @staticmethod
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand of scoring keys in sparse layers, bases, corrections, and the skew artifact."""
+        """Return the demand of scoring keys in layers that select tokens, bases, corrections, and the skew artifact."""
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
         # While the policy is built, the complete artifact is in memory. Queries and keys have one basis per head,
@@ -298,7 +298,7 @@ class InfiniGen:
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Correct a predicted attention input `[T, D]` with a slope and an offset per channel (`skewing.guess`).
 
-        Return it unchanged if option `corrected` is off or the layer is dense.
+        Return it unchanged if option `corrected` is off or the layer attends to all tokens.
         """
         if layer not in self._correction:
             return attention_input

@@ -75,7 +75,7 @@ class ListedKeys(Protocol):
 
 
 class ScoringKeys(ListedKeys, Protocol):
-    """Scoring keys of one sequence, in all sparse layers."""
+    """Scoring keys of one sequence, in all layers that select tokens."""
 
     @property
     def bytes(self) -> int:

@@ -15,9 +15,9 @@ const CUTS = {
 
 export class Composer {
   // `messages(draft, editing)`: the messages of a request with the draft {text, files}. `submit(draft, editing)`: send it.
-  // `answer()`: requested number of new tokens.
-  constructor({ messages, submit, answer }) {
-    Object.assign(this, { messages, submit, answer });
+  // `answer()`: requested number of new tokens. `ready`: promise that the server has answered, before which nothing is sent.
+  constructor({ messages, submit, answer, ready }) {
+    Object.assign(this, { messages, submit, answer, ready });
     this.files = []; // {name, text, of}: `of` is the length before truncation
     this.limit = 0; // tokens of prompt and answer
     this.editing = null; // index of the edited message
@@ -105,7 +105,7 @@ export class Composer {
     return { tokens: 0, over, message: reason(text, answer.status) };
   }
 
-  // Count and show. Return whether the draft fits.
+  // Count and show. Return whether the draft fits, null if it was changed meanwhile.
   async check() {
     clearTimeout(this.timer);
     this.counting?.abort();
@@ -123,7 +123,7 @@ export class Composer {
       }
       return !over;
     } catch (error) {
-      return error.name !== "AbortError"; // without a connection, the request itself shows the error
+      return error.name === "AbortError" ? null : true; // without a connection, the request itself shows the error
     }
   }
 
@@ -158,7 +158,11 @@ export class Composer {
   async send() {
     if (this.empty || $("send").disabled) return;
     $("send").disabled = true;
-    const fits = await this.check();
+    say("Waiting for the server…");
+    await this.ready;
+    say("");
+    let fits = null;
+    while (fits === null) fits = await this.check();
     $("send").disabled = false;
     if (!fits) { say("The message is too long and was not sent."); return; }
     const { draft, editing } = this;

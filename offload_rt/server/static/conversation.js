@@ -52,7 +52,7 @@ export class Conversation {
 
   drawn(message, index) {
     const article = make("article", "", message.role), text = make("div", "", "text");
-    article.append(make("h3", { user: "You", system: "System" }[message.role] || this.model || "Answer"));
+    article.append(make("h2", { user: "You", system: "System" }[message.role] || this.model || "Answer"));
     for (const { name, text: content } of message.files || []) {
       const part = content.slice(0, SHOWN_FILE) + (content.length > SHOWN_FILE ? "\n…" : "");
       article.append(folded(`${name} (${count(content.length)} characters)`, part));

@@ -3,12 +3,17 @@ import { $, complain, count, make, rows, say, server, size, store, stored } from
 import { Composer } from "./composer.js";
 import { Conversation, encodedAll } from "./conversation.js";
 import { send } from "./request.js";
-import { Sessions, exportJson, exportMarkdown } from "./sessions.js";
+import { Sessions, exportAll, exportJson, exportMarkdown } from "./sessions.js";
 import * as settings from "./settings.js";
 import * as sources from "./sources.js";
 import { Trace } from "./trace.js";
 
+const STARTING = 503; // status while the model is loaded
+
 let abort = null; // aborts the current request
+let opened; // called when the current conversation is shown
+const ready = new Promise((resolve) => { opened = resolve; });
+let begun = false;
 
 const chat = new Conversation({
   edit(index) {
@@ -42,11 +47,13 @@ const composer = new Composer({
     run(() => { chat.open(before); composer.load(draft, editing); });
   },
   answer: () => Number($("most").value) || 1,
+  ready,
 });
 
 const sessions = new Sessions(() => abort?.(), (messages) => {
-  composer.clear();
   chat.open(messages);
+  if (composer.editing === null) composer.changed(); // a draft stays
+  else composer.clear();
   sources.clear();
 });
 
@@ -169,13 +176,25 @@ function meter(used, most, label) {
   return found;
 }
 
+// Show the task of a server that loads its model. null: the model is loaded.
+function loading(state) {
+  $("loading").hidden = !state;
+  if (!state) return;
+  const { task, done, total } = state;
+  $("loading-text").textContent = `Loading the model${task ? `: ${task}` : ""}`;
+  if (total) $("loaded").value = done / total;
+  else $("loaded").removeAttribute("value");
+}
+
 async function statistics() {
   if (document.hidden) return;
   try {
     const answer = await server("v1/load");
+    const state = answer.status === STARTING ? await answer.json() : null;
+    if (state?.status === "loading") { loading(state); return; }
+    if (!begun || !$("loading").hidden) { loading(null); await begin(); }
     if (answer.status === 401) { complain("This server requires an API key: enter it in the settings."); settings.open(); return; }
     const load = await answer.json();
-    if (!chat.model) await named();
     const held = make("span", `${size(load.pool_used_bytes)} of ${size(load.pool_limit_bytes)} `);
     held.append(meter(load.pool_used_bytes, load.pool_limit_bytes, "KV in host memory"));
     rows($("tiers"), [
@@ -193,6 +212,19 @@ async function statistics() {
   } catch {
     rows($("load"), [["No connection", "—"]]);
   }
+}
+
+// Show the statistics again and again, more often while the model is loaded.
+async function watch() {
+  await statistics();
+  setTimeout(watch, $("loading").hidden ? 2000 : 300);
+}
+
+async function begin() {
+  begun = true;
+  await named(); // first, because answers are labelled with the model name
+  await sessions.begin();
+  opened();
 }
 
 async function named() {
@@ -246,6 +278,7 @@ $("fresh").addEventListener("click", () => {
 $("session-list").addEventListener("click", (event) => { if (narrow.matches && event.target.matches(".title")) setColumn("nav", false); });
 $("export-markdown").addEventListener("click", () => exportMarkdown(sessions.title, chat.messages));
 $("export-json").addEventListener("click", () => exportJson(sessions.title, chat.messages));
+$("export-all").addEventListener("click", async () => exportAll(await sessions.all()));
 $("log").addEventListener("click", (event) => { // a sentence shows its sources
   const body = event.target.closest("article.assistant .text");
   if (!body || abort || event.target.closest("a, button") || getSelection().toString()) return;
@@ -259,9 +292,7 @@ $("log").addEventListener("click", (event) => { // a sentence shows its sources
 $("key").addEventListener("change", async () => {
   try { sessionStorage.setItem("offload-rt key", $("key").value); } catch { /* no storage */ }
   complain("");
-  await statistics();
-  await sessions.begin();
+  await begin();
 });
 
-statistics().then(() => sessions.begin()); // first, because answers are labelled with the model name
-setInterval(statistics, 2000);
+watch();

@@ -119,7 +119,7 @@ function textNodes(held) {
   const walker = document.createTreeWalker(held, NodeFilter.SHOW_TEXT), groups = [];
   let unit = null;
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    if (node.parentElement.closest("figcaption")) continue;
+    if (node.parentElement.closest("figcaption") || node.parentElement.matches("ul, ol, table, thead, tbody, tr")) continue;
     const own = node.parentElement.closest(UNITS);
     if (!own) continue;
     if (own !== unit) groups.push([]);

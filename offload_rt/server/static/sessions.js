@@ -3,6 +3,7 @@ import { $, button, download, make, post, reason, say, server, store, stored } f
 import { decoded, encodedAll } from "./conversation.js";
 
 const UNDO = 8000; // milliseconds until a deletion is final
+const WAIT = 250; // milliseconds without input before a search
 
 export class Sessions {
   // leave() ends what runs in the current conversation, open(messages) shows another one.
@@ -11,9 +12,11 @@ export class Sessions {
     this.open = open;
     this.kept = false; // whether the server stores sessions
     this.found = []; // sessions of the server
+    this.matches = null; // those that contain the words of a search
+    this.timer = null;
     this.name = stored("session") || fresh();
     this.deleting = new Map(); // name -> timer of its deletion
-    $("search").addEventListener("input", () => this.draw());
+    $("search").addEventListener("input", () => { clearTimeout(this.timer); this.timer = setTimeout(() => this.search(), WAIT); });
     $("undo").addEventListener("click", () => this.undo());
     addEventListener("pagehide", () => { for (const name of this.deleting.keys()) this.remove(name, { keepalive: true }); });
   }
@@ -30,23 +33,33 @@ export class Sessions {
       if (!answer.ok) return;
       const { store: kept, data } = await answer.json();
       [this.kept, this.found] = [kept, data];
-      $("stored").hidden = !kept;
+      $("stored").hidden = $("export-all").hidden = !kept;
       $("unstored").hidden = kept;
-      this.draw();
+      await this.search();
     } catch { /* the statistics of the server show that there is no connection */ }
   }
 
+  async search() {
+    const query = $("search").value.trim();
+    this.matches = null;
+    if (query) {
+      const answer = await server(`v1/sessions?query=${encodeURIComponent(query)}`);
+      if (query !== $("search").value.trim()) return; // a later search draws
+      if (answer.ok) this.matches = (await answer.json()).data;
+    }
+    this.draw();
+  }
+
   draw() {
-    const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-    const listed = this.found.filter(({ id, title }) => !this.deleting.has(id) && words.every((word) => title.toLowerCase().includes(word)));
+    const listed = (this.matches ?? this.found).filter(({ id }) => !this.deleting.has(id));
     $("session-list").replaceChildren(...listed.map((each) => this.entry(each)));
-    $("no-session").hidden = listed.length > 0;
-    $("no-session").textContent = words.length ? "No conversation has these words in its title." : "No conversations yet.";
+    $("no-session").textContent = listed.length ? "" : this.matches ? "No conversation contains these words." : "No conversations yet.";
   }
 
   entry(each) {
     const item = make("li"), title = each.title || "Untitled", open = button(title, () => this.show(each.id));
     open.className = "title";
+    if (each.excerpt) open.append(make("small", `… ${each.excerpt} …`));
     open.title = `${title}\n${each.turns} questions, ${new Date(each.updated * 1000).toLocaleString()}`;
     const rename = button("✎", () => this.rename(each, item), `Rename ${title}`);
     const away = button("×", () => this.delete(each), `Delete ${title}`);
@@ -144,6 +157,14 @@ export class Sessions {
     }
   }
 
+  // All stored conversations with their messages.
+  async all() {
+    return Promise.all(this.found.map(async ({ id, title }) => {
+      const answer = await server(`v1/sessions/${encodeURIComponent(id)}`);
+      return { title, messages: answer.ok ? (await answer.json()).messages.map(decoded) : [] };
+    }));
+  }
+
   get title() {
     return this.found.find(({ id }) => id === this.name)?.title || "Conversation";
   }
@@ -159,6 +180,10 @@ export function exportMarkdown(title, messages) {
 
 export function exportJson(title, messages) {
   download(`${fileName(title)}.json`, JSON.stringify({ title, messages: messages.map(({ traces, ...kept }) => kept) }, null, 2), "application/json");
+}
+
+export function exportAll(conversations) {
+  download("conversations.json", JSON.stringify(conversations, null, 2), "application/json");
 }
 
 const fileName = (title) => title.replace(/[^\p{L}\p{N} ._-]+/gu, "").trim().slice(0, 60) || "conversation";

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,10 +14,23 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import VisibleTokens
-from offload_rt.eval.core.rival_options import LandmarkOptions, SnapKVOptions
+from offload_rt.eval.core.rival_options import LandmarkOptions, SnapKVOptions, register_rivals
 from offload_rt.eval.quality.rivals import Landmarks, SnapKV
 
+register_rivals()
+
 WINDOW: dict[str, Any] = {"budget": 0.4, "sinks": 2, "recent": 8, "dense_layers": ()}
+
+
+def test_only_an_evaluation_registers_them() -> None:
+    program = (
+        "import offload_rt.eval.quality.comparison\n"
+        "from offload_rt.eval.core.variants import make_variants\n"
+        "from offload_rt.policies.registry import policy_names\n"
+        "assert not {'snapkv', 'landmarks'} & {*policy_names()}\n"
+        "assert make_variants(['snapkv'], [0.1], [], [])[1].policy == 'snapkv'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -175,7 +175,9 @@ def test_the_socket_answers_while_the_model_is_loaded(tokenizer: PreTrainedToken
         assert [answer.status_code for answer in early] == [503, 503] and early[0].json()["status"] == "loading"
         assert early[0].json()["task"] == "verifying" and early[0].json()["total"] == 3
         assert early[1].json()["error"]["code"] == "loading" and early[1].headers["retry-after"]
-        assert httpx2.get(address).headers["refresh"], "a browser comes again"
+        page = httpx2.get(address)
+        assert page.status_code == 200 and "Loading the model" in page.text
+        assert httpx2.get(f"{address}/page.js").headers["content-security-policy"]
         ready.set()
         wait_until(lambda: httpx2.get(f"{address}/health").status_code == 200)
         assert httpx2.post(f"{address}/v1/chat/completions", json=ASK).status_code == 200

@@ -303,6 +303,10 @@ def test_a_conversation_is_renamed_and_replaced(tokenizer: PreTrainedTokenizerBa
         [head] = http.get("/v1/sessions").json()["data"]
         assert head["title"] == "A novel" and head.keys() == {"id", "title", "turns", "updated"}
         assert http.get(path).json()["messages"][0]["content"] == "B"
+        for words, excerpts in (("b YES", ["B Yes."]), ("novel", [""]), ("a b", ["B Yes."]), ("who", [])):
+            listed = http.get("/v1/sessions", params={"query": words}).json()["data"]
+            assert [each["excerpt"] for each in listed] == excerpts, words
+        assert http.get("/v1/sessions", params={"query": "x" * 201}).status_code == 400
         for wrong in ({"title": ""}, {"messages": []}, {"title": "x" * 201}):
             assert http.post(path, json=wrong).status_code == 400, wrong
 

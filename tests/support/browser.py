@@ -1,0 +1,82 @@
+"""Open the server's page in Chromium: errors of the page, screenshots, accessibility checks.
+
+Import this only if playwright and a Chromium are installed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PICTURES = Path(__file__).parents[2] / "out" / "page"
+"""Folder of the screenshots, which are for people. No test reads them."""
+
+PATIENCE = 60_000
+"""Milliseconds. High, because the machine may be busy."""
+
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
+PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
+
+NAME = "e => e.ariaLabel || e.labels?.[0]?.textContent || e.textContent || ''"
+"""Accessible name of an element."""
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE)
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@contextmanager
+def page_of(browser: Browser, url: str, *, allowed: str = "\0", **context: Any) -> Iterator[Page]:
+    """Open the page. Fail if it logs an error to the console that does not contain `allowed`."""
+    said: list[str] = []
+    with browser.new_context(**(DESKTOP | context)) as opened:
+        page = opened.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(url)
+        yield page
+    assert not [line for line in said if allowed not in line]
+
+
+def ask(page: Page, text: str, most: int | None = None) -> None:
+    """Send a message. `most`: maximum number of new tokens."""
+    if most is not None:
+        page.click("#settings-open")
+        page.fill("#most", str(most))
+        page.click("#settings-close")
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def done(page: Page) -> None:
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator("#status")).to_contain_text("Done")
+
+
+def action(page: Page, role: str, name: str, index: int = -1) -> None:
+    """Click a button below a message."""
+    page.locator(f"article.{role}").nth(index).get_by_role("button", name=name).click()
+
+
+def picture(page: Page, name: str) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"{name}.png")
+
+
+def check_accessible(page: Page) -> None:
+    """Fail if axe finds a violation of any of its rules."""
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()

@@ -1,0 +1,305 @@
+"""Test how the server's page shows texts and conversations, in a browser, with scripted answers.
+
+Run with `make stress PART=page` if Chromium is installed (Debian's `chromium`). `out/page` gets screenshots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.serving import ScriptedEngine, answering, served
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.server.app import make_app
+from offload_rt.server.run import Loading
+from offload_rt.utils.progress import report
+
+if not os.environ.get("OFFLOAD_RT_STRESS"):
+    pytest.skip("a browser, for minutes: make stress PART=page", allow_module_level=True)
+if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+    pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
+
+from playwright.sync_api import Browser, Page, expect
+from support.browser import (
+    DESKTOP,
+    NAME,
+    PHONE,
+    action,
+    ask,
+    check_accessible,
+    chromium,
+    done,
+    page_of,
+    picture,
+)
+
+MARKDOWN = """# The letter
+
+It was *Ellis*. He wrote **four** letters.
+
+<script>alert(1)</script>
+
+| who | when |
+|---|--:|
+| Dick | 1460 |
+
+1. First
+   - inner
+     - innermost
+2. Second
+
+> A quote.
+
+```python
+def answer(x: int) -> str:
+    return "forty-two"  # why not
+```
+
+![a picture](http://example.org/x.png) [bad](javascript:alert(1))
+"""
+
+Engine = ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerBase) -> Engine:
+    return ScriptedEngine(tokenizer, lambda prompt: "It was a dark night." if "night" in prompt else MARKDOWN)
+
+
+@pytest.fixture
+def url(engine: Engine, tmp_path: Path) -> Iterator[str]:
+    with served(engine, documents=tmp_path / "server") as address:
+        yield address
+
+
+def test_markdown(browser: Browser, url: str) -> None:
+    with page_of(browser, url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        ask(page, "Who wrote?")
+        done(page)
+        text = page.locator("article.assistant .text")
+        assert text.locator("table td").all_inner_texts() == ["Dick", "1460"]
+        assert text.locator("ol > li > ul > li > ul > li").inner_text() == "innermost"
+        assert text.locator("blockquote").inner_text().strip() == "A quote."
+        assert text.locator("figcaption span").inner_text() == "Python"
+        assert text.locator(".hljs-keyword").all_inner_texts()[:2] == ["def", "return"]
+        expect(text).to_contain_text("<script>alert(1)</script>")
+        assert text.locator("script, img, a[href^=javascript]").count() == 0
+        text.get_by_role("button", name="Copy the code").click()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.startswith("def answer") and copied.endswith("# why not")
+        action(page, "assistant", "Copy the message")
+        assert page.evaluate("navigator.clipboard.readText()").strip() == MARKDOWN.strip()
+
+
+def test_a_sentence_shows_its_sources(browser: Browser, url: str) -> None:
+    with page_of(browser, url) as page:
+        ask(page, "Who wrote? " * 40)
+        done(page)
+        page.locator("article.assistant .sentence", has_text="four").first.click()
+        expect(page.locator("#sentence-text")).to_contain_text("He wrote four letters.")
+        chosen = page.locator(".sentence.chosen")
+        assert "".join(chosen.all_inner_texts()).strip() == "He wrote four letters."
+        assert page.locator("#sources button").count() > 0
+        page.locator("#sources button").first.click()
+        expect(page.locator("#prompt-text .here").first).to_be_in_viewport()
+        page.click("#after")
+        expect(page.locator("#sentence-text")).not_to_contain_text("He wrote four letters.")
+        picture(page, "sources")
+        page.click("#whole")
+        expect(page.locator(".sentence.chosen")).to_have_count(0)
+
+
+def test_search_rename_export_and_undo(browser: Browser, url: str) -> None:
+    with page_of(browser, url) as page:
+        for question in ("Who wrote the letter?", "What of the night?"):
+            page.click("#fresh")
+            ask(page, question)
+            done(page)
+        titles = page.locator("#session-list .title")
+        expect(titles).to_have_count(2)
+        page.fill("#search", "INNERMOST ellis")  # words of an answer
+        expect(titles).to_have_count(1)
+        expect(titles.first).to_contain_text("Who wrote the letter?")
+        expect(titles.locator("small")).to_contain_text("Ellis")
+        picture(page, "search")
+        page.fill("#search", "no such words")
+        expect(page.locator("#no-session")).to_have_text("No conversation contains these words.")
+        page.fill("#search", "")
+        expect(titles).to_have_count(2)
+        page.get_by_role("button", name="Rename Who wrote the letter?").click()
+        page.fill("#session-list input", "The letter")
+        page.press("#session-list input", "Enter")
+        expect(titles.filter(has_text="The letter")).to_have_count(1)
+        titles.filter(has_text="The letter").click()
+        expect(page.locator("article")).to_have_count(2)
+        assert exported(page, "#export-markdown")[:3] == ("The letter.md", "# The letter", "## You")
+        name, *lines = exported(page, "#export-json")
+        assert name == "The letter.json" and json.loads("\n".join(lines))["messages"][0]["role"] == "user"
+        name, *lines = exported(page, "#export-all")
+        assert {each["title"] for each in json.loads("\n".join(lines))} == {"The letter", "What of the night?"}
+        page.get_by_role("button", name="Delete The letter").click()
+        expect(titles).to_have_count(1)
+        expect(page.locator("#toast")).to_contain_text("Deleted “The letter”.")
+        page.click("#undo")
+        expect(titles).to_have_count(2)
+        expect(page.locator("article")).to_have_count(2)
+        page.get_by_role("button", name="Delete The letter").click()
+        page.reload()  # a deletion is final when the page is closed
+        expect(titles).to_have_count(1)
+
+
+def exported(page: Page, button: str) -> tuple[str, ...]:
+    """Return the name and the non-empty lines of a file that the page saves."""
+    with page.expect_download() as saving:
+        page.click(button)
+    text = Path(saving.value.path()).read_text(encoding="utf-8")
+    return (saving.value.suggested_filename, *filter(None, text.splitlines()))
+
+
+def test_files_of_any_suffix_are_added_and_dropped(browser: Browser, url: str, engine: Engine) -> None:
+    prompts: list[str] = []
+    engine.say = lambda prompt: prompts.append(prompt) or "Yes."  # type: ignore[func-returns-value]
+    with page_of(browser, url) as page:
+        names = ("main.rs", "Makefile", "notes.weird")
+        files: list[Any] = [{"name": name, "mimeType": "", "buffer": f"text of {name}".encode()} for name in names]
+        page.set_input_files("#upload", files)
+        expect(page.locator("#files li")).to_have_count(3)
+        drop = """([name, text]) => {
+            const data = new DataTransfer();
+            data.items.add(new File([text], name));
+            for (const kind of ["dragenter", "dragover", "drop"])
+              document.querySelector("#log").dispatchEvent(
+                new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true})); }"""
+        page.evaluate(drop, ["dropped.sql", "select 1"])
+        expect(page.locator("#files li")).to_have_count(4)
+        page.evaluate(drop, ["picture.bin", "a\0b"])
+        expect(page.locator("#problem")).to_have_text("picture.bin is not a text file.")
+        page.get_by_role("button", name="Remove Makefile").click()
+        expect(page.locator("#files li")).to_have_count(3)
+        picture(page, "files")
+        ask(page, "What is this?")
+        done(page)
+        prompt = prompts[-1]
+        assert [prompt.count(f"text of {name}") for name in names] == [1, 0, 1] and "select 1" in prompt
+
+
+def test_settings_are_one_click_away_and_kept(browser: Browser, url: str, engine: Engine) -> None:
+    prompts: list[str] = []
+    engine.say = lambda prompt: prompts.append(prompt) or "Yes."  # type: ignore[func-returns-value]
+    with page_of(browser, url) as page:
+        page.click("#settings-open")
+        page.fill("#system", "Answer in verse.")
+        page.fill("#temperature", "0.3")
+        page.fill("#top-k", "7")
+        page.fill("#seed", "5")
+        page.select_option("#theme", "dark")
+        assert page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor") == "rgb(20, 24, 29)"
+        picture(page, "settings_dark")
+        page.keyboard.press("Escape")
+        page.reload()
+        ask(page, "Well?")
+        done(page)
+        assert "Answer in verse." in prompts[-1]
+        assert (engine.params.temperature, engine.params.top_k, engine.params.seed) == (0.3, 7, 5)
+
+
+def test_the_page_shows_the_progress_of_loading(browser: Browser, engine: Engine) -> None:
+    steps = [threading.Event(), threading.Event()]
+
+    def make() -> Any:
+        for done_already, step in enumerate(steps):
+            report("reading weights", done_already + 1, 4)
+            assert step.wait(60)
+        return make_app(engine)  # type: ignore[arg-type]
+
+    # the browser logs each response with status 503
+    with answering(Loading(make)) as (url, _), page_of(browser, url, allowed="503") as page:
+        expect(page.locator("#loading-text")).to_have_text("Loading the model: reading weights")
+        expect(page.locator("#loaded")).to_have_attribute("value", "0.25")
+        steps[0].set()
+        expect(page.locator("#loaded")).to_have_attribute("value", "0.5")
+        page.fill("#text", "Early")
+        page.press("#text", "Enter")
+        expect(page.locator("#status")).to_have_text("Waiting for the server…")
+        picture(page, "loading")
+        check_accessible(page)
+        steps[1].set()
+        expect(page.locator("#loading")).to_be_hidden()
+        expect(page.locator("#model")).to_have_text("scripted")
+        done(page)
+        expect(page.locator("article.user .text")).to_have_text("Early")
+
+
+def test_columns_collapse_and_stay_so(browser: Browser, url: str) -> None:
+    with page_of(browser, url) as page:
+        for name in ("nav", "aside"):
+            page.click(f"#{name}-toggle")
+            expect(page.locator(f"#{name}")).to_be_hidden()
+        page.reload()
+        expect(page.locator("#nav")).to_be_hidden()
+        expect(page.locator("#aside")).to_be_hidden()
+        page.click("#aside-toggle")
+        expect(page.locator("#aside")).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_accessibility_and_layout(browser: Browser, url: str, device: Any, scheme: str) -> None:
+    kind = "phone" if device is PHONE else "desktop"
+    with page_of(browser, url, **device, color_scheme=scheme) as page:
+        expect(page.locator("#welcome")).to_be_visible()
+        check_accessible(page)
+        picture(page, f"{kind}_{scheme}_welcome")
+        ask(page, "Who wrote?")
+        done(page)
+        check_accessible(page)
+        picture(page, f"{kind}_{scheme}_answer")
+        expect(page.locator("#send")).to_be_in_viewport(ratio=1)
+        assert page.evaluate("document.documentElement.scrollWidth") <= device["viewport"]["width"], "scrolls sideways"
+        page.locator("article.assistant .sentence", has_text="four").first.click()
+        expect(page.locator("#sentences")).to_be_visible()
+        check_accessible(page)
+        picture(page, f"{kind}_{scheme}_sources")
+        page.click("#settings-open")
+        check_accessible(page)
+        picture(page, f"{kind}_{scheme}_settings")
+        page.click("#settings-close")
+        if kind == "phone":
+            page.click("#nav-toggle")
+            expect(page.locator("#aside")).to_be_hidden()
+            check_accessible(page)
+            picture(page, f"{kind}_{scheme}_conversations")
+
+
+def test_the_keyboard_reaches_every_control(browser: Browser, url: str) -> None:
+    with page_of(browser, url) as page:
+        ask(page, "Who wrote?")
+        done(page)
+        page.reload()
+        expect(page.locator("article")).to_have_count(2)
+        names = []
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.locator(":focus").count() == 0:
+                break  # after the last control
+            names.append(page.locator(":focus").evaluate(NAME))
+        wanted = (
+            "Skip to the message", "Conversations", "Settings", "Sources", "New conversation", "Search", "Rename Who",
+            "Delete Who", "Markdown", "Message", "Add files", "Send", "Copy the message", "Edit the message",
+            "Regenerate the answer",
+        )  # fmt: skip
+        assert [name for name in wanted if not any(name in found for found in names)] == []
+        assert all(name.strip() for name in names)
