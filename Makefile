@@ -90,7 +90,7 @@ STRESS_ray := tests/unit/server/test_ray.py
 STRESS_wheel := tests/unit/project/test_packaging.py
 STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
 STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
-	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py
+	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
 	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py
 STRESS_kernels := tests/unit/kernels/test_triton_compile.py

@@ -75,6 +75,8 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 gather_rows = _by_device(lists.gather_rows, "triton_gather", on=1)
 gather_tokens = _by_device(lists.gather_tokens, "triton_gather", on=1)
+take_rows = _by_device(lists.take_rows, "triton_gather", on=1)
+put_rows = _by_device(lists.put_rows, "triton_gather", on=1)
 write_rows = _by_device(lists.write_rows, "triton_gather", on=3)
 keep_rows = _by_device(lists.keep_rows, "triton_append")
 read_lists = _by_device(lists.read_lists, "triton_entries", on=2)

@@ -12,6 +12,7 @@ output 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,31 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
     for rows, own, place in zip(kept.tensors, newest, places, strict=True):
         if place >= 0:
             rows.index_copy_(1, place.view(1), own.unsqueeze(1))
+
+
+def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy K and V in slots `[P, n]` (int64) of the tensors of a batch to out `[2, P, n, w]`.
+
+    The tensor of a sequence is `[2 * Hkv, room, w]`: K of all heads, then V. Entries with a negative slot stay
+    unchanged.
+    """
+    for p, (own, at) in enumerate(_by_head(table, slots)):
+        valid = at >= 0
+        out[:, p, valid] = own[:, at[valid]]
+
+
+def put_rows(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows `[2, P, n, w]` to the slots `[P, n]` of the tensors of a batch (`take_rows`), except negative slots."""
+    for p, (own, at) in enumerate(_by_head(table, slots)):
+        valid = at >= 0
+        own[:, at[valid]] = rows[:, p, valid]
+
+
+def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Iterate over K and V `[2, room, w]` and the slots `[n]` of each list."""
+    for p, at in enumerate(slots):
+        b, head = divmod(p, table.heads // 2)
+        yield table.tensors[b].unflatten(0, (2, -1))[:, head], at
 
 
 # --------------------------------------------------------------------------------------------------------- entries

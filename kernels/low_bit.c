@@ -7,8 +7,9 @@ KEY_BYTES), values token by token, steps of keys, steps of values.
 Lower bounds per block and KV head with G queries:
 * Memory: `score` reads 64 * (HEAD_DIM / 2 + 1) bytes and writes 256 * G. `mix` reads 64 * (VALUE_BYTES + 1) + 256 * G.
 * Arithmetic: `score` and `mix` compute 64 * HEAD_DIM * G products each. One vector instruction of `score` computes 64
-  (VNNI), 32 (AVX-512, plus one addition), 16 (AVX2) or 8 (NEON) of them. One instruction of `mix` computes 32
-  (bfloat16) or LANES. Each of the 64 * G scores needs two exponentials, about 14 instructions per LANES of them. */
+  (VNNI), 32 (AVX-512, plus one addition), 16 (AVX2) or 8 (NEON) of them. One instruction of `mix` computes 2 * LANES
+  (plus one addition without VNNI) or 4 (NEON). Each of the 64 * G scores needs two exponentials, about 14 instructions
+  per LANES of them. */
 
 #if HEAD_DIM * VALUE_BITS / 8 % 16
 #define NARROW_VECTORS
@@ -261,31 +262,39 @@ void score_all(const Call *call, TeamRun run, int threads) {
 
 /* ------------------------------------------------------------------------------------------------------ values */
 
+/* Weights of the tokens of a block for one query: `scale` times integers. */
+typedef struct {
+    int16_t numbers[BLOCK];
+    int32_t total; /* sum of the integers */
+    float scale;
+} Weights;
+
 /* Add the weighted values of one block to outs[g] of `n` queries: TILE vectors of channels, from byte `c` on. Prefetch
 as many bytes of the values `next`. */
-INLINE void add_tile(const int n, const uint8_t *values, const uint8_t *next, const Weight weights[][BLOCK], int c,
+INLINE void add_tile(const int n, const uint8_t *values, const uint8_t *next, const Weights *weights, int c,
                      float outs[][HEAD_DIM]) {
     enum { WIDTH = COLUMNS * LANES };
-    f32 sums[MIXED][TILE];
-    const Levels table = level_table();
+    i32 sums[MIXED][TILE];
     for (int g = 0; g < n; g++)
-        for (int i = 0; i < TILE; i++)
-            sums[g][i] = load(&outs[g][i % FIELDS * VALUE_BYTES + c + i / FIELDS * LANES]);
-    for (int t = 0; t < BLOCK; t += TOKENS_AT_ONCE) {
-        u32 codes[COLUMNS];
-        prefetch(next + c * BLOCK, t * WIDTH, TOKENS_AT_ONCE * WIDTH);
-        for (int i = 0; i < COLUMNS; i++) codes[i] = load_codes(values + t * VALUE_BYTES + c + i * LANES);
+        for (int i = 0; i < TILE; i++) sums[g][i] = (i32){0};
+    for (int t = 0; t < BLOCK; t += 2) {
+        u32 two[COLUMNS];
+        prefetch(next + c * BLOCK, t * WIDTH, 2 * WIDTH);
+        for (int i = 0; i < COLUMNS; i++) two[i] = load_two_tokens(values + t * VALUE_BYTES + c + i * LANES);
         for (int i = 0; i < TILE; i++) {
-            Levels levels = levels_of(codes[i / FIELDS], i % FIELDS, table);
-            for (int g = 0; g < n; g++) sums[g][i] = add_weighted(sums[g][i], levels, &weights[g][t]);
+            u32 codes = codes_of(two[i / FIELDS], i % FIELDS);
+            for (int g = 0; g < n; g++) sums[g][i] = add_weighted(sums[g][i], codes, &weights[g].numbers[t]);
         }
     }
     for (int g = 0; g < n; g++)
-        for (int i = 0; i < TILE; i++)
-            store(&outs[g][i % FIELDS * VALUE_BYTES + c + i / FIELDS * LANES], sums[g][i]);
+        for (int i = 0; i < TILE; i++) {
+            float *out = &outs[g][i % FIELDS * VALUE_BYTES + c + i / FIELDS * LANES];
+            f32 twice = __builtin_convertvector(2 * sums[g][i] - MIDDLE * weights[g].total, f32);
+            store(out, fma_of(all(0.5f * weights[g].scale), twice, load(out)));
+        }
 }
 
-static void add_values(const uint8_t *values, const uint8_t *next, const Weight weights[][BLOCK], int group,
+static void add_values(const uint8_t *values, const uint8_t *next, const Weights *weights, int group,
                        float outs[][HEAD_DIM]) {
     int sets = (group + MIXED - 1) / MIXED;
     for (int set = 0; set < sets; set++) {
@@ -319,17 +328,23 @@ static void hide(const void *given, int64_t head) {
         if (skip[i] >= 0) hidden[(skip[i] - first) / BLOCK] |= (uint64_t)1 << skip[i] % BLOCK;
 }
 
-/* Compute weights [BLOCK] of one query and block: e^(s - peak) times the steps of the values, 0 for hidden tokens. Add
-the weights without the steps to sums. */
+/* Compute the weights of one query and block: e^(s - peak) times the steps of the values, 0 for hidden tokens. Add the
+weights without the steps to sums. */
 INLINE void weigh(const float *s, float peak, uint64_t hidden, const f32 steps[BLOCK / LANES], float softcap,
-                  Weight *weights, f32 sums[PARTS_OF_SUM]) {
-    f32 high = all(peak * LOG2E);
+                  Weights *weights, f32 sums[PARTS_OF_SUM]) {
+    f32 high = all(peak * LOG2E), found[BLOCK / LANES], most = {0};
+    i32 total = {0};
     for (int t = 0; t < BLOCK; t += LANES) {
         f32 share = exp2_of(capped(load(s + t), softcap) * LOG2E - high);
         share = choose(mask_of((uint32_t)(hidden >> t) & ((1u << LANES) - 1)), (f32){0}, share);
         sums[t / LANES % PARTS_OF_SUM] += share;
-        store_weights(weights + t, share * steps[t / LANES]);
+        found[t / LANES] = share * steps[t / LANES];
+        most = max_of(most, found[t / LANES]);
     }
+    float largest = largest_of(most), factor = largest > 1e-30f ? LARGEST_WEIGHT / largest : 0.0f;
+    for (int t = 0; t < BLOCK; t += LANES) total += store_weights(weights->numbers + t, found[t / LANES] * factor);
+    weights->total = (int32_t)sum_of(__builtin_convertvector(total, f32));
+    weights->scale = largest / LARGEST_WEIGHT;
 }
 
 /* Compute a part of the attention to tokens that are not hidden, from the scores and peaks of `score`. */
@@ -338,7 +353,7 @@ static void mix(const void *given, int64_t index) {
     Range own = range_of(call, index);
     int64_t group = call->group, stride = (own.last - own.first) * BLOCK;
     float(*outs)[HEAD_DIM] = (float(*)[HEAD_DIM])(call->part_outs + index * group * HEAD_DIM), peaks[MAX_QUERIES];
-    Weight weights[MAX_QUERIES][BLOCK];
+    Weights weights[MAX_QUERIES];
     f32 sums[MAX_QUERIES][PARTS_OF_SUM];
     memset(outs, 0, sizeof outs[0] * (size_t)group);
     memset(sums, 0, sizeof sums[0] * (size_t)group);
@@ -352,7 +367,7 @@ static void mix(const void *given, int64_t index) {
         if (hidden == ~(uint64_t)0) continue;
         for (int t = 0; t < BLOCK; t += LANES) steps[t / LANES] = load_steps(block + STEPS + BLOCK + t);
         for (int64_t g = 0; g < group; g++)
-            weigh(scores + g * stride, peaks[g], hidden, steps, call->softcap, weights[g], sums[g]);
+            weigh(scores + g * stride, peaks[g], hidden, steps, call->softcap, &weights[g], sums[g]);
         add_values(block + BLOCK * KEY_BYTES, next + BLOCK * KEY_BYTES, weights, (int)group, outs);
     }
     for (int64_t g = 0; g < group; g++) call->mixed_sums[index * group + g] = sum_of_parts(sums[g]);

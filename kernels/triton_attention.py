@@ -23,8 +23,8 @@ cards (99 KiB).
 PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
 
-_PARTS = 16
-"""Number of parts that the merge reads at a time."""
+_PARTS, LISTED = 16, 256
+"""Number of parts that the merge reads at a time, and of their log-sum-exps."""
 
 
 @triton.jit
@@ -103,17 +103,35 @@ def _attend(
     store_part(outs, lses, (piece * lists + p) * G, peak, total, acc, stop > piece * PIECE, d, D, G, GROUP)
 
 
+@triton.jit
+def peak_and_sum(
+    lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the maximum of `peak` and the lse of all parts of row r, and the sum of exp(lse - maximum) of the parts.
+
+    LISTED parts are read at once. It is a constant, so that no kernel is compiled again for longer contexts.
+    """
+    part = tl.arange(0, LISTED)
+    for first in range(0, parts, LISTED):
+        every = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(every, 0))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    shares = tl.zeros((LISTED,), tl.float32)
+    for first in range(0, parts, LISTED):
+        every = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
+        shares += tl.exp(every - safe)
+    return peak, tl.sum(shares, 0)
+
+
 @triton.jit(do_not_specialize=["parts", "rows"])
 def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merge row r of all parts, in program r."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
-    every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
-    peak = tl.max(every, 0)
+    peak, whole = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    whole = tl.sum(tl.exp(every - safe), 0)
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
@@ -182,6 +200,6 @@ def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, t
     out, lse = outs.new_empty(rows, d), lses.new_empty(rows)
     _merge[(rows,)](
         outs, lses, out, lse, parts, rows,
-        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(parts),
+        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED,
     )  # fmt: skip
     return out, lse

@@ -6,7 +6,7 @@ words, so one kernel handles any format and width (quantised rows have odd width
 
 A gather has just enough programs to saturate the host-to-device bus. Each program copies several blocks of rows. The
 remaining multiprocessors are free for concurrent computation. References: `lists.gather_rows`, `lists.gather_tokens`,
-`lists.write_rows`.
+`lists.write_rows`, `lists.take_rows`, `lists.put_rows`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..core import BLOCK_SIZE
+from .pointer_table import ALIGNED, FIELDS, PointerTable
 
 PROGRAMS = 32
 """Number of programs per gather.
@@ -28,7 +29,7 @@ _BLOCK_BYTES = 1 << 12
 """Number of bytes of K (and of V) that a program requests before it writes the first byte."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-_BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)
+_BLOCK_SIZE, _FIELDS = tl.constexpr(BLOCK_SIZE), tl.constexpr(FIELDS)
 
 
 @triton.jit(do_not_specialize=["lists", "listed"])
@@ -97,6 +98,31 @@ def _write(
     tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)
 
 
+@triton.jit(do_not_specialize=["lists", "listed", "heads", "room"])
+def _slots(
+    table: tl.tensor, slots: tl.tensor, rows: tl.tensor, lists: tl.tensor, listed: tl.tensor, heads: tl.tensor,
+    room: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, i): copy K and V of entries [i * BLOCK, ...) of list p from their slots, or to them with PUT."""
+    p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, COLS)
+    slot = tl.load(slots + p * listed + at, mask=at < listed, other=-1)
+    mask = (slot >= 0)[:, None] & (column < WORDS)[None, :]
+    own = tl.load(table + p // heads * _FIELDS).to(tl.pointer_type(rows.dtype.element_ty))
+    own = tl.multiple_of(own, ALIGN)  # after the cast, which drops the hint
+    k = own + (p % heads * room + slot)[:, None] * WORDS + column[None, :]
+    v = k + heads.to(tl.int64) * room * WORDS
+    of_k = rows + (p * listed + at)[:, None] * WORDS + column[None, :]
+    of_v = of_k + lists.to(tl.int64) * listed * WORDS
+    if PUT:
+        tl.store(k, tl.load(of_k, mask=mask), mask=mask)
+        tl.store(v, tl.load(of_v, mask=mask), mask=mask)
+    else:
+        tl.store(of_k, tl.load(k, mask=mask), mask=mask)
+        tl.store(of_v, tl.load(v, mask=mask), mask=mask)
+
+
 def gather_rows(
     rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, programs: int = PROGRAMS
 ) -> None:
@@ -156,6 +182,30 @@ def write_rows(
     kind, shape = _words(rows)
     _write[(lists,)](
         rows.view(kind), k.view(kind), v.view(kind), newest, planes, heads, WORDS=shape["WORDS"], COLS=shape["COLS"]
+    )
+
+
+def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Run `lists.take_rows` in one launch."""
+    _copy_slots(table, slots, out, put=False)
+
+
+def put_rows(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Run `lists.put_rows` in one launch."""
+    _copy_slots(table, slots, rows, put=True)
+
+
+def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *, put: bool) -> None:
+    (lists, listed), room = slots.shape, table.tensors[0].shape[1]
+    assert all(own.is_contiguous() and own.shape[1] == room for own in table.tensors) and table.lists == 2 * lists
+    assert all(own.data_ptr() % ALIGNED == 0 for own in table.tensors)
+    assert slots.is_contiguous() and rows.is_contiguous() and rows.dtype == table.dtype
+    assert rows.shape == (2, lists, listed, table.tensors[0].shape[2])
+    if slots.numel() == 0:
+        return
+    kind, shape = _words(rows.flatten(0, 2))
+    _slots[(lists, triton.cdiv(listed, shape["BLOCK"]))](
+        table.table, slots, rows.view(kind), lists, listed, table.heads // 2, room, **shape, PUT=put, ALIGN=ALIGNED
     )
 
 

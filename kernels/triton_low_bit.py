@@ -20,7 +20,7 @@ from .h2d_copy import to_device
 from .lists import Scores
 from .low_bit import KEY_BITS, Layout, LowBitQuery
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
-from .triton_attention import merge_parts
+from .triton_attention import LISTED, merge_parts, peak_and_sum
 from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
 from .triton_scores import _outputs, _rint, store_scores
 
@@ -263,7 +263,7 @@ def _attend(
 def _join(
     outs: tl.tensor, lses: tl.tensor, mixing: tl.tensor, exact: tl.tensor, exact_lses: tl.tensor, out: tl.tensor,
     lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, COLUMNS: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Merge COLUMNS channels of row r of all approximate parts and of the exact attention, in program (r, c).
 
@@ -271,11 +271,10 @@ def _join(
     row also stores its lse.
     """
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
-    every = tl.load(lses + tl.arange(0, ALL) * rows + r, mask=tl.arange(0, ALL) < parts, other=float("-inf"))
     own = tl.load(exact_lses + r)
-    peak = tl.maximum(tl.max(every, 0), own)
+    peak, approximate = peak_and_sum(lses, r, parts, rows, own, LISTED)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    whole = tl.maximum(tl.sum(tl.exp(every - safe), 0) + tl.exp(own - safe), 1e-30)
+    whole = tl.maximum(approximate + tl.exp(own - safe), 1e-30)
     if tl.program_id(1) == 0:
         tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
     # Every program of a row reads all parts. This is faster than a separate launch that merges them first.
@@ -319,8 +318,7 @@ def merge_approximate(
     columns = min(16, triton.next_power_of_2(d))
     _join[(lists * group, triton.cdiv(d, columns))](
         outs, lses, mixing, out, lse, whole, total, len(outs), lists * group,
-        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, ALL=triton.next_power_of_2(len(outs)),
-        COLUMNS=columns,
+        d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED, COLUMNS=columns,
     )  # fmt: skip
     return whole, total
 

@@ -30,6 +30,12 @@ _MARKED = 256
 A program handles all heads of a layer, so larger blocks would leave most multiprocessors idle.
 """
 
+_PARTS, _COUNTED, _EARLIER = 128, 1024, 256
+"""Numbers of parts that `_whole` reads, and of blocks that `_count` and `_write` add, at a time.
+
+They are constants, so that no kernel is compiled again for longer contexts.
+"""
+
 _ABSENT = tl.constexpr(-(1 << 31))
 """The order of a token that passed no head. It is below the order of every float."""
 
@@ -61,12 +67,17 @@ def _whole(
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     line = tl.program_id(0).to(tl.int64) * G + head
-    real, at = (head < G)[:, None] & (part < parts)[None, :], line[:, None] * parts + part[None, :]
-    every = tl.load(maxima + at, mask=real, other=float("-inf"))
-    peak = tl.max(every, 1)
+    peak, whole = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
+    for first in range(0, parts, PARTS):
+        real = (head < G)[:, None] & (first + part < parts)[None, :]
+        every = tl.load(maxima + line[:, None] * parts + first + part[None, :], mask=real, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(every, 1))
     safe = tl.where(peak == float("-inf"), 0.0, peak)
-    sizes = tl.load(sums + at, mask=every > float("-inf"), other=0.0)
-    whole = tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
+    for first in range(0, parts, PARTS):
+        real, at = (head < G)[:, None] & (first + part < parts)[None, :], line[:, None] * parts + first + part[None, :]
+        every = tl.load(maxima + at, mask=real, other=float("-inf"))
+        sizes = tl.load(sums + at, mask=every > float("-inf"), other=0.0)
+        whole += tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
     tl.store(peaks + line, peak, mask=head < G)
     tl.store(logs + line, tl.where(whole > 0.0, safe + tl.log(tl.maximum(whole, 1e-30)), 0.0), mask=head < G)
 
@@ -111,11 +122,13 @@ def _mark(
 @triton.jit
 def _count(
     passing: tl.tensor, limits: tl.tensor, b: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
-    MARKED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the number of tokens to select for sequence b (`selection.token_count`), at most `cap`."""
-    block = tl.arange(0, MARKED)
-    passes = tl.sum(tl.load(passing + b * marked + block, mask=block < marked, other=0), 0)
+    every, block = tl.zeros((COUNTED,), tl.int32), tl.arange(0, COUNTED)
+    for first in range(0, marked, COUNTED):
+        every += tl.load(passing + b * marked + first + block, mask=first + block < marked, other=0)
+    passes = tl.sum(every, 0)
     return tl.minimum(tl.minimum((passes + heads - 1) // heads, tl.load(limits + b)), cap)
 
 
@@ -138,7 +151,7 @@ def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tenso
 def _histogram(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, tokens: tl.tensor,
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
-    cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, MARKED: tl.constexpr, BLOCK: tl.constexpr,
+    cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Build the histogram of digit DIGIT over block i of list p, in program (p, i).
 
@@ -148,7 +161,7 @@ def _histogram(
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     counted = order != _ABSENT
     if DIGIT > 0:
-        n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
+        n = _count(passing, limits, p // kv_heads, heads, cap, marked, COUNTED)
         prefix, _ = _bound(histograms, p, lists, n, DIGIT)
         seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
         counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
@@ -162,7 +175,7 @@ def _tally(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, counts: tl.tensor,
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
-    blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count the orders of block i of list p that are above the bound, and those that equal it, in program (p, i).
 
@@ -170,7 +183,7 @@ def _tally(
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
+    n = _count(passing, limits, p // kv_heads, heads, cap, marked, COUNTED)
     prefix, _ = _bound(histograms, p, lists, n, 4)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     bound = prefix ^ -2147483648
@@ -185,7 +198,7 @@ def _write(
     orders: tl.tensor, passing: tl.tensor, limits: tl.tensor, histograms: tl.tensor, above: tl.tensor,
     equal: tl.tensor, out: tl.tensor,
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
-    blocks: tl.tensor, MARKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    blocks: tl.tensor, COUNTED: tl.constexpr, EARLIER: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the selected tokens of block i of list p in ascending order, in program (p, i).
 
@@ -193,12 +206,15 @@ def _write(
     several orders equal the bound, the first tokens are selected. Unused positions of the block are set to 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    n = _count(passing, limits, p // kv_heads, heads, cap, marked, MARKED)
+    token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EARLIER)
+    n = _count(passing, limits, p // kv_heads, heads, cap, marked, COUNTED)
     prefix, ties = _bound(histograms, p, lists, n, 4)
     bound = prefix ^ -2147483648
-    greater = tl.sum(tl.load(above + p * blocks + other, mask=other < block, other=0), 0)
-    tied = tl.sum(tl.load(equal + p * blocks + other, mask=other < block, other=0), 0)
+    all_greater, all_tied = tl.zeros((EARLIER,), tl.int32), tl.zeros((EARLIER,), tl.int32)
+    for first in range(0, block, EARLIER):
+        all_greater += tl.load(above + p * blocks + first + other, mask=first + other < block, other=0)
+        all_tied += tl.load(equal + p * blocks + first + other, mask=first + other < block, other=0)
+    greater, tied = tl.sum(all_greater, 0), tl.sum(all_tied, 0)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
     same = ((order == bound) & (token < tokens)).to(tl.int32)
     taken = (order > bound) | ((same > 0) & (tied + tl.cumsum(same, 0) <= ties))
@@ -231,17 +247,18 @@ def select_tokens(
     orders, passing, histograms, above, equal, counts = made
     peaks, logs = torch.empty(2, lists * group, dtype=torch.float32, device=device)
     heads = {"G": group, "GROUP": triton.next_power_of_2(group)}
-    _whole[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=triton.next_power_of_2(parts), **heads)
+    _whole[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
     _mark[(sequences, marked)](
         found.scores, peaks, logs, starts, stops, passing, orders, histograms,
         tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, **heads,
     )  # fmt: skip
     shape = (tokens, kv_heads, lists, kv_heads * group, cap, marked)
-    wide = {"MARKED": triton.next_power_of_2(marked), "BLOCK": _BLOCK}
-    every = {"BLOCKS": triton.next_power_of_2(blocks), **wide}
+    wide = {"COUNTED": _COUNTED, "BLOCK": _BLOCK}
     for digit in range(_DIGITS.value):
         _histogram[(lists, blocks)](orders, passing, limits, histograms, *shape, DIGIT=digit, **wide)
-    _tally[(lists, blocks)](orders, passing, limits, histograms, above, equal, counts, *shape, blocks, **every)
+    _tally[(lists, blocks)](orders, passing, limits, histograms, above, equal, counts, *shape, blocks, **wide)
     out = torch.empty(lists, cap, dtype=torch.int64, device=device)
-    _write[(lists, blocks)](orders, passing, limits, histograms, above, equal, out, *shape, blocks, **every)
+    _write[(lists, blocks)](
+        orders, passing, limits, histograms, above, equal, out, *shape, blocks, EARLIER=_EARLIER, **wide
+    )
     return out, counts

@@ -1,5 +1,5 @@
-/* Products of weights with values of VALUE_BITS bits, which are unpacked in registers. A code c stands for the level
-c - (2^VALUE_BITS - 1) / 2. */
+/* Products of integer weights with codes of values of VALUE_BITS bits, exact at every level. A code c stands for the
+level c - MIDDLE / 2. The weights of a block are rounded to 16 bits: the error is at most 2^-16 of the largest one. */
 
 #ifndef OFFLOAD_RT_VALUE_PRODUCTS_H
 #define OFFLOAD_RT_VALUE_PRODUCTS_H
@@ -7,54 +7,36 @@ c - (2^VALUE_BITS - 1) / 2. */
 #include "simd.h"
 
 #define VALUE_BYTES (HEAD_DIM * VALUE_BITS / 8)
+#define MIDDLE ((1 << VALUE_BITS) - 1)
+#define LARGEST_WEIGHT 32767.0f
 
-#if defined(__AVX512BF16__) && LANES == 16
-/* Levels are exact in bfloat16. Weights are rounded to bfloat16. vdpbf16ps adds the products of two tokens at once. */
-#define TOKENS_AT_ONCE 2
-typedef uint16_t Weight;
-typedef __m512i Levels;
-INLINE void store_weights(Weight *at, f32 x) { _mm256_storeu_si256((void *)at, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
-INLINE u32 load_codes(const uint8_t *at) { return load_u8(at) | load_u8(at + VALUE_BYTES) << 16; }
-INLINE Levels level_table(void) {
-    uint16_t levels[32];
-    for (int code = 0; code < 32; code++)
-        levels[code] = rounded((float)(code & ((1 << VALUE_BITS) - 1)) - ((1 << VALUE_BITS) - 1) * 0.5f);
-    return _mm512_loadu_si512(levels);
-}
-INLINE Levels levels_of(u32 codes, int field, Levels table) {
-    return _mm512_permutexvar_epi16((__m512i)(codes >> (VALUE_BITS * field)), table);
-}
-INLINE f32 add_weighted(f32 sum, Levels levels, const Weight *weights) {
+/* Load bytes of two tokens. Each lane has a byte of the first token in its lower half, one of the second in the upper. */
+INLINE u32 load_two_tokens(const uint8_t *at) { return load_u8(at) | load_u8(at + VALUE_BYTES) << 16; }
+
+INLINE u32 codes_of(u32 two, int field) { return two >> (VALUE_BITS * field) & (0x10001 * MIDDLE); }
+
+/* Add the codes of two tokens times their weights. */
+INLINE i32 add_weighted(i32 sums, u32 codes, const int16_t *weights) {
     int32_t two;
     memcpy(&two, weights, 4);
-    return (f32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)levels, (__m512bh)_mm512_set1_epi32(two));
-}
+#if defined(__AVX512VNNI__) && LANES == 16
+    return (i32)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(two));
+#elif LANES == 16
+    return sums + (i32)_mm512_madd_epi16((__m512i)codes, _mm512_set1_epi32(two));
+#elif LANES == 8
+    return sums + (i32)_mm256_madd_epi16((__m256i)codes, _mm256_set1_epi32(two));
+#elif defined(__x86_64__)
+    return sums + (i32)_mm_madd_epi16((__m128i)codes, _mm_set1_epi32(two));
 #else
-#define TOKENS_AT_ONCE 1
-typedef float Weight;
-typedef f32 Levels;
-INLINE void store_weights(Weight *at, f32 x) { store(at, x); }
-INLINE u32 load_codes(const uint8_t *at) { return load_u8(at); }
-INLINE Levels level_table(void) {
-    float levels[LANES];
-    for (int code = 0; code < LANES; code++)
-        levels[code] = (float)(code & ((1 << VALUE_BITS) - 1)) - ((1 << VALUE_BITS) - 1) * 0.5f;
-    return load(levels);
-}
-/* Permutations ignore the upper bits of a code: 4 bits choose from 16 numbers, 2 bits from 4. */
-INLINE Levels levels_of(u32 codes, int field, Levels table) {
-    u32 shifted = codes >> (VALUE_BITS * field);
-#if LANES == 16
-    return (f32)_mm512_permutexvar_ps((__m512i)shifted, (__m512)table);
-#elif LANES == 8 && VALUE_BITS == 2
-    return (f32)_mm256_permutevar_ps((__m256)table, (__m256i)shifted);
-#else
-    (void)table;
-    i32 code = (i32)(shifted & ((1 << VALUE_BITS) - 1));
-    return __builtin_convertvector(code, f32) - ((1 << VALUE_BITS) - 1) * 0.5f;
+    return sums + (i32)(codes & 0xffff) * weights[0] + (i32)(codes >> 16) * weights[1];
 #endif
 }
-INLINE f32 add_weighted(f32 sum, Levels levels, const Weight *weights) { return fma_of(levels, all(*weights), sum); }
-#endif
+
+/* Round x >= 0 to integers below 2^16 and store them. Return them. */
+INLINE i32 store_weights(int16_t *at, f32 x) {
+    i32 whole = (i32)(x + 12582912.0f) & 0xffff; /* the rounded number is in the low fraction bits */
+    *(u16_unaligned *)at = __builtin_convertvector((u32)whole, u16);
+    return whole;
+}
 
 #endif

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import EngineConfig, StoreOptions
 from .engine.build import build, build_beside
 from .engine.checks import (
-    check_keeps_no_state,
     check_token_ids,
     folder_path,
     max_length,
@@ -402,7 +401,6 @@ class LLM:
 
         The store is closed with its last session. For the arguments, see `session` and `SessionStore.on_disk`.
         """
-        check_keeps_no_state("a session", self.runner.adapter.geometry)
         self._check_open()
         folder = folder_path("store", store).resolve()
         known = self._stores.get(folder)

@@ -20,9 +20,9 @@ from ..config import SkewMethod
 from ..core import KVPart
 from ..errors import ArtifactError, InputError, ModelError
 from ..models.adapter import ModelAdapter
-from ..models.fingerprint import cache_folder
 from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
 from ..models.loading import LoadedModel
+from ..utils.native_code import cache_folder
 from .artifact import VERSION, SkewArtifact
 from .guess import SOURCES, Correction, GuessSums, guessed_input
 from .rotation import BASES, Moments

@@ -1,4 +1,4 @@
-"""Model under test: loaded once and scored under several variants (policy, options, KV pool settings)."""
+"""The model under test: loaded once, and scored under several variants (policy, options, KV pool settings)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .variants import Scored, Text, Variant, text_digest
 
 
 class ModelUnderTest:
-    """A model under test. Every score comes from `LLM.score`, so it goes through the decode path of the runtime.
+    """A model to evaluate. Every score is computed by `LLM.score`, so it uses the decode steps of the runtime.
 
     Args:
         model: Model name or folder.
         device: Device, as in `LLM`.
         dtype: Data type, as in `LLM`.
-        skew: Skew artifact or folder of tuned options; None calibrates on first use.
+        skew: Skew artifact or folder of tuned options. None calibrates the model on first use.
         batch: Number of texts per `LLM.score` batch.
     """
 
@@ -56,7 +56,7 @@ class ModelUnderTest:
 
     @property
     def name(self) -> str:
-        """Model name without leading folders; the fingerprint identifies the weights."""
+        """Model name without leading folders. The weights are identified by their fingerprint, not by this name."""
         return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
 
     @property
@@ -66,7 +66,7 @@ class ModelUnderTest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Model columns of every result row."""
+        """Columns of every result row that identify the model."""
         adapter = self.loaded.adapter
         return {
             "model": self.name,
@@ -77,19 +77,19 @@ class ModelUnderTest:
         }
 
     def encode(self, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-        """Encode `text` with `encode_text` and cache the result."""
+        """Return the result of `encode_text` for `text`. The result is cached."""
         digest = text_digest(text)
         if digest not in self._encoded:
             self._encoded[digest] = encode_text(self, text)
         return self._encoded[digest]
 
     def options(self, variant: Variant) -> dict[str, Any]:
-        """Return the tuned options overridden by the options of the variant."""
+        """Return the policy options of the variant. An option that the variant does not set has its tuned value."""
         skew, fingerprint = self._settings["skew"], self.loaded.fingerprint
         options = dict(default_options(skew, variant.policy, variant.options, fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":
-            # An accelerator selects with a speculated query; a CPU defaults to the true query of the layer.
-            # Evaluations on a CPU must predict the quality on an accelerator.
+            # An accelerator selects with a predicted query, but the default on a CPU is the true query of the layer.
+            # Evaluations on a CPU must show the quality on an accelerator.
             options.setdefault("source", "attention_input")
         return options
 
@@ -97,7 +97,7 @@ class ModelUnderTest:
         """Build the policy of the variant for this model.
 
         Raises:
-            ConfigError: If an option is unknown, or if the budget selects no token of `context` tokens.
+            ConfigError: An option is unknown, or the budget selects no token of `context` tokens.
         """
         options = self.options(variant)
         if context is not None:
@@ -105,8 +105,8 @@ class ModelUnderTest:
         return self._first.under(variant.policy, options).runner.policy
 
     def key(self, variant: Variant) -> dict[str, Any]:
-        """Return the row-store key of the variant for this model."""
-        # Use the resolved options: equal variants are measured once, and variants with changed defaults again.
+        """Return the key of the variant's rows for this model in the row store."""
+        # Use the options with defaults filled in: equal variants are measured once, and again if a default changes.
         provenance_key = self.policy(variant).provenance_key
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
 
@@ -134,7 +134,7 @@ class ModelUnderTest:
     def _with(self, engine: Mapping[str, Any]) -> LLM:
         """Return a runtime with the engine settings `engine`.
 
-        Only the default runtime and the most recently used other one are kept.
+        Only two runtimes are kept: the default one, and the most recently used other one.
         """
         if not engine:
             return self._first
@@ -145,7 +145,7 @@ class ModelUnderTest:
         return self._other[1]
 
     def score(self, variant: Variant, texts: Sequence[Text]) -> list[Scored]:
-        """Score each text under the variant. Texts with equal `decode_from` share one call of `LLM.score`."""
+        """Score each text under the variant. Texts with equal `decode_from` are scored in one call of `LLM.score`."""
         llm = self.llm(variant)
         batch = 1 if "host_memory" in variant.engine else self.batch  # the limit applies to a single sequence
         done: dict[int, Scored] = {}
@@ -158,7 +158,7 @@ class ModelUnderTest:
         return [done[i] for i in range(len(texts))]
 
     def score_observed(self, variant: Variant, text: Text, on_logprobs: Callable[[torch.Tensor], None]) -> Scored:
-        """Score one text. `on_logprobs` receives the log-probabilities `[V]` of each scored token, in order."""
+        """Score one text. `on_logprobs` is called with the log-probabilities `[V]` of each scored token, in order."""
         runner = self.llm(variant).runner
         with runner.pool.lock:
             [score] = score_continuations(
@@ -190,10 +190,11 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
     """Tokenize `text` with byte offsets.
 
     Returns:
-        Token ids, end offset of each token in UTF-8 bytes of `text`, and the leading special tokens (BOS if any).
+        Token ids, the end offset of each token in UTF-8 bytes of `text`, and the special tokens before the text (such
+            as BOS).
 
     Raises:
-        InputError: If the model has no fast tokenizer.
+        InputError: The model has no fast tokenizer.
     """
     tokenizer = tested.loaded.tokenizer
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
@@ -209,5 +210,5 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 
 def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
-    """Count the special tokens before a text."""
+    """Return the number of special tokens before a text."""
     return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))

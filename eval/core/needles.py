@@ -1,13 +1,13 @@
-"""Needle-in-a-haystack tasks: facts hidden in a book, with questions at the end.
+"""Needle-in-a-haystack tasks: facts are hidden in a book, and questions about them follow at the end.
 
-The sentences follow templates that the reference models were trained on, but no name occurs in the training data.
-A correct answer therefore comes from the context. Names in questions (`NAMES`) are composed of syllables that no
-training name contains. Names that serve as answers (`LINKED`) are held-out names of familiar syllables, because the
-reference models cannot generate unseen syllables.
+The sentences follow templates that the reference models were trained on, but no name occurs in the training data. A
+correct answer therefore comes from the context. Names in questions (`NAMES`) are composed of syllables that no training
+name contains. Names that serve as answers (`LINKED`) are held-out names of familiar syllables, because the reference
+models cannot generate unseen syllables.
 
 Each kind tests one failure mode of token selection: a single fact, one of many similar facts, several values of one
-key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER,
-Hsieh et al. 2024).
+key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et al.
+2024).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ PROMPT_AND_ANSWER = tuple[str, str]
 
 @dataclass(frozen=True)
 class Needle:
-    """Statements to hide in the text in any order, and questions as sequences of (prompt, answer) pairs.
+    """Statements to hide in a text in any order, and questions about them.
 
-    A question counts as correct only if all its answers are.
+    Each question is a sequence of (prompt, answer) pairs. It counts as correct only if all its answers are correct.
     """
 
     statements: tuple[str, ...]
@@ -81,20 +81,20 @@ def _told(pairs: Sequence[PROMPT_AND_ANSWER]) -> tuple[str, ...]:
 
 
 def _single(rng: Rng) -> Needle:
-    """One fact and one question."""
+    """Create a needle with one fact and one question."""
     pair = FACTS[int(rng.integers(len(FACTS)))](rng, _people(rng, 1)[0])
     return Needle(_told([pair]), ((pair,),))
 
 
 def _several_keys(rng: Rng) -> Needle:
-    """The same kind of fact about eight people; one question."""
+    """Create a needle with the same kind of fact about eight people, and one question."""
     fact = FACTS[int(rng.integers(2))]
     pairs = [fact(rng, who) for who in _people(rng, 8)]
     return Needle(_told(pairs), ((pairs[0],),))
 
 
 def _several_values(rng: Rng) -> Needle:
-    """Three wishes of each of two people; one question about all wishes of one person."""
+    """Create a needle with three wishes of each of two people, and one question about all wishes of one person."""
     wishes = []
     for who in _people(rng, 2):
         objects = rng.choice(OBJECTS, size=3, replace=False)
@@ -103,13 +103,13 @@ def _several_values(rng: Rng) -> Needle:
 
 
 def _several_queries(rng: Rng) -> Needle:
-    """Facts about four people; one question about each."""
+    """Create a needle with facts about four people, and one question about each."""
     pairs = [FACTS[int(rng.integers(len(FACTS)))](rng, who) for who in _people(rng, 4)]
     return Needle(_told(pairs), tuple((pair,) for pair in pairs))
 
 
 def _chain(rng: Rng) -> Needle:
-    """Two chains of four names; one question that follows the first chain to its end."""
+    """Create a needle with two chains of four names, and one question that follows the first chain to its end."""
     people = _people(rng, 8, LINKED)
     chains = [tuple((f" After {a} comes", f" {b}") for a, b in pairwise(names)) for names in (people[:4], people[4:])]
     return Needle(_told([*chains[0], *chains[1]]), (chains[0],))
@@ -126,7 +126,12 @@ KINDS: dict[str, Callable[[Rng], Needle]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """Positions of the answer tokens, and the distance in tokens from the first statement to the first answer."""
+    """A question about a passage.
+
+    Attributes:
+        answers: Positions of the answer tokens.
+        distance: Number of tokens from the first statement to the first answer.
+    """
 
     answers: tuple[int, ...]
     distance: int
@@ -145,7 +150,7 @@ class Haystack:
     """A book to hide needles in.
 
     Raises:
-        InputError: If the model has no fast tokenizer, or if the book contains no sentences.
+        InputError: The model has no fast tokenizer, or the book contains no sentences.
     """
 
     def __init__(self, tested: ModelUnderTest, book: str) -> None:
@@ -163,10 +168,10 @@ class Haystack:
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
         """Build a passage of exactly `length` tokens.
 
-        The prose begins at a random sentence. The statements are inserted at random sentence starts.
+        The passage begins at a random sentence of the book. The statements are inserted at random sentence starts.
 
         Raises:
-            InputError: If the needle and its questions do not fit, or if the book is too short.
+            InputError: The needle and its questions do not fit, or the book is too short.
         """
         needle = KINDS[kind](rng)
         statements = [self._piece(s) for s in needle.statements]
@@ -186,7 +191,7 @@ class Haystack:
         tokens += self._ids[at : begin + room]
         start = len(tokens)
         questions = []
-        first = 0  # index of the first statement of the question; statements follow the order of the questions
+        first = 0  # index of the question's first statement; statements are in the order of the questions
         for question, positions in zip(needle.questions, marks, strict=True):
             stated = min(told[first + i] for i in range(len(question)))
             first += len(question)

@@ -1,4 +1,4 @@
-"""Plot helpers. Each figure is written as PNG, together with a JSON file of the plotted data."""
+"""Helpers for plots. Each figure is written as a PNG file, together with a JSON file of the plotted data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def lines(
         x: Label of the x axis.
         y: Label of the y axis.
         percent: Axes to format as percentages: "x", "y" or "xy".
-        errors: Error bars (below, above) of each point by name.
+        errors: Lengths of the error bars (below, above) of each point, by name.
     """
     from matplotlib.ticker import PercentFormatter
 

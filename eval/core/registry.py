@@ -1,11 +1,10 @@
 """Registry of the evaluations of `offload-rt eval`: `@measure` registers one, `run_measure` runs it.
 
-    @measure("tokens", "how many tokens a text has", add_flags)
-    def tokens(args: argparse.Namespace) -> int:
+    @measure("tokens", "how many tokens a text has", add_flags) def tokens(args: argparse.Namespace) -> int:
         ...
 
-A Python file that registers an evaluation is run by its path: `offload-rt eval ./tokens.py --text book.txt`. Modules
-that register evaluations import heavy dependencies inside the function, so that listing them stays fast.
+A Python file that registers an evaluation can be run by its path: `offload-rt eval ./tokens.py --text book.txt`.
+Modules that register evaluations import large packages inside the function, so that listing the evaluations is fast.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
         prog: Program name in usage messages.
 
     Raises:
-        ConfigError: If the evaluation or a flag is unknown. Errors of the evaluation propagate.
+        ConfigError: The evaluation or a flag is unknown. Errors of the evaluation are raised too.
     """
     found = _from_file(Path(name)) if name.endswith(".py") else None
     if found is None:
@@ -87,9 +86,9 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def _from_file(path: Path) -> Measure:
-    """Load the evaluation that a Python file registers.
+    """Return the evaluation that a Python file registers.
 
-    Raises InputError if there is no such file, ConfigError unless it registers exactly one evaluation.
+    Raises InputError if the file does not exist, and ConfigError if it does not register exactly one evaluation.
     """
     if not path.is_file():
         raise InputError(f"cannot read {str(path)!r}: there is no such file")

@@ -1,6 +1,7 @@
-"""Results on disk. Each measured row is one file, written atomically; a rerun measures only missing rows.
+"""Store results on disk.
 
-A `Report` collects the rows and writes them as JSON, CSV and a Markdown table.
+Each measured row is one file, which is written atomically. A rerun measures only missing rows. A `Report` collects the
+rows and writes them as JSON, CSV and a Markdown table.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
 Row = dict[str, Any]
-"""Maps a column to a number, text, list or None."""
+"""A result row: maps each column to a number, text, list or None."""
 
 Say = Callable[[str], None]
-"""Receives progress lines."""
+"""Function that shows a line about the progress."""
 
 FORMAT = 3
 """Version of the row files. Increase it if a measurement changes, so that old rows are measured again."""
@@ -39,7 +40,7 @@ PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", 
 
 
 def say_nothing(line: str) -> None:
-    """Ignore a progress line."""
+    """Ignore a line about the progress."""
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -56,7 +57,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class RowStore:
-    """Result rows in `out`/rows by key. A key holds every input that affects the row, as plain JSON values."""
+    """Store result rows in `out`/rows by key. A key contains every input that affects the row, as plain JSON values."""
 
     def __init__(self, out: Path) -> None:
         """Create the folder. Raises InputError if that fails."""
@@ -82,7 +83,7 @@ class RowStore:
         return row if isinstance(row, dict) else None
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
-        """Return the row of `key`; measure and store it if it is missing."""
+        """Return the row of `key`. If it is missing, measure and store it."""
         row = self.get(key)
         if row is None:
             row = measure()
@@ -96,7 +97,7 @@ class RowStore:
 
 @dataclass(frozen=True)
 class Column:
-    """A table column: heading, key in the row, and format specification of numbers (empty: `str`)."""
+    """Column of a table: heading, key in the row, and format specification of numbers ("" for `str`)."""
 
     heading: str
     key: str
@@ -119,7 +120,7 @@ class Report:
     Attributes:
         name: File name without suffix.
         title: Heading of the Markdown report.
-        about: Settings common to all rows (model, text, context, seeds ...).
+        about: Settings that all rows have in common (model, text, context, seeds ...).
         columns: Columns of the Markdown table.
         rows: Result rows.
         notes: Paragraphs below the table.
@@ -149,7 +150,7 @@ class Report:
             "environment": environment(),
             "rows": self.rows,
         }
-        keys = list(dict.fromkeys(k for row in self.rows for k in row if k != "samples"))  # values of each document
+        keys = list(dict.fromkeys(k for row in self.rows for k in row if k != "samples"))  # one value per document
         texts = {
             "json": json.dumps(record, indent=1) + "\n",
             "csv": _csv(keys, self.rows),
@@ -183,7 +184,7 @@ def environment() -> dict[str, Any]:
     """
     import torch
 
-    # Absolute paths are reduced to file names, because folders are specific to this machine.
+    # Absolute paths are shortened to file names, because folders are specific to this machine.
     program, *rest = sys.argv
     return {
         "command": " ".join(

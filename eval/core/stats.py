@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 DRAWS = 10_000
 
 BATCH_NUMBERS = 1 << 22
-"""Maximum number of values resampled at once."""
+"""Maximum number of values to resample at once, which limits memory use."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,18 @@ class Interval:
 
 
 def ratio(values: Array, weights: Array) -> Array:
-    """Return sum(`values`) / sum(`weights`) over the last axis, both `[..., n]` (e.g. nats per token)."""
+    """Return sum(`values`) / sum(`weights`) over the last axis.
+
+    Both have the shape `[..., n]` (e.g. nats per token).
+    """
     return np.asarray(values.sum(-1) / weights.sum(-1))
 
 
 def ratio_error(values: ArrayLike, weights: ArrayLike) -> float:
-    """Return the standard error of sum(values) / sum(weights), both `[n]` (delta method); 0 for one document."""
+    """Return the standard error of sum(values) / sum(weights), both `[n]`, by the delta method.
+
+    For a single document it is 0.
+    """
     v, w = np.asarray(values, float), np.asarray(weights, float)
     if len(v) < 2:
         return 0.0
@@ -55,7 +61,7 @@ def paired_bootstrap(
         values: Scores of n documents, `[n]`.
         base: Baseline scores of the same documents in the same order, `[n]`.
         weights: Weights of the documents, `[n]`.
-        change: Compares the two ratios.
+        change: Function that compares the two ratios.
     """
     from scipy.stats import bootstrap
 

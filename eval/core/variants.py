@@ -1,4 +1,7 @@
-"""Texts to score, and variants (a policy with options and `LLM` settings) to score them under. No heavy imports."""
+"""Texts to score, and variants to score them under: a policy with its options and `LLM` settings.
+
+This module imports no large packages.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from ...utils.config_fields import check_choice
 from .rival_options import register_rivals
 
 ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
-"""Settings passed to `LLM` instead of the policy."""
+"""Settings that are passed to `LLM` and not to the policy."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy, its options and further `LLM` arguments (`host_memory`, `eviction`, ...), as plain JSON values."""
+    """A policy, its options, and further `LLM` arguments (`host_memory`, `eviction`, ...), as plain JSON values."""
 
     policy: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +36,7 @@ class Variant:
 
     @property
     def key(self) -> dict[str, Any]:
-        """All fields as plain JSON values; unique per variant."""
+        """All fields as plain JSON values. Different variants have different keys."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
 
@@ -43,7 +46,13 @@ def _plain(value: object) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids; `[0, decode_from)` is prefilled with full attention, `[scored_from, N)` is scored."""
+    """A text to score.
+
+    Attributes:
+        tokens: Token ids, N in total.
+        decode_from: The tokens `[0, decode_from)` are prefilled with full attention.
+        scored_from: The tokens `[scored_from, N)` are scored.
+    """
 
     tokens: tuple[int, ...]
     decode_from: int
@@ -60,12 +69,14 @@ class Scored:
     Attributes:
         nats: Negative log-probability of each scored token, `[n]`.
         is_greedy: Whether each scored token is the most probable one, `[n]`.
-        attended: Fraction of the visible KV entries attended exactly, mean over all layers and decoded positions.
-        link: Fraction of the visible KV entries fetched from the host, mean over all layers and decoded positions.
+        attended: Fraction of the visible KV entries that was attended exactly, mean over all layers and decoded
+            positions.
+        link: Fraction of the visible KV entries that was fetched from the host, mean over all layers and decoded
+            positions.
         sparse_attended: Like `attended`, over the sparse layers only.
         sparse_link: Like `link`, over the sparse layers only.
-        missed: Missed attention mass (attention weight of tokens not attended), mean over the sparse layers. None if it
-            was not measured.
+        missed: Missed attention mass (share of attention weights on tokens that were not attended exactly), mean over
+            the sparse layers. None if it was not measured.
         missed_worst: Missed attention mass of the worst layer, or None.
     """
 
@@ -80,14 +91,15 @@ class Scored:
 
 
 def text_digest(text: str) -> str:
-    """Return a short digest of `text`, used in the keys of results."""
+    """Return a short digest of `text` for the keys of result rows."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
-    """Return the variants to compare: the baseline `full`, then every other policy at every budget.
+    """Return the variants to compare: `full`, and every other policy at every budget.
 
-    Without budgets, each policy appears once with its default budget. `options` apply to every policy except `full`.
+    Without budgets, each policy appears once, with its default budget. `options` are used for every policy except
+    `full`.
     """
     variants, shared = [Variant("full")], dict(options or {})
     for policy in policies:
@@ -100,12 +112,12 @@ def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str
 def make_variants(
     policies: Sequence[str], budgets: Sequence[float], settings: Sequence[str], more: Sequence[str]
 ) -> list[Variant]:
-    """Build the list of variants without duplicates from command-line arguments.
+    """Create variants from command-line arguments. Duplicates are removed.
 
     Args:
-        policies: Policies to combine with every budget; `full` is always first.
+        policies: Policies to combine with every budget. `full` is always the first variant.
         budgets: Budgets, as fractions of the context.
-        settings: "key=value" options shared by all combined policies.
+        settings: "key=value" options for all combined policies.
         more: Further variants, each as "POLICY key=value ...".
     """
     made = grid(policies, budgets, read_settings(settings))

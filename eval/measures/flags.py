@@ -1,6 +1,6 @@
 """Command-line flags of the evaluations.
 
-Flags are generated from configuration classes; a few are shared by several evaluations.
+Most flags are created from the fields of configuration classes. A few flags are shared by several evaluations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """Add a flag for each field of a dataclass that is described by `config_fields.option`.
 
-    A missing flag is None, so that defaults are defined only in the dataclass.
+    If the user does not give a flag, its value is None. Defaults are defined only in the dataclass.
     """
     hints = get_type_hints(config)
     for field in fields(config):
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
-    """Return the configuration with the flags of `add_options` that were given."""
+    """Return a configuration from the flags of `add_options` that the user has given, and from `more`."""
     names = [field.name for field in fields(config) if "option" in field.metadata]  # type: ignore[arg-type]
     found = {name: value for name in names if (value := getattr(args, name)) is not None}
     return config(**found, **more)
@@ -57,7 +57,7 @@ def _reader(kind: Any) -> Any:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --out and the runtime flags read by `model_under_test`."""
+    """Add the argument MODEL, `--out`, and the flags that `model_under_test` reads."""
     parser.add_argument("model", metavar="MODEL", help="'reference', a local folder or a hub id")
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder of the results; a rerun computes only missing rows"
@@ -72,12 +72,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the flag --text, required without a default."""
+    """Add the flag `--text`. It is required if there is no default."""
     parser.add_argument("--text", required=default is None, default=default, metavar="SPEC", help=TEXT_HELP)
 
 
 def add_variant_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags read by `variants`."""
+    """Add the flags that `variants` reads."""
     parser.add_argument(
         "--policies", type=words, default=("full", "infinigen"), metavar="A,B", help="full is always included"
     )
@@ -103,7 +103,7 @@ def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
 def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
     """Create the variants from the flags.
 
-    Raises ConfigError if an option of a policy is unknown, before anything is measured.
+    Raises ConfigError for an unknown policy option, before anything is measured.
     """
     from ..core.variants import make_variants
 
@@ -114,7 +114,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
 
 
 def say_on_stderr(quiet: bool = False) -> Say:
-    """Return a function that prints a line to stderr, or nothing if `quiet`."""
+    """Return a function that prints a line to stderr. If `quiet`, the function does nothing."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=quiet, highlight=False)
@@ -122,7 +122,7 @@ def say_on_stderr(quiet: bool = False) -> Say:
 
 
 def show(report: Report, out: str, say: Say) -> int:
-    """Print a report as Markdown, followed by the paths of its files. Returns exit code 0."""
+    """Print a report as Markdown, and the paths of its files. Return exit code 0."""
     print(report.markdown(), flush=True)
     say(f"wrote {out.rstrip('/')}/{report.name}.json, .csv, .md")
     return 0
@@ -142,7 +142,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse "1k,2048" into (1024, 2048); k means 1,024."""
+    """Parse "1k,2048" into (1024, 2048), where k means 1,024."""
     try:
         return tuple(int(w[:-1]) * 1024 if w.lower().endswith("k") else int(w) for w in words(text))
     except ValueError:

@@ -1,4 +1,7 @@
-"""Perplexity of a text under each policy. Every scored token is decoded; windows are compared pairwise with full."""
+"""Perplexity of a text under each policy.
+
+Every scored token is predicted by a decode step. Windows of the text are compared pairwise with the policy `full`.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,15 @@ if TYPE_CHECKING:
 LN2 = math.log(2)
 
 CHUNK = 256
-"""Number of scored tokens per section of a window (paper, Figure 12: decoding chunk)."""
+"""Number of scored tokens per section of a window ("decoding chunk" in Figure 12 of the paper)."""
 
 
 @dataclass(frozen=True)
 class PerplexityConfig:
     """Settings of the evaluation.
 
-    All tokens of a window after the first `decode_from` are decoded with the policy and scored.
-
-    The margin is skipped because title pages, tables of contents and licences are not prose.
+    All tokens of a window after the first `decode_from` tokens are decoded with the policy and scored. `margin` at both
+    ends of the text is skipped, because title pages, tables of contents and licences are not prose.
     """
 
     context: int = option(2048, help="tokens per window", metavar="N")
@@ -56,20 +58,22 @@ class PerplexityConfig:
 
     @property
     def start(self) -> int:
-        """Number of prefilled tokens."""
+        """Number of tokens per window that are prefilled with full attention."""
         return self.context * 3 // 4 if self.decode_from is None else self.decode_from
 
 
 @dataclass(frozen=True)
 class Window:
-    """A section of the text, and the size of its scored tokens in UTF-8 bytes."""
+    """A section of the text (`text`), and the size of its scored tokens in UTF-8 bytes (`bytes`)."""
 
     text: Text
     bytes: int
 
 
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
-    """Cut up to `config.windows` evenly spaced windows, each with the leading special tokens (BOS).
+    """Cut up to `config.windows` evenly spaced windows from the text.
+
+    Each begins with the leading special tokens (BOS).
 
     The first and last `config.margin` of the text are skipped if one window still fits. Raises InputError if the text
     is shorter than a window.
@@ -91,7 +95,7 @@ def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> 
 
 
 def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window]) -> Row:
-    """Measure the row of a variant. `samples` holds nats, tokens and bytes of each window."""
+    """Measure a variant on all windows and return its row. `samples` contains nats, tokens and bytes of each window."""
     scored = tested.score(variant, [window.text for window in windows])
     samples: dict[str, list[Any]] = {
         "nats": [sum(score.nats) for score in scored],
@@ -109,9 +113,9 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean negative log-likelihood (nats) of each complete section of a window.
+    """Return the mean negative log-likelihood (nats) per token for each complete section of a window.
 
-    If the window is shorter than a section, return its mean.
+    If the window is shorter than a section, return only the mean over the window.
     """
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
@@ -119,7 +123,7 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 
 
 def costs(scored: Sequence[Scored]) -> Row:
-    """Return the cost columns as means over texts."""
+    """Return the cost columns: attended and fetched fractions and missed attention mass, as means over texts."""
     found: Row = {}
     for name in ("attended", "link", "sparse_attended", "sparse_link", "missed", "missed_worst"):
         values = [value for score in scored if (value := getattr(score, name)) is not None]
@@ -128,7 +132,7 @@ def costs(scored: Sequence[Scored]) -> Row:
 
 
 def summary(samples: dict[str, list[Any]]) -> Row:
-    """Return perplexity and bits per byte with standard errors over windows."""
+    """Return perplexity and bits per byte, with standard errors over windows."""
     nats, tokens, sizes = (np.asarray(samples[name], float) for name in ("nats", "tokens", "bytes"))
     per_token, error = nats.sum() / tokens.sum(), ratio_error(nats, tokens)
     return {
@@ -141,9 +145,10 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str) -> Row:
-    """Return the relative change of the perplexity from `base` with a 95 % interval, as columns that begin with `name`.
+    """Return the relative change of the perplexity from `base`, with a 95 % interval.
 
-    The bootstrap is paired over windows. `{name}_shown` is the text for tables.
+    The names of the returned columns begin with `name`. The interval is a bootstrap interval, paired over windows. The
+    column `{name}_shown` contains the text for tables.
     """
     mine, other = row["samples"], base["samples"]
     change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
@@ -165,10 +170,10 @@ def measure_all(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
-    """Measure a row per variant on `text` (called `name`), or reuse the row in `out`.
+    """Measure every variant on `text`, which is called `name` in results. Existing rows in `out` are reused.
 
-    Each row is compared with the first variant, which should be full, and with infinigen at the same budget. If `late`
-    returns True, only existing rows are returned.
+    Each row is compared with the first variant, which should be `full`, and with `infinigen` at the same budget. If
+    `late` returns True, no new row is measured, and only existing rows are returned.
     """
     store = RowStore(out)
     windows = cut_windows(tested, text, config)
@@ -187,7 +192,7 @@ def measure_all(
 
 
 def about(tested: ModelUnderTest, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
-    """Return the settings common to all rows of a text."""
+    """Return the settings that all rows of a text have in common."""
     found = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
     return found | {"decode_from": config.start, "bootstrap_seed": 0}
 
@@ -212,7 +217,7 @@ def run_perplexity(
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """Compare every other policy with infinigen at the same budget and dense layers (`against_infinigen_*`)."""
+    """Add columns `against_infinigen_*`: each other policy against `infinigen` at the same budget and dense layers."""
     for row in rows:
         same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
         mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
@@ -221,7 +226,7 @@ def _against_rivals(rows: list[Row]) -> None:
 
 
 WHAT = (Column("model", "model"), Column("text", "text"), Column("context", "context"), Column("policy", "variant"))
-"""Leading columns of every table."""
+"""First columns of every table."""
 
 COST = (
     Column("dense layers", "dense_layers"),
@@ -230,7 +235,7 @@ COST = (
     Column("fetched", "link", ".1%"),
     Column("of sparse layers", "sparse_link", ".1%"),
 )
-"""Cost columns shown next to every accuracy."""
+"""Cost columns, which every table shows beside its accuracy columns."""
 
 COLUMNS = (
     *WHAT,
@@ -253,7 +258,10 @@ NOTES = (
 
 
 def draw(report: Report, path: Path) -> None:
-    """Plot the perplexity change against full over the attended fraction, a line per policy, with 95 % intervals."""
+    """Plot the change of perplexity from `full` over the attended fraction.
+
+    Each policy is a line with 95 % intervals.
+    """
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(report.rows, key=lambda row: row["sparse_attended"]):

@@ -1,6 +1,7 @@
-"""Needle retrieval: fraction of needles found with each policy.
+"""Needle retrieval: the fraction of hidden facts that a model finds under each policy.
 
-Results are listed by kind, length and distance, with the difference to full attention.
+Results are listed by kind of needle, length of the text and distance of the fact, with the difference from full
+attention.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..core.report import Say
 
 NEAREST = 128
-"""Upper limit of the first distance band in tokens; the limit doubles with each further band."""
+"""Upper limit of the first distance band in tokens. Each further band has twice the limit of the one before."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class RetrievalConfig:
     """Settings of the evaluation.
 
     Attributes:
-        prefilled: Fraction of a passage prefilled with full attention (None: everything before the first question).
-            The rest is decoded under the policy.
+        prefilled: Fraction of a passage that is prefilled with full attention; the rest is decoded under the policy.
+            None means everything before the first question.
     """
 
     lengths: tuple[int, ...] = option((1024, 2048), help="tokens of a passage", metavar="1k,2k")
@@ -56,7 +57,7 @@ class RetrievalConfig:
 
 
 def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind: str) -> list[Passage]:
-    """Build the passages of one length and kind. They are independent of the policy and of other lengths and kinds."""
+    """Build the passages of one length and kind. They do not depend on the policy or on other lengths and kinds."""
     rng = np.random.default_rng([config.seed, length, *kind.encode()])
     made = [haystack.hide(rng, kind, length) for _ in range(config.passages)]
     if config.prefilled is None:
@@ -66,9 +67,9 @@ def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind
 
 
 def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage]) -> Row:
-    """Measure the row of a variant. `samples` holds [kind, distance, right] of each question.
+    """Measure a variant and return its row. `samples` contains [kind, distance, right] for each question.
 
-    A question is right if every answer token is the most probable one, which equals greedy decoding.
+    A question is answered right if every answer token is the most probable one, so that greedy decoding would give it.
     """
     scored = tested.score(variant, [passage.text for passage in passages])
     samples: list[tuple[str, int, bool]] = []
@@ -81,7 +82,7 @@ def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Merge the rows of several kinds with equal numbers of passages into one row."""
+    """Merge the rows of several kinds into one row. All must have the same number of passages."""
     found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
     for name in (key for key in rows[0] if key not in found):
         values = [row[name] for row in rows if row[name] is not None]
@@ -90,7 +91,7 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
-    """Return accuracy, standard error and number of questions: in total, by kind and by distance."""
+    """Return accuracy, standard error and number of questions, in total and also by kind and by distance."""
     found: Row = _accuracy("", [right for _, _, right in samples])
     for kind in dict.fromkeys(kind for kind, _, _ in samples):
         found |= _accuracy(f" {kind}", [right for k, _, right in samples if k == kind])
@@ -135,12 +136,13 @@ def run_retrieval(
     say: Say = say_nothing,
     late: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Measure every variant at every length in `book` (called `name`), or reuse the rows in `out`.
+    """Measure every variant at every length in `book`, which is called `name` in results. Existing rows are reused.
 
-    Writes retrieval.json, .csv, .md and two plots to `out`. All variants are compared with the first, which should be
-    full. If `late` returns True, only the first variant is measured.
+    Write retrieval.json, .csv, .md and two plots to `out`. All variants are compared with the first one, which should
+    be `full`. If `late` returns True, only the first variant is measured.
     """
-    # The loop over kinds is outside the loop over variants, so that a passage is prefilled once for all variants.
+    # The outer loop is over kinds and the inner one over variants, so that a passage is prefilled once for all
+    # variants.
     store = RowStore(out)
     haystack = Haystack(tested, book)
     rows: list[Row] = []
@@ -165,8 +167,8 @@ def run_retrieval(
 
 
 def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
-    """Return the stored row of the passages of one kind, or measure it."""
-    # The digest of the passages in the key invalidates rows of passages with a different wording.
+    """Return the row of a variant for passages of one kind. Measure it if it is not stored."""
+    # The key contains a digest of the passages, so that rows of passages with other wording are not reused.
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
     key = {"suite": "retrieval", **tested.identity, **said, "variant": tested.key(variant)}
     return store.once(key, partial(measure, tested, variant, passages))

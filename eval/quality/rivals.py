@@ -72,7 +72,10 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the score of a generated token for new tokens. `on_queries` replaces it for tokens of the prompt."""
+        """Return entries for new tokens, with the score of a generated token.
+
+        For a prompt, `on_queries` replaces them.
+        """
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 The search minimizes the bytes that a decode step reads, while the missed attention mass stays below a limit. The missed
 attention mass is measured with exact scores of every decoded position. The limit applies to the worst layer and
-therefore also to the mean over layers. The objective is the bytes read per decode step in the sparse layers: KV fetched
-from the host, plus the scoring keys and the resident window, which are read on the device.
+therefore also to the mean over layers. The bytes are those read in the sparse layers: KV fetched from the host, plus
+the scoring keys and the resident window, which are read on the device.
 
 The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
-`alpha` within the limit, with `max_fraction` unlimited. The last stage tries the smallest `max_fraction` for that
-alpha, a fixed fraction instead of a threshold, and repairs (`max_missed_mass`) from a smaller alpha. Other combinations
-are not tried.
+`alpha` within the limit, with `max_fraction` unlimited. The last stage tries three changes: the smallest `max_fraction`
+for this alpha, a fixed fraction of the tokens instead of a threshold, and the option `max_missed_mass` with a smaller
+alpha. Other combinations are not tried.
 """
 
 from __future__ import annotations

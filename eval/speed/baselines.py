@@ -1,6 +1,7 @@
 """Baselines of the speed benchmark: transformers with each of its caches, and this runtime with each policy.
 
-All use the same random model and synthetic context, for one sequence or several sequences without shared prefix.
+All baselines use the same random model and synthetic context, with one sequence or several sequences without a shared
+prefix.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from ...transfer.base import Transfer
 from .synthetic_kv import RESIDENT, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
-"""Token decoded in every step; the speed does not depend on it."""
+"""Token id that every step decodes. The speed does not depend on it."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a Llama with random weights."""
+    """Shape of a Llama model with random weights."""
 
     layers: int
     hidden: int
@@ -49,7 +50,7 @@ class Shape:
     dtype: torch.dtype
 
     def model(self, positions: int, device: torch.device) -> LlamaForCausalLM:
-        """Create the model with weights drawn in `dtype` on `device`."""
+        """Create the model on `device`, with random weights of type `dtype` and `positions` positions."""
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -94,7 +95,7 @@ SHAPES = {
 
 
 class Baseline(Protocol):
-    """Interface of a baseline."""
+    """Interface of the baselines."""
 
     @property
     def name(self) -> str:
@@ -110,20 +111,20 @@ class Baseline(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return further columns of the report."""
+        """Return further columns of the report for this baseline."""
         ...
 
 
 class Peer:
-    """transformers with one of its caches and SDPA attention."""
+    """Baseline: transformers with one of its caches and SDPA attention."""
 
     def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
-        """Create the baseline; `tokens` `[B, 1]` are decoded in every step, on the compute device."""
+        """Create the baseline. `tokens` `[B, 1]`, on the compute device, are decoded in every step."""
         self.name = name
         self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Load K and V with `update` of the cache, one copy per sequence."""
+        """Load K and V with the cache's `update`, with one copy per sequence."""
         batch = len(self._tokens)
         k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.update(k, v, layer)
@@ -141,7 +142,7 @@ class Peer:
 
 
 class Context:
-    """Synthetic context in a host pool, once per sequence of the batch, without shared blocks.
+    """Synthetic context in a host pool. Each sequence of the batch has its own copy, without shared blocks.
 
     Every policy decodes forks of these sequences.
     """
@@ -163,12 +164,12 @@ class Context:
         return [self.pool.fork(blocks) for blocks in self._block_tables]
 
     def blank(self) -> list[BlockTable]:
-        """Return an empty block table per sequence."""
+        """Return an empty block table for each sequence."""
         return [self.pool.new_block_table(1) for _ in self._block_tables]
 
 
 class Ours:
-    """This runtime with one policy: `Runner.decode` on the given block tables, without sampling."""
+    """Baseline: this runtime with one policy. Calls `Runner.decode` on the given block tables, without sampling."""
 
     def __init__(
         self, name: str, model: LoadedModel, policy: Policy, context: Context, block_tables: list[BlockTable]
@@ -190,7 +191,7 @@ class Ours:
         )  # fmt: skip
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Pass the KV to the policy; the pool already contains it."""
+        """Pass the KV to the policy. The pool already contains it."""
         if layer not in self._policy.dense_layers:
             adapter = self.runner.adapter
             keys, values = (rows.to(adapter.device, adapter.dtype) for rows in (kv.k, kv.v))
@@ -203,7 +204,7 @@ class Ours:
         self.runner.decode(self._batch)
 
     def facts(self) -> dict[str, Any]:
-        """Return attended and fetched fractions, transferred bytes per token, and device memory of the policy."""
+        """Return attended and fetched fractions, transferred bytes per token, and the policy's device memory."""
         first, dense = self._batch[0], self._policy.dense_layers
         trace, steps = first.trace, max(1, len(first.trace.attended))
         shares = Fractions.of(trace, dense)
@@ -219,14 +220,14 @@ class Ours:
 
 @dataclass(frozen=True)
 class Field:
-    """Inputs of the baselines.
+    """Inputs from which baselines are created.
 
     Attributes:
         model: Model for the baselines of transformers.
-        own: The same weights in the memory layout of `load_model`, for this runtime.
+        own: Model with the same weights in the memory layout of `load_model`, for this runtime.
         synthetic: Synthetic context.
-        context: Context in the pool, unquantized.
-        other: Creates a context in a quantized format.
+        context: The context in a pool, unquantized.
+        other: Creates the context in a pool with a quantized format.
         room: Capacity of preallocated caches in tokens.
         batch: Number of sequences.
     """
@@ -241,13 +242,13 @@ class Field:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model with synthetic queries."""
+        """The model with the adapter that adds `c` to all queries."""
         adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Tokens decoded in each step of transformers, `[B, 1]`."""
+        """Tokens `[B, 1]` that the baselines of transformers decode in each step."""
         return torch.full((self.batch, 1), TOKEN, device=self.model.device)
 
     def peer(self, name: str, cache: Cache) -> Peer:
@@ -255,17 +256,17 @@ class Field:
         return Peer(name, self.model, cache, self.synthetic.length, self.tokens)
 
     def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
-        """Create a baseline of this runtime with a registered policy."""
+        """Create a baseline of this runtime with the policy of this name."""
         return Ours(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
 
     def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
-        """Build a registered policy."""
+        """Create the policy of this name."""
         artifact = self.synthetic.artifact()
         return build_policy(self.loaded, policy, options, lambda method: artifact)
 
 
 class Skipped(Exception):  # noqa: N818 - a result, not an error
-    """Raised with the reason why a baseline cannot run on this machine."""
+    """A baseline cannot run on this machine. The message is the reason."""
 
 
 def _static(field: Field) -> Baseline:
@@ -298,7 +299,7 @@ def _installed(module: str) -> bool:
 
 
 SELECTION: dict[str, Any] = {"preset": "rows", "dense_layers": ()}
-"""Options of "infinigen" in this benchmark: no dense layers and no approximate KV."""
+"""Options of the baseline "infinigen": no dense layers and no approximate KV."""
 
 
 def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Baseline]:
@@ -311,8 +312,8 @@ def _full(field: Field) -> Baseline:
 
 
 def _h2o(field: Field) -> Baseline:
-    """Create H2O with as many attended tokens as "infinigen"."""
-    # There is no attention history before the first step, so the choice of tokens is arbitrary. The time is realistic.
+    """Create H2O with as many attended tokens as the baseline "infinigen"."""
+    # There is no attention history before the first step, so the selected tokens are arbitrary. The time is realistic.
     length = field.synthetic.length
     first, last = RESIDENT
     share = field.synthetic.fraction * (length - first - last) + first + last

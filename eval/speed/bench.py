@@ -31,10 +31,10 @@ from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Shape, Skipped
 from .synthetic_kv import SyntheticKV
 
 BURST = 2
-"""Tokens per turn of a baseline: the first one runs with cold processor caches, the second with warm ones."""
+"""Number of tokens per turn of a baseline. The first runs with cold processor caches, the second with warm ones."""
 
 WARM_UP = 2
-"""Number of untimed turns."""
+"""Number of untimed turns of each baseline before the measurement."""
 
 COLUMNS = (
     Column("shape", "shape"),
@@ -96,7 +96,10 @@ class BenchConfig:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
 
     def made_shape(self, name: str, device: torch.device) -> Shape:
-        """Return the shape with `layers` and `dtype` applied. On a CPU, "auto" is float32, which is faster."""
+        """Return the shape `name` with the configured `layers` and `dtype`.
+
+        On a CPU, "auto" is float32, which is faster.
+        """
         shape = SHAPES[name]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
         return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
@@ -104,7 +107,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured point: name of the shape, number of sequences, context length in tokens."""
+    """A point to measure: name of the shape, number of sequences, and context length in tokens."""
 
     shape: str
     batch: int
@@ -118,13 +121,13 @@ class Point:
 def run_bench(config: BenchConfig, out: Path, say: Say) -> Report:
     """Measure every baseline at every shape, batch size and context length.
 
-    Writes `decode_step.json`, `.csv`, `.md` and `time_per_step.png` to `out`. Raises ConfigError if there is no such
-    device.
+    Write `decode_step.json`, `.csv`, `.md` and `time_per_step.png` to `out`. Raises ConfigError if the device does not
+    exist.
     """
     device = _device(config.device)
     about = _about(config, device)
     report = Report("decode_step", "Decode step", about, COLUMNS, [])
-    report.write(out)  # raises InputError before anything is measured
+    report.write(out)  # if `out` cannot be written, raise InputError before the measurement
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
@@ -155,9 +158,9 @@ def _about(config: BenchConfig, device: torch.device) -> dict[str, Any]:
 
 
 def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: list[str]) -> list[Row]:
-    """Measure all baselines at one point, alternately.
+    """Measure all baselines at one point. On a CPU, they take turns.
 
-    Baselines that cannot run are added to `skipped` with the reason.
+    A baseline that cannot run is added to `skipped`, with the reason.
     """
     # On CUDA the baselines run one after another, because device memory does not hold all of them at once.
     room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
@@ -179,7 +182,7 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
 def _interleaved(
     config: BenchConfig, field: Field, point: Point, names: Sequence[str], say: Say, skipped: list[str]
 ) -> list[Row]:
-    """Measure the baselines `names` alternately, all in memory at once."""
+    """Measure the baselines `names`, which take turns. All of them are in memory at the same time."""
     baselines = _baselines(names, field, say, skipped)
     for layer, kv in enumerate(field.synthetic.layers(field.model.device)):
         for baseline in baselines:
@@ -206,7 +209,7 @@ def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
-    """Create synthetic contexts of `length` tokens, in pools with room for the new tokens of all policies."""
+    """Create synthetic contexts of `length` tokens, in pools with room for the tokens that all policies will decode."""
     synthetic = SyntheticKV.draw(adapter_for(model).geometry, length, fraction, spread)
     made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}
 
@@ -221,7 +224,7 @@ def make_field(model: Any, length: int, room: int, fraction: float, spread: floa
 def _context(
     model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_cache_dtype: KVFormatName, users: int
 ) -> Context:
-    """Create a context in a new pool with room for `users` policies."""
+    """Create a context in a new pool with room for the forks of `users` policies."""
     adapter = adapter_for(model)
     slots = batch * (synthetic.length + users * (room - synthetic.length + BLOCK_SIZE))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
@@ -282,7 +285,8 @@ def _clock(device: torch.device) -> Callable[[], float]:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Plot the time per step with quartiles over the varied setting (InfiniGen, Figures 14 to 16).
 
-    If several settings vary, the x axis is the one with the most values, and the others distinguish lines.
+    If several settings vary, the x axis shows the setting with the most values, and there is a line for each
+    combination of the other settings.
     """
     settings = {"context": "tokens in context", "batch": "sequences", "shape": "shape"}
     values = {key: list(dict.fromkeys(row[key] for row in rows)) for key in settings}

@@ -17,13 +17,13 @@ from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice, option
 
 FIRST = "transformers, DynamicCache"
-"""Baseline of all ratios."""
+"""Competitor to which all ratios refer."""
 
 FLOAT32 = "full, float32"
-"""Reference of the token agreement."""
+"""Competitor with whose tokens all others are compared."""
 
 Turn = Iterator[int]
-"""Greedy tokens, starting with the first one after the prompt."""
+"""Iterator over greedy tokens, beginning with the first token after the prompt."""
 
 Ask = Callable[[Sequence[int]], Turn]
 

@@ -28,20 +28,20 @@ HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
 
 LANES = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16": 64}
-"""Products of a code and a weight per vector instruction, additions included."""
-VALUE_PRODUCTS = {"scalar": 2, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
+"""Number of products of a code and a weight per vector instruction. The additions are included."""
+VALUE_PRODUCTS = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
-"""Vector instructions per LANES exponentials, and per LANES ranked scores."""
+"""Number of vector instructions per LANES exponentials, and per LANES ranked scores."""
 
 COLD = 96 << 20
-"""Bytes that successive calls read before they repeat, so that the data is not in a cache."""
+"""Number of bytes that successive calls read before they read the same data again, so that it is not in a cache."""
 QUERIES = 256
-"""Tokens whose queries attend together in prefill."""
+"""Number of tokens whose queries attend together in prefill."""
 WEIGHT = (1536, 576)
-"""Shape of a linear layer of SmolLM2's MLP, read for one row."""
+"""Shape of a linear layer of SmolLM2's MLP, which a decode step reads for one input row."""
 
 PER_CYCLE = 2
-"""Vector instructions per cycle. Some processors execute only one of 512 bits."""
+"""Number of vector instructions per cycle. Some processors execute only one 512-bit instruction per cycle."""
 
 COLUMNS = (
     Column("level", "level"),
@@ -90,7 +90,10 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 
 
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Yield scores of low-bit keys, selection, and attention over low-bit values; none without a C compiler."""
+    """Yield scores of low-bit keys, selection, and attention over low-bit values.
+
+    Yields no case without a C compiler.
+    """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
     if native.low_bit(D, VALUE_BITS, GROUP) is None:
@@ -203,7 +206,7 @@ def _read_rate(repeats: int) -> float:
 
 
 def _clock() -> float:
-    """Return the cycles per second of this processor; 3e9 if unknown."""
+    """Return the cycles per second of this processor, or 3e9 if unknown."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"cpu MHz\s*: ([\d.]+)", path.read_text() if path.exists() else "")
     return 1e6 * float(found[1]) if found else 3e9

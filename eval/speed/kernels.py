@@ -1,7 +1,8 @@
 """Benchmark of each operation of the decode step.
 
-Reports the time relative to the lower bound given by the bytes moved, and the error relative to float64. Triton kernels
-run on CUDA devices; elsewhere the torch definitions run, only to check that the benchmark works.
+Reports the time relative to a lower bound, which follows from the bytes that must be moved, and the error relative to
+float64. On CUDA devices, the Triton kernels run. On other devices, the torch definitions run, only to check that the
+benchmark works.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
 """Shape of one layer of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
 
 WARM_UP = 3
-"""Number of untimed calls; the first one compiles."""
+"""Number of untimed calls before the measurement. The first one compiles the kernel."""
 
 CACHES = 1 << 28
-"""Bytes written between replayed calls; more than the cache of any device."""
+"""Number of bytes to write between replayed calls, to empty the device's cache.
+
+It is larger than the cache of any device.
+"""
 
 REPLAYED = 8
 """Number of calls per graph."""
@@ -43,10 +47,10 @@ class KernelSize:
     Attributes:
         copied: Size in bytes of each copy that measures a bandwidth.
         tokens: Context length in tokens.
-        share: Fraction of the tokens fetched.
+        share: Fraction of the tokens that is fetched.
         batch: Number of sequences with a shared prefix.
         prefix: Length of the shared prefix in tokens.
-        own: Number of tokens of each sequence after the prefix.
+        own: Number of tokens of each sequence after the shared prefix.
         repeats: Number of timed calls of each operation.
         programs: Numbers of Triton programs of a gather, timed in addition to the default number. Too few programs do
             not saturate the transfer; too many delay other kernels.
@@ -67,11 +71,11 @@ SMALL = KernelSize(1 << 20, 1024, 0.05, 3, 128, 64, 3, (8,))
 
 @dataclass(frozen=True)
 class Case:
-    """One operation.
+    """One operation to measure.
 
     Attributes:
         name: Name of the operation.
-        moved: Bytes that the operation must move.
+        moved: Number of bytes that the operation must move.
         over_link: Whether the bytes are moved from host to device rather than within device memory.
         call: Runs the operation.
         error: Runs the operation once and returns the maximum deviation from float64, relative to the tolerance
@@ -106,9 +110,10 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
 
 
 def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> float | None:
-    """Return the time in ms of a call in a replayed CUDA graph, with a cold device cache.
+    """Return the time in ms of a call in a replayed CUDA graph, with an empty device cache.
 
-    Excludes the launch cost on the host. None on a CPU, or if the call cannot be captured.
+    The time does not include the cost of launching on the host. The result is None on a CPU, or if the call cannot be
+    captured.
     """
     if device.type != "cuda":
         return None
@@ -143,8 +148,9 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
 def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
     """Measure bandwidths in bytes per second, with copies of `size` bytes.
 
-    Covers pinned transfers from host to device, back, and in both directions at once (the sum), and copies in device
-    memory (bytes count twice, for read and write). On a CPU, all are copies in memory.
+    Measures transfers through pinned memory from host to device, from device to host, and in both directions at once
+    (the sum), and copies in device memory (each byte counts twice, for read and write). On a CPU, all are copies in
+    memory.
     """
     pinned, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2))
     there = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -168,9 +174,9 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
 
 
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
-    """Measure each operation, launched from the host and replayed.
+    """Measure each operation, both launched from the host and in a replayed CUDA graph.
 
-    `rates` holds the measured bandwidths in bytes per second: "device" memory and host-to-device "link".
+    `rates` contains the measured bandwidths in bytes per second: "device" (device memory) and "link" (host to device).
     """
     rows = []
     for case in cases(device, size):
@@ -186,14 +192,14 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
 
 
 def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
-    """Yield all operations. The memory of each is released before the next."""
+    """Yield all operations. The memory of one is freed before the next one is created."""
     torch.manual_seed(0)
     for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append):
         yield from make(device, size)
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and stops of the lists of one sequence, covering all tokens."""
+    """Return starts and stops of the token lists of one sequence, which cover all its tokens."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -252,7 +258,7 @@ def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
     for bits, d in ((8, COLUMNS), (4, D), (2, D)):
         mean, step = torch.zeros(KV_HEADS, d, device=device), torch.rand(KV_HEADS, d, device=device) + 0.01
         codes = torch.randint(0, 1 << bits, (KV_HEADS, size.tokens, d), dtype=torch.uint8, device=device)
-        rows = torch.nn.functional.pad(pack(codes, bits), (0, row_width(d) - d))  # memory layout of the scoring keys
+        rows = torch.nn.functional.pad(pack(codes, bits), (0, row_width(d) - d))  # the memory layout of scoring keys
         packed, q = PointerTable.of([rows]), torch.randn(KV_HEADS, GROUP, d, device=device)
         del codes
 
@@ -292,7 +298,7 @@ def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _half(device: torch.device) -> torch.dtype:
-    """Return bfloat16 on CUDA, otherwise float32."""
+    """Return bfloat16 on CUDA, and float32 on other devices."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

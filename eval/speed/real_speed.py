@@ -1,6 +1,6 @@
 """Compare prompt and decode times of a trained model with alternative runtimes.
 
-All competitors use the same weights and tokens. Each runs in its own process, and they take turns.
+All competitors use the same weights and tokens. Each competitor runs in its own process, and the processes take turns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the competitor."""
+        """End the competitor and free its memory."""
         ...
 
 
@@ -52,12 +52,12 @@ def run_real_speed(
     say: Say,
     start: Callable[[str, str, SpeedConfig], Worker] = SubprocessCompetitor,
 ) -> Report:
-    """Measure CPU time, memory and tokens of each competitor; write real_speed.{json,csv,md} to `out`.
+    """Measure CPU time, memory and tokens of each competitor. Write real_speed.{json,csv,md} to `out`.
 
-    Competitors that do not start are left out. Files are written after each context length.
+    Competitors that do not start are left out. The files are written after each context length.
 
     Raises:
-        InputError: If the text is too short, or if a competitor fails to generate.
+        InputError: The text is too short, or a competitor fails to generate.
     """
     ids = LLM(model, policy="full", dtype=config.dtype).encode(text)
     if len(ids) < max(config.contexts) + 100 * config.repeats:
@@ -89,7 +89,7 @@ def _started(
     start: Callable[[str, str, SpeedConfig], Worker],
     ends: ExitStack,
 ) -> dict[str, Worker]:
-    """Start the competitors. The reason is reported for each that does not start."""
+    """Start the competitors and return the running ones. If a competitor does not start, report the reason."""
     workers: dict[str, Worker] = {}
     for name in (FIRST, *config.runtimes):
         try:
@@ -106,7 +106,10 @@ def _started(
 def _asked(
     workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Say
 ) -> dict[str, list[Result]]:
-    """Collect the results of every competitor for prompts of one length. float32 runs only the first prompt."""
+    """Return the results of every competitor for prompts of one length.
+
+    The float32 reference runs only the first prompt.
+    """
     results: dict[str, list[Result]] = {name: [] for name in workers}
     begin, names = (len(ids) - context) // 3, list(workers)
     for repeat in range(config.repeats):
@@ -135,7 +138,7 @@ def _row(model: str, context: int, name: str, results: dict[str, list[Result]]) 
 
 
 def _same(tokens: list[int], right: list[int]) -> str:
-    """Return the length of the common prefix as text."""
+    """Return how many tokens agree before the first difference, as text."""
     pairs = enumerate(zip(tokens, right, strict=True))
     count = next((i for i, (mine, theirs) in pairs if mine != theirs), len(tokens))
     return f"{count} of {len(tokens)}"

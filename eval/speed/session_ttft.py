@@ -1,4 +1,7 @@
-"""Time to first token (TTFT) of the next turn of a session: recomputed, from host memory, from disk (warm and cold)."""
+"""Measure the time to first token (TTFT) of the next turn of a session.
+
+The KV of earlier turns is computed again, in host memory, on a disk with cached files (warm), or on a disk (cold).
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,20 @@ VOCABULARY = 2048
 """Number of token ids that are drawn."""
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-"""Generates two tokens, so that the work at the end of a turn (saving the history) is not timed."""
+"""Sampling parameters with two tokens, so that the work at the end of a turn (saving the history) is not timed."""
 
 
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
     """Measure the time to the first token of a turn after `history` tokens, for each source of the history's KV.
 
-    The sources alternate. Recomputation is measured once.
+    The sources take turns. Recomputation is measured only once.
 
     Args:
         make: Creates a runtime with an empty pool.
         history: Number of tokens of the session.
-        repeats: Number of turns from host memory and from disk (warm and cold).
-        store: Folder of the session store; stores share the blocks of equal text, so each history needs its own.
+        repeats: Number of measured turns for each source except recomputation.
+        store: Folder of the session store. Equal texts share blocks in a store, so each history length needs a separate
+            folder.
     """
     llm, prompt = fresh(make, history), tokens(history, "history")
     recomputed = first_token(lambda: llm.stream([*prompt, *tokens(TURN, "recomputed")], SHORT))
@@ -60,9 +64,9 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a warmed-up runtime without the history."""
-    # Touch the pool memory for `history` tokens and a turn, as for pinned memory. On a busy machine, the first touch
-    # of a page can take longer than reading it from disk.
+    """Create a runtime without the history, and warm it up."""
+    # Touch the memory of the pool for `history` tokens and a turn. Pinned memory would be touched too. On a busy
+    # machine, the first touch of a page can take longer than reading it from disk.
     llm = make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool, count = llm.runner.pool, history + TURN + BLOCK_SIZE
@@ -76,16 +80,16 @@ def fresh(make: Callable[[], LLM], history: int) -> LLM:
 
 
 def tokens(count: int, name: str) -> list[int]:
-    """Draw uniform token ids, seeded by `name`."""
-    # Different names give different tokens, so that a turn is not found in the prefix cache.
+    """Return `count` random token ids, drawn uniformly with a seed from `name`."""
+    # Different names give different tokens, so that no turn is found in the prefix cache.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     found: list[int] = torch.randint(1, VOCABULARY, (count,), generator=generator).tolist()
     return found
 
 
 def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
-    """Return the seconds from the request to the first event."""
-    gc.collect()  # release the memory of closed objects outside the timed section
+    """Return the seconds from the call of `ask` to its first output."""
+    gc.collect()  # free the memory of closed objects outside the timed section
     began = time.perf_counter()
     events = ask()
     next(events)
@@ -95,7 +99,7 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Time a turn of a fork of the session; the session itself is unchanged."""
+    """Fork the session `name` and return the time of a turn of the fork. The session itself is unchanged."""
     session = llm.session("s", store)
     fork = session.fork(name)
     seconds = first_token(lambda: fork.send(tokens(TURN, name), SHORT))
@@ -105,13 +109,13 @@ def timed_fork(llm: LLM, store: Path, name: str) -> float:
 
 
 def fill_cache(folder: Path) -> None:
-    """Read the files into the page cache."""
+    """Read all files in the folder, so that they are in the page cache."""
     for path in folder.rglob("*.kv"):
         path.read_bytes()
 
 
 def drop_cache(folder: Path) -> None:
-    """Drop the files from the page cache, so that the next read comes from the disk."""
+    """Remove the files in the folder from the page cache, so that the next read comes from the disk."""
     for path in folder.rglob("*.kv"):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,13 +1,14 @@
-"""Synthetic KV of a long context without a prefill: a fixed fraction of "planted" tokens attracts every query.
+"""Create the KV of a long context without a prefill.
 
-With random weights, attention is uniform and every threshold selects all tokens. Here, a constant vector `c` is added
-to all queries of a KV head (one small addition per layer). Keys are noise, and planted keys have an additional
-component `HEIGHT / |c|` along `c`. Planted tokens therefore score `HEIGHT` above the others for every query, and differ
-by less than one nat.
+A fixed fraction of the tokens, the "planted" tokens, gets the attention.
+
+This is needed for speed benchmarks with random weights: there, attention is uniform, and every threshold selects all
+tokens. Here, a constant vector `c` is added to all queries of a KV head (one small addition per layer). Keys are noise,
+and planted keys have an additional component `HEIGHT / |c|` along `c`. For every query, the scores of planted tokens
+are therefore higher by `HEIGHT`, and differ from each other by less than one nat.
 
 Planted tokens are drawn independently for each layer and KV head, with different counts per head. With equal counts,
-the tokens above the threshold would be the selection, and the ranking step, which costs time on real text, would never
-run.
+all tokens above the threshold would be selected, and the ranking step, which takes time on real texts, would never run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...skewing.artifact import SkewArtifact
 from ...skewing.guess import Correction
 
 HEIGHT = 40.0
-"""Score difference (after scaling) of planted and other tokens; large enough for int2 keys."""
+"""Difference between the scores (after scaling) of planted and other tokens. It is large enough for int2 keys."""
 
 NOISE = 0.1
 """Standard deviation of the elements of a key."""
@@ -32,7 +33,7 @@ NOISE = 0.1
 CPU = torch.device("cpu")
 
 RESIDENT = (4, 64)
-"""Numbers of first and last tokens that are never planted: sinks and window of the default preset."""
+"""Numbers of tokens at the start and at the end that are never planted: sinks and recent window of the default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class SyntheticKV:
         geometry: Model geometry.
         length: Context length in tokens.
         fraction: Fraction of eligible tokens that is planted, mean over the KV heads of a layer.
-        spread: Maximum relative deviation of the fraction of a head.
+        spread: Maximum relative deviation of a KV head's fraction from `fraction`.
         seed: Random seed.
         directions: `c` of each KV head, float32 `[L, Hkv, d]`.
         tokens: Sorted indices of planted tokens, int64 `[n]`, by layer and KV head.
@@ -80,7 +81,7 @@ class SyntheticKV:
         return cls(geometry, length, fraction, spread, seed, directions, tokens)
 
     def layers(self, device: torch.device = CPU) -> Iterator[KVPart]:
-        """Yield K and V `[Hkv, N, d]` (float32) of each layer, drawn on `device`. Equal for every call."""
+        """Yield K and V `[Hkv, N, d]` (float32) of each layer, drawn on `device`. Every call gives the same values."""
         geometry = self.geometry
         shape = (geometry.kv_heads, self.length, geometry.head_dim)
         for layer in range(geometry.layers):
@@ -92,13 +93,14 @@ class SyntheticKV:
             yield KVPart(k, v)
 
     def _along(self, layer: int) -> float:
-        """Return the factor of `c` in a planted key: HEIGHT = scale * factor * |c|^2."""
+        """Return the factor f of `c` in a planted key, so that HEIGHT = scale * f * |c|^2."""
         return HEIGHT / (self.geometry.scales[layer] * float(self.directions[layer, 0].square().sum()))
 
     def artifact(self) -> SkewArtifact:
-        """Return the skew artifact that a calibration on these keys would find.
+        """Return the skew artifact that a calibration on these keys would give.
 
-        The first column is `c`, the others span the rest. Means and deviations describe the keys.
+        The first column of the rotation is `c`, and the other columns span the rest of the space. Means and deviations
+        describe the keys.
         """
         generator = torch.Generator().manual_seed(self.seed)
         layers, kv_heads, d = self.directions.shape
@@ -121,7 +123,7 @@ class SyntheticKV:
 
 
 def _counts(n: int, heads: int, spread: float) -> list[int]:
-    """Return counts for `heads`, evenly from `(1 - spread) n` to `(1 + spread) n`, `heads * n` in total, each >= 1."""
+    """Return a count per head, spread evenly from `(1 - spread) n` to `(1 + spread) n`. Their sum is `heads * n`."""
     steps = [2 * i / (heads - 1) - 1 if heads > 1 else 0.0 for i in range(heads)]
     counts = [max(1, round(n * (1 + spread * step))) for step in steps]
     counts[-1] += heads * n - sum(counts)
@@ -129,7 +131,7 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
 
 
 class SyntheticAdapter(ForwardingAdapter):
-    """Model adapter that adds `c` to the queries."""
+    """Model adapter that adds `c` to all queries."""
 
     def __init__(self, inner: ModelAdapter, synthetic: SyntheticKV) -> None:
         super().__init__(inner)

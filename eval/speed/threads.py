@@ -1,7 +1,7 @@
-"""Measure the wall time of a token by number of threads, on an idle machine and with another busy process.
+"""Measure the wall time per token by number of threads, on an idle machine and while another process is busy.
 
-Each case runs in its own process with a user's environment: torch and transformers are imported before this package,
-and no OpenMP variable is set. The policies of a case take turns, three tokens each.
+Each case runs in its own process, in the environment of a normal user: torch and transformers are imported before this
+package, and no OpenMP variable is set. The policies of a case take turns, three tokens each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ...utils.openmp import WAIT_VARIABLES
 from ..core.report import Column, Report, Row, Say
 
 TURN = 3
-"""Tokens that one policy decodes before the next policy continues."""
+"""Number of tokens that one policy decodes before it is the next policy's turn."""
 
 WARM_UP = 4
-"""Warm-up turns of each policy, excluded from the results, because `ThreadChoice` measures steps during them."""
+"""Number of first turns of each policy that are not counted, because `ThreadChoice` makes its measurements in them."""
 
 _CASE = "import torch, transformers; from offload_rt.eval.speed import threads; threads.run_case()"
 
@@ -57,7 +57,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ThreadsConfig:
-    """Cases of a run."""
+    """Settings of the measurement."""
 
     context: int = option(6_000, help="tokens of the prompt", metavar="N")
     tokens: int = option(48, help="tokens timed for each policy", metavar="N")
@@ -76,7 +76,7 @@ class _Case:
 
 
 def run_threads(model: str, text: str, config: ThreadsConfig, say: Say) -> Report:
-    """Measure every combination of `config`. Raise InputError if one fails."""
+    """Measure every combination of `config`. Raise InputError if a case fails."""
     rows = list[Row]()
     for busy, threads in product(config.busy, config.threads):
         say(f"{threads} threads, another process uses {busy:.0%} of a processor")
@@ -92,14 +92,14 @@ def run_threads(model: str, text: str, config: ThreadsConfig, say: Say) -> Repor
 
 
 def _median(rows: Sequence[Row], row: Row, **other: object) -> float:
-    """Return the median time of the row that equals `row` except for the values `other`."""
+    """Return the median time of the row that equals `row` in all settings except `other`."""
     sought = {key: row[key] for key in ("busy", "threads", "policy")} | other
     return next(float(one["median"]) for one in rows if sought.items() <= one.items())
 
 
 @contextmanager
 def _busy_process(share: float) -> Iterator[None]:
-    """Run a process that uses the fraction `share` of a processor."""
+    """Run another process that uses the fraction `share` of a processor, during the `with` statement."""
     if not share:
         yield
         return
@@ -125,7 +125,7 @@ def _in_a_process(case: _Case) -> list[Row]:
 
 
 def run_case() -> None:
-    """Measure the case that stdin describes, and print its rows as JSON."""
+    """Measure the case that is described on stdin, and print its rows as JSON."""
     given = json.load(sys.stdin)
     print(json.dumps(measure_case(_Case(**given | {"config": ThreadsConfig(**given["config"])}))))
 
@@ -137,7 +137,7 @@ def measure_case(case: _Case) -> list[Row]:
 
     config = case.config
     torch.set_num_threads(case.threads)
-    # Without shared prefixes each policy has contiguous KV, as if it ran alone.
+    # Without shared prefixes, each policy has its own contiguous KV, as if it ran alone.
     llm = LLM(
         case.model, policy=config.policies[0], dtype=config.dtype, missed_mass_every=0, enable_prefix_caching=False
     )
@@ -163,7 +163,7 @@ def measure_case(case: _Case) -> list[Row]:
 
 
 def _turn(steps: Iterator[object]) -> float:
-    """Return the time per token in milliseconds."""
+    """Run one turn of a policy and return the time per token in milliseconds."""
     began = time.perf_counter()
     for _ in range(TURN):
         next(steps)

@@ -1,4 +1,4 @@
-"""Run a competitor in its own process, so that memory, threads and caches are separate."""
+"""Run a competitor in its own process, so that memory, threads and caches are not shared with other competitors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from .competitors import COMPETITORS, SpeedConfig
 
 @dataclass(frozen=True)
 class Result:
-    """CPU seconds to the first token and of each further token, the tokens, and peak memory so far in bytes."""
+    """Result of one prompt.
+
+    Attributes:
+        prefill: CPU seconds to the first token.
+        steps: CPU seconds of each further token.
+        tokens: Generated token ids.
+        peak_bytes: Peak memory of the process up to now, in bytes.
+    """
 
     prefill: float
     steps: list[float]
@@ -29,17 +36,17 @@ class Result:
 
 def _peak_bytes() -> int:
     """Return the peak resident memory of this process, including mapped files."""
-    # `getrusage` would start with the peak of the parent process.
+    # `getrusage` would include the peak of the parent process.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     assert found is not None
     return 1024 * int(found[1])
 
 
 class InProcessCompetitor:
-    """Run a competitor in the current process."""
+    """A competitor that runs in the current process."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
-        """Load the model. Raises ImportError if a package is missing; errors of loading propagate."""
+        """Load the model. Raises ImportError if a package is missing, and the errors of loading."""
         torch.set_num_threads(config.threads)
         self._ask, self._tokens = COMPETITORS[name](model, config), config.tokens
 
@@ -59,10 +66,10 @@ class InProcessCompetitor:
 
 
 class SubprocessCompetitor:
-    """Run a competitor in its own process, which ends with `close`."""
+    """A competitor that runs in its own process, until `close` is called."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
-        """Start the process. Raises InputError with the error of the process if loading fails."""
+        """Start the process. If loading fails in it, raise InputError with the error message."""
         context = multiprocessing.get_context("spawn")
         self._end, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, name, model, config), daemon=True)
@@ -71,7 +78,7 @@ class SubprocessCompetitor:
         self._take(name)
 
     def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate from one prompt. Raises InputError with the error of the process if it fails."""
+        """Generate from one prompt. If this fails in the process, raise InputError with the error message."""
         self._end.send(list(prompt))
         result = self._take("a competitor")
         assert isinstance(result, Result)
@@ -93,7 +100,7 @@ class SubprocessCompetitor:
 
 
 def _serve(end: Connection, name: str, model: str, config: SpeedConfig) -> None:
-    """Generate from prompts until the other end is closed. Errors are sent as strings."""
+    """Generate from prompts that arrive on `end`, until the other end is closed. Errors are sent back as strings."""
     try:
         competitor = InProcessCompetitor(name, model, config)
         end.send(None)

@@ -1,10 +1,10 @@
-"""Suite of all measurements that need a CUDA device: `make gpu PART=...`.
+"""Run all measurements that need a CUDA device: `make gpu PART=...`.
 
 Each part takes less than ten minutes and writes a JSON file.
 
-    offload-rt eval gpu                                  # all parts in sequence, each in its own process
-    offload-rt eval gpu --part kernels
-    offload-rt eval gpu --device cpu --small             # without a GPU: checks that everything runs
+    offload-rt eval gpu                                  # all parts in sequence, each in its own process offload-rt
+    eval gpu --part kernels offload-rt eval gpu --device cpu --small             # without a GPU: checks that everything
+    runs
 
 Without a CUDA device, every part is skipped and nothing is written.
 """
@@ -35,7 +35,7 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
 
 
 def machine(job: GpuJob) -> dict[str, Any]:
-    """Describe the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths."""
+    """Return a description of the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths."""
     about = environment() | {"cores": os.cpu_count()}
     about["bandwidth"] = bandwidth(job.device, job.size.kernels.copied, job.size.kernels.repeats)
     if job.cuda:
@@ -46,7 +46,7 @@ def machine(job: GpuJob) -> dict[str, Any]:
 
 
 def _nvidia_smi() -> dict[str, str]:
-    """Query nvidia-smi for the first GPU. Returns only its name if nvidia-smi is missing or fails."""
+    """Return properties of the first GPU from nvidia-smi, or only its name if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "-i", "0"]
     if shutil.which("nvidia-smi") is not None:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()
@@ -60,9 +60,10 @@ def _nvidia_smi() -> dict[str, str]:
 
 
 def run_part(name: str, job: GpuJob) -> bool:
-    """Run one part in this process and return whether it succeeded.
+    """Run one part in this process. Return whether it succeeded.
 
-    Intermediate results are written to `out`/name.json. On failure, the file contains the error, and advice is printed.
+    Intermediate results are written to `out`/name.json. On failure, this file contains the error, and advice is
+    printed.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     path, began = job.out / f"{name}.json", time.perf_counter()
@@ -95,7 +96,7 @@ def run_part(name: str, job: GpuJob) -> bool:
 
 
 def failures(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of programs that failed. Timeouts do not count as failures."""
+    """Yield the names of programs that failed, given the results of a part. Timeouts do not count as failures."""
     if found.get("exit_code", 0) not in (0, STOPPED):
         yield "its program"
     for name, own in found.items():
@@ -104,7 +105,7 @@ def failures(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def advice(error: Exception) -> str:
-    """Return advice for an error of a part."""
+    """Return advice for the user about an error of a part."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "the device has too little free memory: stop other programs on it, and run this part again"

@@ -1,7 +1,7 @@
 """The parts of `make gpu`.
 
-Each part yields its accumulated results repeatedly, and each time they are written, so that an interrupted part keeps
-its results. An `exit_code` other than 0 in the results is a failure, except for a timeout.
+Each part repeatedly yields all its results up to now, and the caller writes them to disk each time. An interrupted part
+therefore keeps its results. An `exit_code` other than 0 in the results counts as a failure, except for a timeout.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from . import programs
 from .programs import CLI, ROOT, TOLD
 
 LIMIT = 570
-"""Timeout of the programs of a part in seconds."""
+"""Timeout in seconds of each program that a part runs."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
-"""Environment variable that allows the tests to run without the packages of the extras."""
+"""Environment variable with which tests run without the packages of this project's extras."""
 
 Results = dict[str, Any]
 
@@ -48,7 +48,7 @@ DECODE = BenchConfig(
     repeats=5,
     threads=os.cpu_count() or 1,
 )  # fmt: skip
-"""Decode steps of an 8B shape compared with transformers' caches."""
+"""Settings of the part "decode": decode steps of an 8B model, compared with transformers' caches."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class GpuSize:
     """Sizes of all parts.
 
     Attributes:
-        tests: Paths passed to pytest; empty for all tests.
+        tests: Paths to pass to pytest. Empty means all tests.
         decode: Settings of the part "decode"; its shape is also used by the parts "prefill" and "sessions".
-        host_memory: Host memory limit of prefills and sessions; None takes half of the free memory.
+        host_memory: Limit on host memory for prefills and sessions. None means half of the free memory.
         policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
     """
 
@@ -88,12 +88,12 @@ SMALL = GpuSize(
     perplexity=("--context", "256", "--windows", "1"),
     needles=("--lengths", "256", "--passages", "1"),
 )
-"""Tiny sizes for a machine without a GPU; the numbers are meaningless."""
+"""Tiny sizes, to check on a machine without a GPU that all parts run. The measured numbers have no meaning."""
 
 
 @dataclass(frozen=True)
 class GpuJob:
-    """Device, sizes and output folder of a run."""
+    """Device, sizes and output folder of a run of the suite."""
 
     device: torch.device
     size: GpuSize
@@ -106,7 +106,7 @@ class GpuJob:
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
-    """Run every test marked gpu, then compute-sanitizer on the kernels with data-dependent indices."""
+    """Run all tests marked `gpu`, and then compute-sanitizer on the kernels whose indices depend on data."""
     beside = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
     results: Results = {"marked gpu": programs.run_tests([*job.size.tests, "-m", "gpu", *beside], LIMIT // 2, **LEAN)}
     yield results
@@ -117,7 +117,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
-        # Without the caching allocator, an access past a tensor is also an access past its allocation.
+        # Without the caching allocator, an access past the end of a tensor is also past its allocation and is detected.
         results[tool] = programs.run_tests(
             [*told_where, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **LEAN
         )
@@ -125,7 +125,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
 
 
 def run_kernels(job: GpuJob) -> Iterator[Results]:
-    """Compare every operation with its lower time bound and with float64."""
+    """Compare the time of every operation with its lower bound, and its result with float64."""
     size = job.size.kernels
     rates = kernels.bandwidth(job.device, size.copied, size.repeats)
     floors = {"device": rates["device"], "link": rates["host_to_device"]}
@@ -133,7 +133,7 @@ def run_kernels(job: GpuJob) -> Iterator[Results]:
 
 
 def run_decode(job: GpuJob) -> Iterator[Results]:
-    """Compare the decode step with transformers' caches: 8B shape, planted tokens, 5 % selected."""
+    """Compare a decode step with transformers' caches, for an 8B shape with 5 % planted tokens."""
     rows: list[Any] = []
     for context in job.size.decode.contexts:
         config = replace(job.size.decode, contexts=(context,), device=job.device.type)
@@ -143,7 +143,7 @@ def run_decode(job: GpuJob) -> Iterator[Results]:
 
 
 def run_prefill(job: GpuJob) -> Iterator[Results]:
-    """Measure time and peak device memory of the prefill of an 8B shape with `full`, 8k to 128k tokens."""
+    """Measure time and peak device memory of a prefill with `full`, for an 8B shape and 8k to 128k tokens."""
     shape, lengths = SHAPES[job.size.decode.shape[0]], job.size.prompts
     model = shape.model(max(lengths) + 64, job.device)
     rows = []
@@ -169,7 +169,7 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
 
 
 def run_accuracy(job: GpuJob) -> Iterator[Results]:
-    """Measure perplexity and needles of the packaged reference models in bf16 under each policy."""
+    """Measure perplexity and needle retrieval of the reference models in the package, in bf16 under each policy."""
     data = Path(os.environ.get("OFFLOAD_RT_DATA", ROOT.parent / "shared" / "data"))
     book = next(iter(data.glob("books/war_and_peace.txt")), None)
     text = str(book or files("offload_rt").joinpath("data", "black_arrow.txt"))
@@ -187,7 +187,10 @@ def run_accuracy(job: GpuJob) -> Iterator[Results]:
 
 
 def run_sessions(job: GpuJob) -> Iterator[Results]:
-    """Measure the time to the first token of the next turn of a session: recomputed, from host memory, from disk."""
+    """Measure the time to the first token of the next turn of a session.
+
+    The KV of earlier turns is computed again, in host memory, or on disk.
+    """
     model, rows = SHAPES[job.size.decode.shape[0]].model(1 << 16, job.device), list[Any]()
 
     def make() -> LLM:
@@ -201,7 +204,7 @@ def run_sessions(job: GpuJob) -> Iterator[Results]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part, and its estimated duration in minutes at full size on a current data-center GPU."""
+    """A part: its function, and its estimated duration in minutes at full size on a current data-center GPU."""
 
     run: Callable[[GpuJob], Iterator[Results]]
     minutes: float
@@ -215,4 +218,4 @@ PARTS: dict[str, Part] = {
     "accuracy": Part(run_accuracy, 9),
     "sessions": Part(run_sessions, 3),
 }
-"""Parts in execution order."""
+"""Parts by name, in execution order."""

@@ -1,6 +1,6 @@
 """Write the GPU section of the documentation from `eval/results/gpu/*.json`: `offload-rt eval gpu-readme`.
 
-The section includes a plot of time per token over context length for every baseline.
+The section includes a plot that shows time per token over context length, with a line per baseline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """Load the results by part. Raises InputError if a file is not a result of `make gpu`."""
+    """Load the results of all parts, by part. Raises InputError if a file is not a result of `make gpu`."""
     found: dict[str, Record] = {}
     for name in PARTS:
         path = folder / f"{name}.json"
@@ -126,7 +126,7 @@ def _sessions(results: Record) -> str:
 
 
 def _accuracy(results: Record) -> str:
-    """Return the table of models and policies with perplexity and fraction of needles found."""
+    """Return the table of models and policies with perplexity and the fraction of needles found."""
     cells = []
     for model in (name for name in results if name != "text"):
         reports = [results[model].get(report, {}) for report in ("perplexity", "retrieval")]
@@ -150,11 +150,14 @@ WRITERS: Mapping[str, tuple[Callable[[Record], str], tuple[str, ...]]] = {
     "accuracy": (_accuracy, ("text",)),
     "sessions": (_sessions, ("rows",)),
 }
-"""Formatter of each part with the result keys it needs; keys may be missing if the part failed."""
+"""Formatter of each part, and the result keys that it needs. Keys may be missing if the part failed."""
 
 
 def draw(results: Record, path: Path) -> None:
-    """Plot the time per token over the context length, with quartiles as error bars. Floors are left out."""
+    """Plot the time per token over the context length, with quartiles as error bars.
+
+    Lower bounds ("floor") are left out.
+    """
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
     for row in results["rows"]:
@@ -167,7 +170,7 @@ def draw(results: Record, path: Path) -> None:
 
 
 def write_readme(readme: Path, folder: Path) -> None:
-    """Replace the section between the two markers. Raises InputError if they are missing."""
+    """Replace the text between the two markers in `readme`. Raises InputError if the markers are missing."""
     text = readme.read_text("utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

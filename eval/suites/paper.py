@@ -1,10 +1,10 @@
-"""Reproduction of the tables and figures of the InfiniGen paper for the reference models: `make paper`.
+"""Reproduce the tables and figures of the InfiniGen paper with the reference models: `make paper`.
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
-Plots and their data are written to a folder named after the model. Rows are stored under their settings, including the
-fingerprint of the model, so that finished rows are reused. Accuracy is measured by needles and perplexity, and by
-harness tasks if their files are available.
+Plots and their data are written to a folder named after the model. Result rows are stored by their settings, which
+include the fingerprint of the model, and finished rows are reused. Accuracy is measured by needle retrieval and
+perplexity, and by harness tasks if their files are available.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
 CONTEXTS = (256, 512, 1024, 2048, 4096)
-"""Window lengths of Figure 19b; longer ones than the context are skipped."""
+"""Window lengths of Figure 19b in tokens. Lengths above the model's context length are skipped."""
 
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
-"""Resident tokens of every policy in budget comparisons; small enough for the smallest budget."""
+"""Resident tokens of every policy in comparisons at equal budgets. They are few enough for the smallest budget."""
 
 ROWS: dict[str, Any] = {"preset": "rows"}
-"""InfiniGen options of these tables: tokens that are not selected are dropped, as in the paper."""
+"""InfiniGen options of these tables. As in the paper, tokens that are not selected are ignored."""
 
 LIMIT = 0.8
-"""Pool size of Table 2 relative to the KV cache of a window."""
+"""Size of the KV pool for Table 2, relative to the KV cache of a window."""
 
 EVICTIONS: tuple[Any, ...] = ("counter", "lru", "fifo", {"policy": "fifo", "protect": "none"})
-"""Eviction policies of Table 2; the last is the paper's FIFO."""
+"""Eviction policies of Table 2. The last one is FIFO as in the paper."""
 
 
 def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Variant]:
-    """Return full, and every policy at every budget with `options`."""
+    """Return the variant `full`, and every other policy at every budget, with `options`."""
     made = grid(POLICIES, budgets, options)
     return [replace(v, options=ROWS | dict(v.options)) if v.policy == "infinigen" else v for v in made]
 
 
 @dataclass(frozen=True)
 class PaperSize:
-    """Sample sizes. Lengths and contexts are in tokens, budgets are fractions of the context.
+    """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context.
 
     Attributes:
         length_windows: Number of windows per context of Figure 19b.
         pool_windows: Number of windows of Table 2.
         limit: Number of documents per harness task.
-        also_dense: Further choices of dense layers with which all policies are compared.
+        also_dense: Further sets of dense layers. All policies are compared with each set.
     """
 
     context: int = 2048
@@ -82,9 +82,10 @@ class PaperSize:
 SIBLING = PaperSize(
     windows=12, budgets=(0.1,), also_dense=((0, 1),), length_windows=4, pool_windows=8, lengths=(1024,), passages=10
 )
-"""Size for every model except the first.
+"""Sample sizes for every model except the first.
 
-The second layer of the OPT model spreads its attention as widely as first layers do, so it is also tested as dense.
+In the OPT model, the attention of the second layer is spread over as many tokens as in a first layer. Therefore this
+layer is also tested as a dense layer.
 """
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
@@ -92,7 +93,7 @@ QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
 
 @dataclass(frozen=True)
 class Paper:
-    """Tables and figures of one model, on the text `book` (called `name`). Results go to `out`."""
+    """Tables and figures of one model, on the text `book` (called `name` in results). Results are written to `out`."""
 
     tested: ModelUnderTest
     book: str
@@ -103,7 +104,7 @@ class Paper:
 
     @property
     def title(self) -> str:
-        """Title suffix of plots."""
+        """Suffix for the titles of plots."""
         return f"{self.tested.name} on {self.name}"
 
     def run(self, steps: Sequence[str]) -> None:
@@ -115,20 +116,20 @@ class Paper:
             self.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
 
     def attention(self) -> None:
-        """Table 1, Figure 5: similarity of layer inputs, tokens that hold 90 % of the attention."""
+        """Table 1 and Figure 5: similarity of layer inputs, and number of tokens that get 90 % of the attention."""
         context = self.size.context
         config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
         run_analysis(self.tested, self.book, self.name, config, self.out)
 
     def perplexity(self) -> None:
-        """Figures 12 and 19a: perplexity by attended fraction and along the text, also with quantized KV."""
+        """Figures 12 and 19a: perplexity by attended fraction and along the text, also with a quantized KV cache."""
         config = PerplexityConfig(self.size.context, self.size.windows)
         run_perplexity(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def _compared(self) -> list[Variant]:
-        """Return every policy at every budget and choice of dense layers, and variants with quantized KV.
+        """Return every policy at every budget and set of dense layers, and two variants with a quantized KV cache.
 
-        The variants with quantized KV are full, and infinigen at a budget of 10 %.
+        The two variants are `full`, and `infinigen` at a budget of 10 %.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:
@@ -174,7 +175,7 @@ class Paper:
         run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
 
     def _bounded(self, context: int) -> list[Variant]:
-        """Return infinigen under each eviction policy, in a pool for 80 % of `context` tokens."""
+        """Return `infinigen` with each eviction policy, in a pool for 80 % of `context` tokens."""
         slots = int(LIMIT * context) // BLOCK_SIZE * BLOCK_SIZE
         limit = self.tested.geometry.kv_bytes(slots, self.tested.loaded.adapter.dtype)
         return [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS]
@@ -209,7 +210,7 @@ class Paper:
             axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
 
     def _unskewed(self) -> ModelUnderTest:
-        """Return the model with an identity in place of the SVD skew."""
+        """Return the model with the identity matrix in place of the SVD skew."""
         real = cached_artifact(self.tested.loaded, "svd")
         unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
         path = self.out / "sensitivity" / "unskewed" / "skew.safetensors"
@@ -275,12 +276,12 @@ STEPS: dict[str, Callable[[Paper], None]] = {
     "attention": Paper.attention,
     "tasks": Paper.tasks,
 }
-"""Steps by name, the longest first."""
+"""Steps of the reproduction by name, the longest first."""
 
 
 @dataclass(frozen=True)
 class PaperJob:
-    """One step for one model; can be sent to another process."""
+    """One step for one model, which can be sent to another process."""
 
     model: str
     step: str
@@ -297,9 +298,9 @@ class PaperJob:
 
 
 def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
-    """Run the jobs in order, `processes` at a time.
+    """Run jobs in order, `processes` at a time.
 
-    If a job fails, its error is raised after the running jobs have ended; waiting jobs are cancelled.
+    If a job fails, its error is raised after the running jobs have ended, and the waiting jobs are cancelled.
     """
     if processes == 1:
         for job in jobs:
@@ -317,7 +318,7 @@ def run_jobs(jobs: Sequence[PaperJob], processes: int) -> None:
 def run_paper(
     models: Sequence[str], book: Path, out: Path, *, steps: Sequence[str], processes: int = 1, quick: bool = False
 ) -> None:
-    """Run `steps` (keys of `STEPS`) for each model; the first model gets the largest samples.
+    """Run `steps` (keys of `STEPS`) for each model. The first model gets the largest samples.
 
     Raises InputError if the book cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Run other programs from a suite: tests, other evaluations, training."""
+"""Run other programs as parts of a suite: tests, other evaluations, training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 """Root of the repository; tests and scripts run there."""
 
 CLI = (sys.executable, "-P", "-m", "offload_rt")
-"""Command line of `offload-rt` that does not depend on the script's location."""
+"""Command line of `offload-rt` that does not depend on where its script is installed."""
 
 STOPPED = 124
-"""Exit code of a program stopped at its time limit."""
+"""Exit code of a program that was stopped at its time limit."""
 
 TOLD = 6000
-"""Number of characters kept from the output of a failed program."""
+"""Number of characters to keep from the end of a failed program's output."""
 
 
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Run a program in the root of the repository. Returns exit code and output.
+    """Run a program in the root of the repository. Return its exit code and output.
 
-    After `limit` seconds the program is interrupted and the exit code is `STOPPED`.
+    After `limit` seconds the program is interrupted, and the exit code is `STOPPED`. `variables` are set in its
+    environment.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **variables})
@@ -47,7 +48,10 @@ def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple
 
 
 def run_tests(arguments: Sequence[str], limit: float, prefix: Sequence[str] = (), **variables: str) -> dict[str, Any]:
-    """Run pytest. Returns exit code and counts, and the end of the output if a test failed."""
+    """Run pytest. Return its exit code and the numbers of tests by result.
+
+    If a test failed, also return the end of the output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [*prefix, sys.executable, "-P", "-m", "pytest", "-q", f"--junitxml={report}", *arguments]

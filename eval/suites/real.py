@@ -1,8 +1,9 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. A part starts
-no new rows after `--minutes`; its tables contain the rows measured so far, and a further run continues. Models run in
-bfloat16. RULER and question tasks run through the LM Evaluation Harness. Tables are written to eval/results/MODEL.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. After
+`--minutes`, a part begins no new rows and writes its tables with the rows measured until then. A further run continues.
+Models run in bfloat16. RULER and question tasks run in the LM Evaluation Harness. Tables are written to
+eval/results/MODEL.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from ..quality.perplexity import NOTES, WHAT, PerplexityConfig, measure_all
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
-"""Options of every policy in budget comparisons. There are no dense layers, so a budget applies to all KV entries."""
+"""Options of every policy in comparisons at equal budgets.
+
+There are no dense layers, so a budget applies to all layers.
+"""
 
 ALONE = 1e-4
-"""A budget below the window: only resident tokens are exact, all others use low-bit KV."""
+"""A budget smaller than the resident window. Only resident tokens are exact, and all others are approximated."""
 
 KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
-"""Full attention over a KV cache of 4 bits."""
+"""Full attention over a 4-bit KV cache."""
 
 RIVALS = ("quest", "landmarks", "snapkv", "h2o", "streaming")
-"""Policies of other publications."""
+"""Selection policies of other publications."""
 
 BUDGETS = (0.05, 0.02)
 CONTEXTS = {"smollm2": (4096, 8192), "qwen": (8192, 16384)}
@@ -47,7 +51,7 @@ RULER = (
     "ruler_cwe", "ruler_fwe", "ruler_vt", "niah_multikey_2", "niah_multivalue_local", "niah_multiquery_local",
     "niah_multikey_3", "niah_single_1",
 )  # fmt: skip
-"""RULER tasks most sensitive to selecting few tokens."""
+"""RULER tasks whose scores fall most if few tokens are selected."""
 
 EXTRACTION = ("text2json_16", "text2json_64", "text2json_128", "longproc_routes", "longproc_pages")
 """Tasks with long outputs that depend on much of the context."""
@@ -77,8 +81,9 @@ class RealSize:
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     """Return the variants of the perplexity tables.
 
-    These are full and the default infinigen; infinigen with and without approximate KV, and the oracle, at every
-    budget; other policies at the first budget; low-bit KV alone; and the presets "rows" and "paper".
+    These are `full`, the default `infinigen`, and the presets "rows" and "paper". At every budget, they include
+    `infinigen` with and without approximate KV, and `oracle`. The other policies are included at the first budget. One
+    variant attends to approximate KV alone.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
@@ -93,8 +98,8 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
 def diverging() -> list[Variant]:
     """Return the variants of the divergence tables.
 
-    These are full, the default, infinigen at 2, 5 and 10 % with and without approximate KV, the other policies at 5 %,
-    and full attention over a KV cache of 4 and 8 bits.
+    These are `full`, the default, `infinigen` at 2, 5 and 10 % with and without approximate KV, the other policies at 5
+    %, and full attention over 4-bit and 8-bit KV caches.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
@@ -106,8 +111,8 @@ def diverging() -> list[Variant]:
 def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
     """Return the variants of the retrieval and task tables.
 
-    These are full and the default infinigen, and at `budget` infinigen with and without approximate KV, quest,
-    landmarks and streaming.
+    These are `full` and the default `infinigen`. At `budget`, they include `infinigen` with and without approximate KV,
+    `quest`, `landmarks` and `streaming`.
     """
     sized = WINDOW | {"budget": budget}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
@@ -117,12 +122,12 @@ def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Real:
-    """Tables of one model.
+    """Tables of one model, with a method for each part.
 
     Attributes:
         data: Folder of the texts.
-        until: Deadline for starting new rows (`time.monotonic`).
-        chosen: Variants to measure, full first; empty for the default variants of each part.
+        until: Time of `time.monotonic` after which no new row is begun.
+        chosen: Variants to measure, beginning with `full`. Empty means the default variants of each part.
     """
 
     tested: ModelUnderTest
@@ -147,7 +152,7 @@ class Real:
     def texts(self) -> list[tuple[str, str, str]]:
         """Load the texts as (kind, name, text): a held-out novel, code, Wikipedia."""
         # The code is the installed Python standard library, which may be part of the training data of the models.
-        # It shows the attention patterns of code, not the skill of a model.
+        # This text shows attention patterns on code, and not how well a model writes code.
         novel, wiki = self.data / "books" / "war_and_peace.txt", self.data / "wikitext-2" / "valid_raw.txt"
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = (library / name for name in ("argparse.py", "tarfile.py", "typing.py", "subprocess.py", "ast.py"))
@@ -170,7 +175,7 @@ class Real:
         Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
     def divergence(self) -> None:
-        """Measure KL divergence and top-1 agreement with full attention at 2, 5 and 10 % and of other policies."""
+        """Measure KL divergence and top-1 agreement with full attention, at 2, 5 and 10 % and for other policies."""
         rows: list[Row] = []
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
@@ -201,18 +206,18 @@ class Real:
         self._tasks("questions", TasksConfig(self._of(TASKS), num_fewshot=5, limit=self.size.limit))
 
     def _of(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """Return the requested tasks among `tasks`; all of them if none is requested."""
+        """Return the requested tasks among `tasks`, or all of `tasks` if no task is requested."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
-        """Run harness tasks one by one, each under every variant and `more`, until the deadline."""
+        """Run harness tasks one after another until the deadline, each under all variants and `more`."""
         variants = self.chosen or [*looked_up(), *more]
         done = run_tasks(self.tested, variants, config, self.out / name, say=self.say, late=self.late)
         about = {**self.tested.identity, **config.about}
         Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, done.rows).write(self.out)
 
     def _rows(self, text: str, name: str, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-        """Return the rows of variants measured before the deadline or in an earlier run."""
+        """Return the rows of variants that were measured before the deadline or in an earlier run."""
         rows: list[Row] = []
         for variant in variants[1:]:
             both = [variants[0], variant]
@@ -249,9 +254,9 @@ COLUMNS = (
 
 
 def model_folders(names: Sequence[str], folder: Path | None = None) -> list[Path]:
-    """Resolve model folders: existing paths, otherwise names below `folder` (default: $OFFLOAD_RT_MODELS).
+    """Return the folders of models. A name is an existing path, or the name of a folder below `folder`.
 
-    Raises InputError if a model does not exist.
+    `folder` is $OFFLOAD_RT_MODELS by default. Raises InputError if a model does not exist.
     """
     place = folder or Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
     found = [Path(name) if Path(name).is_dir() else place / name for name in names]
@@ -276,7 +281,7 @@ def run_real(
 ) -> None:
     """Run `parts` (keys of `PARTS`) for each model folder, or name below $OFFLOAD_RT_MODELS.
 
-    No part starts a row after `minutes`. `chosen` replaces the default variants of each part.
+    After `minutes`, no part begins a new row. `chosen` replaces the default variants of each part.
 
     Raises:
         InputError: If a model or a text is missing.

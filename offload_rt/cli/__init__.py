@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from ..errors import OffloadError
 from ..utils.extras import install_command
 from ..utils.quiet import quiet_transformers
-from . import batch, chat, evaluate, generate, info, serve, sessions, skew, write
+from . import batch, cache, chat, evaluate, generate, info, serve, sessions, skew, write
 from .common import INTERRUPTED
 from .flags import in_flags
 
@@ -33,7 +33,7 @@ EXTRAS = {
 }  # fmt: skip
 """Optional packages, each with the extra of this package that installs it."""
 
-COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, evaluate)
+COMMANDS = (generate, write, chat, batch, serve, sessions, skew, info, cache, evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help with a short usage line. The options are left out of it, because they are listed below."""
+        """Return the help text. Its usage line is short: it lists no options, because the help describes them below."""
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])

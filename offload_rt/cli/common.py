@@ -34,6 +34,15 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
+PIPED = 500
+"""Table width in characters if stdout is not a terminal. It is large enough to avoid line breaks."""
+
+
+def printable(text: str) -> str:
+    """Escape the control characters of `text`, such as line feeds and terminal escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], *, model: bool = True
 ) -> argparse.ArgumentParser:

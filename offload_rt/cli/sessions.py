@@ -12,10 +12,7 @@ from ..errors import InputError
 from ..utils.config_fields import check_choice
 from ..utils.texts import check_writable
 from ..utils.units import format_duration, format_size, parse_duration
-from .common import add_command, default_store
-
-PIPED = 500
-"""Table width in characters if stdout is not a terminal. It is large enough to avoid line breaks."""
+from .common import PIPED, add_command, default_store, printable
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,11 +40,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--model", metavar="MODEL", help="model of the session, if NAME exists for several models")
     parser.add_argument("--out", metavar="FILE", help="export: write to this file instead of stdout")
-
-
-def printable(text: str) -> str:
-    """Escape the control characters of `text`, such as line feeds and terminal escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _list(folder: Path, args: argparse.Namespace) -> None:

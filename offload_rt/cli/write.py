@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..llm import LLM
     from ..writing.draft import Draft
-    from ..writing.writer import Document, WritingProgress
+    from ..writing.progress import Document, WritingProgress
 
 MAX_TOKENS = 1000
 

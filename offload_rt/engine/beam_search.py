@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
 from functools import partial
 
 import torch
@@ -60,8 +61,9 @@ class Beams:
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
         """Advance the search by one token, from logits `[num_beams, V]` of the running beams.
 
-        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no beam can
-        improve any more. Raises InputError if the constraints leave no token, LogitsError for NaN logits.
+        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no running beam
+        can become better than the finished ones. Raises InputError if the constraints leave no token, LogitsError for
+        NaN logits.
         """
         params, width = self._params, self._params.num_beams
         check_logits(logits)
@@ -153,7 +155,7 @@ class BeamSearchRequest(Request):
         super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Advance the search by one token. Return the outputs when the search ends, and an empty list before.
 
         `logits` has the shape `[S, V]` for S running beams. After the prefill, S is 1.

@@ -104,7 +104,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
     pin = adapter.device.type == "cuda"
     if snapshots := snapshot_slots(config, adapter.geometry, adapter.dtype):
         states = StatePool(adapter.geometry, adapter.dtype, snapshots, pin=pin)
-        host = memory_limit(host, at_most=LIMITLESS) - states.bytes
+        host = memory_limit(host, at_most=LIMITLESS) - states.limit_bytes
     return HostPool(
         adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk, states=states
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ..config import EngineConfig
-from ..core import BlockTable
+from ..core import BLOCK_SIZE, BlockTable
 from ..errors import PoolFullError
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
@@ -141,7 +141,8 @@ class CacheManager:
         """Move the windows of sliding layers to the tokens [position, stop).
 
         Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
-        the windows. Raises PoolFullError.
+        the windows. If a session will continue after the last full block, later tokens do not move them either. Raises
+        PoolFullError.
 
         Args:
             behind: Maximum number of new tokens before the last window that get slots too, if blocks are free.
@@ -150,6 +151,8 @@ class CacheManager:
         # and the first token after a prefill is sampled before another sequence gets blocks.
         blocks = sequence.blocks
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
+        if sequence.keeps_decoded:
+            position = position // BLOCK_SIZE * BLOCK_SIZE
         if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):
             storage.settle(blocks)
             self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)

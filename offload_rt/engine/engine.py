@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import islice
 from weakref import WeakKeyDictionary
-
-import torch
 
 from ..core import Prompt
 from ..errors import PoolFullError
@@ -24,6 +23,7 @@ from .beam_search import BeamSearchRequest
 from .logits_processors import check_answerable
 from .request import Request, SampledRequest, StartAgainError
 from .runner import Runner
+from .sampler import Answer, best_tokens
 from .scheduler import Scheduler, failure
 from .speculative.decoder import SpeculativeDecoder
 from .swap import Swap
@@ -183,17 +183,18 @@ class Engine:
             self._suspects.decoded(request)
         return events
 
-    def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[torch.Tensor]]]:
+    def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
         """Return the logits of each request in `group`.
 
-        With speculative decoding a request has logits of several tokens, else of one token.
+        With speculative decoding a request has logits of several tokens, else of one token. The most likely tokens of
+        all requests are copied to the host together, so that the host waits for the device only once.
         """
         if self._speculative is not None:
             speculative = self._speculative
             return [(draft.request, speculative.accepted(draft)) for draft in speculative.round(group)]
         logits = self.runner.decode([sequence for request in group for sequence in request.sequences])
-        rows = logits.split([len(request.sequences) for request in group])
-        return [(request, [one]) for request, one in zip(group, rows, strict=True)]
+        best, rows = iter(best_tokens(logits)), logits.split([len(request.sequences) for request in group])
+        return [(request, [(one, list(islice(best, len(one))))]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception) -> None:
         """Handle an exception of a decode step. If only one request ran, fail this request.
@@ -232,14 +233,14 @@ class Engine:
                 scheduler.prefilling = request, following
             elif prefill.done:
                 assert prefill.logits is not None
-                logits = prefill.logits
-                return [event for one in scheduler.prefilled() for event in self._accept_all((one, [logits]))]
+                answer = prefill.logits, best_tokens(prefill.logits)
+                return [event for one in scheduler.prefilled() for event in self._accept_all((one, [answer]))]
             spent += prefill.tokens / self.runner.adapter.geometry.layers
             if self._waited_for() or (scheduler.running and spent >= self.runner.config.max_num_batched_tokens):
                 break
         return []
 
-    def _accept_all(self, step: tuple[Request, Iterable[torch.Tensor]]) -> list[TokenOutput]:
+    def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
         """Let a request sample a token from each of its logits.
 
         Return the outputs. If an error occurs, return the outputs up to the error.
@@ -247,8 +248,8 @@ class Engine:
         request, each = step
         events: list[TokenOutput] = []
         try:
-            for logits in each:
-                accepted = request.accept(self.runner, logits)
+            for logits, best in each:
+                accepted = request.accept(self.runner, logits, best)
                 if accepted:
                     request.metrics.record_token()
                 if request.finish_reason is not None and (error := self._retire(request)) is not None:

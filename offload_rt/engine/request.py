@@ -145,10 +145,11 @@ class Request(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Choose the next token of each sequence from float32 logits `[S, V]`, and return the outputs.
 
-        Set `finish_reason` if the request is complete.
+        Set `finish_reason` if the request is complete. `best` contains the most likely tokens, from one call of
+        `best_tokens` for all requests of a step.
         """
 
     def drop(self, runner: Runner) -> None:
@@ -324,7 +325,7 @@ class SampledRequest(Request):
     def draft_sampler(self) -> Sampler:
         return self._sampler.copy()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from logits `[1, V]`.
 
         While tokens are decoded again after a preemption, the next token is known and nothing is sampled.
@@ -333,7 +334,8 @@ class SampledRequest(Request):
         if self.sequence.position < len(self.sequence.tokens):
             return []
         sequence = self.sequence
-        token = self._sampler.pick(logits[0], sequence.tokens, len(self.prompt.token_ids), shift=sequence.shift)
+        prompt = len(self.prompt.token_ids)
+        token = self._sampler.pick(logits[0], sequence.tokens, prompt, shift=sequence.shift, best=best[0])
         self.sequence.tokens.append(token)
         self.new_tokens.append(token)
         shown = token not in self._ends or self.params.include_stop_str_in_output
@@ -367,7 +369,7 @@ class SampledRequest(Request):
         super().drop(runner)
 
     def completion(self) -> CompletionOutput:
-        """Return the result so far."""
+        """Return the result up to now."""
         pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
             index=self.sample,

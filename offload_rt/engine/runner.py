@@ -188,14 +188,14 @@ class Runner(SequenceManager):
             sequence.check_state()
             sequence.trace.decode_seconds += seconds
             self.pool.commit(sequence.blocks, sequence.slots.context)
-            if self.snapshots is not None and not self.approximates:
+            if self.snapshots is not None and (sequence.keeps_decoded or not self.approximates):
                 self.snapshots.after_step(sequence)
         batch[0].trace.step_weights += self.weight_use.since(used)
         return logits
 
     @property
     def weight_use(self) -> WeightUse:
-        """Totals of weights copied to the device so far."""
+        """Transfer counters of weights that are not on the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 from typing import cast
 
@@ -25,6 +26,23 @@ from .logits_processors import apply_processors, check_any_allowed, check_logits
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of completions must not equal neighbouring seeds
 _MASK = (1 << 64) - 1
+
+
+INVALID = -1
+
+Answer = tuple[torch.Tensor, list[int]]
+"""Float32 logits `[S, V]` of the sequences of a request, and their `best_tokens`."""
+
+
+def best_tokens(logits: torch.Tensor) -> list[int]:
+    """Return the most likely token of each row of logits `[B, V]`, with a single wait for the device.
+
+    For rows that `check_logits` would reject, the token is `INVALID`.
+    """
+    highest = logits.max(dim=-1)
+    # One copy for both: float32 represents all token ids below 2^24.
+    values, ids = torch.stack((highest.values, highest.indices.to(logits.dtype))).tolist()
+    return [int(token) if math.isfinite(value) else INVALID for value, token in zip(values, ids, strict=True)]
 
 
 class Sampler:
@@ -62,11 +80,20 @@ class Sampler:
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
 
-    def pick(self, logits: torch.Tensor, tokens: list[int], prompt: int | None = None, *, shift: int = 0) -> int:
+    def pick(
+        self,
+        logits: torch.Tensor,
+        tokens: list[int],
+        prompt: int | None = None,
+        *,
+        shift: int = 0,
+        best: int | None = None,
+    ) -> int:
         """Return the next token id.
 
         Args:
             logits: Logits `[V]` of the next token, float32.
+            best: Most likely token, if the caller has called `best_tokens` for a whole batch. None if not.
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text. The position of the next token is
@@ -76,9 +103,15 @@ class Sampler:
             InputError: The constraints allow no token.
             LogitsError: The logits contain NaN.
         """
-        check_logits(logits)
-        scores = self._constrained(logits.unsqueeze(0), tokens, len(tokens) if prompt is None else prompt)
-        token = int(scores.argmax()) if self._greedy else self._draw(scores, shift + len(tokens))
+        row = logits.unsqueeze(0)
+        best = best_tokens(row)[0] if best is None else best
+        if best == INVALID:
+            check_logits(logits)
+        scores = self._constrained(row, tokens, len(tokens) if prompt is None else prompt)
+        if self._greedy:
+            token = best if scores is row else int(scores.argmax())
+        else:
+            token = self._draw(scores, shift + len(tokens))
         if self._guided is not None:
             self._guided.take(token)
         return token

@@ -123,7 +123,7 @@ class _Batches:
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
         """Prefill `prefix` once, and create a sequence for each of `members`.
 
-        The last member uses the prefilled sequence itself, the others use forks.
+        The last member uses the prefilled sequence itself. For all other members, this sequence is forked.
         """
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))

@@ -194,6 +194,7 @@ class SequenceManager:
         exact: int,
         shift: int = 0,
         provenance: str = "",
+        snapshot: int | None = None,
     ) -> Sequence:
         """Return a sequence that owns `blocks`, for example blocks of a stored session.
 
@@ -207,12 +208,35 @@ class SequenceManager:
             exact: Number of tokens at the start whose KV an exact prefill computed.
             shift: Number of earlier tokens that were truncated from the start of the text.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
+            snapshot: Slot of a snapshot of the recurrent state after the known tokens. The state is copied from it.
+                None if a snapshot is cached with the blocks, or if the model has no recurrent state.
         """
-        assert self.states is None, "recurrent state of earlier tokens is not kept (check_keeps_no_state)"
         self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
-        return self._create(blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance)
+        return self._create(
+            blocks, tokens, known=known, exact=exact, shift=shift, provenance=provenance, snapshot=snapshot
+        )
+
+    def continues(self, sequence: Sequence) -> bool:
+        """Return whether an idle sequence can continue without computing tokens again.
+
+        Its KV must be readable, and its recurrent state must be on the device.
+        """
+        return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Free the recurrent state of a sequence at the end of a turn. Its full blocks and their snapshots stay cached.
+
+        The KV of tokens after the last full block is discarded, because there is no snapshot after these tokens.
+        """
+        assert self.states is not None
+        self.transfer.storage.settle(sequence.blocks)
+        self._publish(sequence)
+        sequence.position = sequence.position // BLOCK_SIZE * BLOCK_SIZE
+        sequence.exact = min(sequence.exact, sequence.position)
+        self.pool.truncate(sequence.blocks, min(sequence.blocks.length, sequence.position))
+        self._release_state(sequence)
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
@@ -233,7 +257,15 @@ class SequenceManager:
     @device_guard
     @torch.inference_mode()
     def _create(
-        self, blocks: BlockTable, tokens: Seq[int], *, known: int, exact: int, shift: int, provenance: str
+        self,
+        blocks: BlockTable,
+        tokens: Seq[int],
+        *,
+        known: int,
+        exact: int,
+        shift: int,
+        provenance: str,
+        snapshot: int | None = None,
     ) -> Sequence:
         """Return a sequence that owns `blocks`, with `known` computed tokens. Release the blocks on an error."""
         with self.cache_manager.released_on_error(blocks):
@@ -245,10 +277,10 @@ class SequenceManager:
                 state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
                 position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
             )  # fmt: skip
-            self._register(sequence, None)
+            self._register(sequence, None, snapshot)
         return sequence
 
-    def _register(self, sequence: Sequence, origin: Sequence | None) -> None:
+    def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
         """Open the device storage of a sequence. If `origin` is given, copy its storage.
 
         On an error, the storage is closed again.
@@ -264,10 +296,12 @@ class SequenceManager:
                 sequence.state_slots = self.states
                 if origin is None and sequence.position:
                     assert self.snapshots is not None
-                    self.snapshots.restore(sequence)
+                    self.snapshots.restore(sequence, snapshot)
         except BaseException:
             del self._open[sequence.id]
             self.transfer.storage.close(sequence.blocks)
+            if self.states is not None and sequence.state_slot >= 0:
+                self.states.release(sequence.state_slot)
             raise
 
     @device_guard
@@ -281,11 +315,19 @@ class SequenceManager:
             self._publish(sequence)
         finally:
             self.pool.release(sequence.blocks)
+        self._release_state(sequence)
+        del self._open[sequence.id]
+
+    def _release_state(self, sequence: Sequence) -> None:
+        """Free the recurrent state of a sequence on the device, and its snapshots that were not published.
+
+        A second call has no effect.
+        """
         if self.snapshots is not None:
             self.snapshots.release(sequence)
-        if self.states is not None:
+        if self.states is not None and sequence.state_slot >= 0:
             self.states.release(sequence.state_slot)
-        del self._open[sequence.id]
+            sequence.state_slot = -1
 
     def _publish(self, sequence: Sequence) -> None:
         """Add full blocks of a sequence to the prefix tree.
@@ -310,4 +352,5 @@ class SequenceManager:
         self.transfer.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
-        assert self.states is None or self.states.used == len(self._open)
+        held = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
+        assert self.states is None or self.states.used == len(held) == len(set(held))

@@ -31,13 +31,38 @@ class SnapshotKeeper:
         sequence.parted_at = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
 
-    def restore(self, sequence: Sequence) -> None:
-        """Copy the snapshot at the end of the cached blocks of a new sequence to the sequence's state slot."""
-        snapshot = self._table.of(sequence.blocks.ids[sequence.position // BLOCK_SIZE - 1])
-        assert snapshot is not None and sequence.position % BLOCK_SIZE == 0
+    def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
+        """Copy a snapshot to the recurrent state of a new sequence.
+
+        If no snapshot is given, use the one at the end of the cached blocks of the sequence.
+        """
+        if snapshot is None:
+            snapshot = self.find(sequence, sequence.position)
+        assert snapshot is not None
         for layer, seen in self._slots.seen.items():
             self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
             seen[sequence.state_slot] = sequence.position
+
+    def find(self, sequence: Sequence | None, place: int) -> int | None:
+        """Return the slot of the snapshot after the first `place` tokens of a sequence (a multiple of 64), or None."""
+        if sequence is None or not 0 < place <= sequence.blocks.length:
+            return None
+        assert place % BLOCK_SIZE == 0
+        return sequence.snapshots.get(place, self._table.of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
+
+    def take(self) -> int | None:
+        """Reserve a slot for a snapshot that will be read from disk. Return None if all slots are in use."""
+        return self._table.take()
+
+    def copy(self, sequence: Sequence) -> int | None:
+        """Copy the current state of a sequence to a slot and return the slot. Return None if all slots are in use."""
+        if (slot := self._table.take()) is not None:
+            self._save(sequence, slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot that `take` or `copy` returned."""
+        self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
         """Reserve snapshots for a prefill of tokens [position, stop).
@@ -46,6 +71,8 @@ class SnapshotKeeper:
         free snapshots, the one at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
+        for place in [place for place in sequence.snapshots if place > start]:  # of a prefill that was given up
+            self._table.release(sequence.snapshots.pop(place))
         ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
         wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
         if start < sequence.parted_at < stop and sequence.parted_at not in wanted:
@@ -68,9 +95,7 @@ class SnapshotKeeper:
         for other in sequence.snapshots.keys() - needed:
             self._table.release(sequence.snapshots.pop(other))
         if self._take(sequence, place):
-            for layer in self._slots.seen:
-                target = sequence.snapshots[place]
-                self._states.save(target, layer, *self._slots.of_layer(layer, sequence.state_slot))
+            self._save(sequence, sequence.snapshots[place])
 
     def publish(self, sequence: Sequence) -> None:
         """Keep the snapshots of a sequence together with its blocks in the prefix tree."""
@@ -98,6 +123,10 @@ class SnapshotKeeper:
         """
         needed = needed_places(tokens, self._table.places(path))
         self._table.touch(path[place // BLOCK_SIZE - 1] for place in reversed(needed))
+
+    def _save(self, sequence: Sequence, slot: int) -> None:
+        for layer in self._slots.seen:
+            self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
     def _take(self, sequence: Sequence, place: int) -> bool:
         """Reserve a snapshot after `place` tokens. Return False if none is free."""

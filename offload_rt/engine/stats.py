@@ -15,7 +15,11 @@ from .runner import Runner
 
 
 def _mean(rows: list[list[float]], tokens: int) -> float:
-    """Return the sum of `rows` `[steps][layers]`, which hold sums over tokens, per layer and token."""
+    """Return the mean of a quantity per layer and token.
+
+    `rows` `[steps][layers]` contains the sum of the quantity over the tokens of each step, and `tokens` is the total
+    number of tokens.
+    """
     layers = len(rows[0]) if rows else 0
     return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
 
@@ -63,7 +67,7 @@ class Fractions:
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
-    """Return the statistics of a sequence so far. Call this before the sequence is freed."""
+    """Return the statistics of a sequence up to now. Call this before the sequence is freed."""
     trace, adapter, pool, config = sequence.trace, runner.adapter, runner.pool, runner.config
     draft, weights, dense = runner.draft, runner.weights, runner.policy.dense_layers
     trace.settle()

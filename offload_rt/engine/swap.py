@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +44,8 @@ class SwappedSequence:
         shift: Number of tokens that were truncated from the start of the text.
         provenance: Part of the KV provenance key that describes the cache salt and truncations.
         floor: Index of the first token that sliding layers can see.
+        snapshot: Slot of a snapshot in host memory with the recurrent state, or None if the model has no recurrent
+            state.
     """
 
     names: Seq[NamedBlock]
@@ -52,6 +54,7 @@ class SwappedSequence:
     shift: int
     provenance: str
     floor: int
+    snapshot: int | None = None
 
     @property
     def keys(self) -> list[bytes]:
@@ -99,7 +102,7 @@ class Swap:
         """
         if not self._restorable(sequence):
             return None
-        swapped = self._swapped(sequence)
+        runner, swapped = self._runner, self._swapped(sequence)
         fresh = [name for name in swapped.names if name.key not in self._disk]
         token_bytes = self._runner.pool.block_bytes // BLOCK_SIZE
         written = sum(name.count for name in fresh) * token_bytes
@@ -113,7 +116,11 @@ class Swap:
             self._saver.flush()
             fresh = fresh[taken:]
         self._users.update(swapped.keys)
-        if any(key not in self._disk for key in swapped.keys):
+        if runner.states is not None:
+            assert runner.snapshots is not None
+            swapped = replace(swapped, snapshot=runner.snapshots.copy(sequence))
+        stateless = runner.states is not None and swapped.snapshot is None
+        if stateless or any(key not in self._disk for key in swapped.keys):
             self.discard(swapped)
             return None
         if written:
@@ -137,7 +144,7 @@ class Swap:
         known = blocks.length
         sequence = runner.adopt(
             tokens, blocks, capacity=swapped.position + 1, known=swapped.position, exact=swapped.exact,
-            shift=swapped.shift, provenance=swapped.provenance,
+            shift=swapped.shift, provenance=swapped.provenance, snapshot=swapped.snapshot,
         )  # fmt: skip
         restored = False
         try:
@@ -153,6 +160,9 @@ class Swap:
 
     def discard(self, swapped: SwappedSequence) -> None:
         """Remove a sequence's blocks from disk, except blocks that other swapped sequences use."""
+        if swapped.snapshot is not None:
+            assert self._runner.snapshots is not None
+            self._runner.snapshots.give_back(swapped.snapshot)
         keys = swapped.keys
         self._users.subtract(keys)
         self._users += Counter()
@@ -163,7 +173,7 @@ class Swap:
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
         complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
-        complete = complete and runner.states is None
+        complete = complete and (runner.states is None or runner.snapshots is not None)
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
@@ -195,7 +205,7 @@ class Swap:
         )  # fmt: skip
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
-        """Return the cached blocks of those tokens whose KV an exact prefill computed."""
+        """Return the cached blocks of the tokens whose KV was computed by an exact prefill."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         provenance_key = EXACT + swapped.provenance

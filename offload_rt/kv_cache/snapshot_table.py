@@ -87,22 +87,23 @@ class SnapshotTable:
         assert self._kept.keys() <= set(published)
 
 
-def needed_places(tokens: int, places: Iterable[int]) -> list[int]:
+def needed_places(tokens: int, places: Iterable[int], slack: int = BLOCK_SIZE) -> list[int]:
     """Return the places at which a text of `tokens` tokens needs snapshots, in descending order.
 
-    With these snapshots, an edit d tokens before the end of the text recomputes at most 2 d + 64 tokens, as far as
-    `places` allow it. The number of snapshots grows with the logarithm of the length. If the text grows and a snapshot
-    is added after every block, the property still holds.
+    With these snapshots, an edit d tokens before the end of the text recomputes at most 2 d + `slack` tokens, as far
+    as `places` allow it. The number of snapshots grows with the logarithm of the length. If the text grows and a
+    snapshot is added after every block, the property still holds.
 
     Args:
         tokens: Length of the text in tokens.
         places: Numbers of tokens, at most `tokens`, after which a snapshot exists or can be made.
+        slack: Number of tokens, at least 64.
     """
     distances = sorted(tokens - place for place in places)
     needed = distances[:1]
     for i, distance in enumerate(distances[1:], start=1):
-        farther = distances[i + 1] if i + 1 < len(distances) else None
+        farther = distances[i + 1] if i + 1 < len(distances) else tokens  # the state of an empty text is known
         # The next snapshot must serve an edit one token before the last needed one.
-        if farther is None or farther > 2 * (needed[-1] + 1) + BLOCK_SIZE:
+        if farther > 2 * (needed[-1] + 1) + slack:
             needed.append(distance)
     return [tokens - distance for distance in needed]

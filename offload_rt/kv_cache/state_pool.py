@@ -30,8 +30,8 @@ class StatePool:
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, slots: int, *, pin: bool = False) -> None:
         self.slots, self._pin = slots, pin
         self.slot_bytes = slot_bytes(geometry, dtype)
-        huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.bytes
-        memory = reserve(self.bytes, "snapshots of recurrent state", huge_from)
+        huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.limit_bytes
+        memory = reserve(self.limit_bytes, "snapshots of recurrent state", huge_from)
         self._rows = torch.frombuffer(memory, dtype=torch.uint8).view(slots, self.slot_bytes)
         self._locked: set[int] = set()
         self._parts: dict[int, tuple[tuple[slice, tuple[int, ...], torch.dtype], ...]] = {}
@@ -45,15 +45,13 @@ class StatePool:
             self._parts[shape.layer] = tuple(parts)
 
     @property
-    def bytes(self) -> int:
+    def limit_bytes(self) -> int:
         """Size in bytes of all slots."""
         return self.slots * self.slot_bytes
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
         """Copy the recurrent state and the convolution state of one decoder layer to a slot."""
-        if self._pin and slot not in self._locked:
-            page_lock(self._rows[slot], self)
-            self._locked.add(slot)
+        self._lock(slot)
         for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=self._pin)
@@ -63,6 +61,22 @@ class StatePool:
         for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if target is not None:
                 target.copy_(source, non_blocking=self._pin)
+
+    def read(self, slot: int) -> bytes:
+        """Return the bytes of a slot. Waits for copies from a device."""
+        if self._pin:
+            torch.cuda.current_stream().synchronize()
+        return self._rows[slot].numpy().tobytes()
+
+    def write(self, slot: int, data: memoryview) -> None:
+        """Replace the bytes of a slot."""
+        self._lock(slot)
+        self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def _lock(self, slot: int) -> None:
+        if self._pin and slot not in self._locked:
+            page_lock(self._rows[slot], self)
+            self._locked.add(slot)
 
     def _views(self, slot: int, layer: int) -> list[torch.Tensor]:
         row = self._rows[slot]

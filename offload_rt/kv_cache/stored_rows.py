@@ -141,6 +141,12 @@ class StoredRows:
             return parts
         return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
+    def row(self, blocks: BlockTable, group: int, token: int) -> int:
+        """Return the row id of a token in the blocks of a layer group (layer index 0, head 0, K)."""
+        [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))
+        slab, slot = divmod(block, self.layout.slab_blocks)
+        return slab * self.layout.slab_rows + slot * BLOCK_SIZE + token % BLOCK_SIZE
+
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
         """Return the row id at which each block of group 0 begins: K of head 0 in layer index 0, int64 `[blocks]`.
 

@@ -12,6 +12,7 @@ from ..models.adapter import ModelAdapter
 from ..models.recurrent import RecurrentState
 from ..policies.base import Policy
 from ..transfer.base import Transfer
+from ..transfer.residency import places
 from .sequence import Sequence
 from .shared_prefix import Sharing
 
@@ -81,6 +82,11 @@ class DecodeBatch:
                 for n, last, s in zip(contexts, shown, self.sequences, strict=True)
             ]
         return self._visible[window]
+
+    def adjacent(self, layer: int) -> bool:
+        """Return whether the resident KV that each sequence sees in `layer` is in adjacent positions."""
+        sizes = self.geometry.resident(layer, self.policy.sinks, self.policy.recent)
+        return all(places(seen, *sizes) is not None for seen in self.visible(layer))
 
 
 class LayerFetch(Protocol):

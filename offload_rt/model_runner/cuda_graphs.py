@@ -5,9 +5,10 @@ sizes are rounded up, and the additional rows are padding. A launch takes the ho
 has 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
 A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
-prompt, working sets, eviction, streamed weights), or if the host must read values during the step (recorders,
-measurement of missed attention mass). The first step of each size is eager too, because it compiles
-kernels. If a capture fails, all later steps are eager, and one warning is logged.
+prompt, recurrent state, eviction, streamed weights), or if the host must read values during the step (recorders,
+measurement of missed attention mass). The first step of each batch size is eager too, because it compiles
+kernels. If a capture fails, all later steps are eager, and one warning is logged. If it fails because memory runs out,
+the other graphs are dropped first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ..config import EngineConfig
 from ..core import padded_batch
 from ..errors import ConfigError
 from .batch import DecodeBatch
-from .batched import MAX_CACHED, BatchedMode, LayerSelection, StepInputs, StepModes
+from .batched import MAX_CACHED, BatchedMode, LayerSelection, StepModes
 from .decode import DecodeStep
+from .step_inputs import StepInputs, StepShape
 
 Body = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -69,10 +71,8 @@ class _Captured:
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph
         self._layers: list[int] = []
-        # A graph cannot wait for earlier write-backs, so the compute stream waits for them before the capture.
-        inputs.rows.join()
-        inputs.rows.written(behind=False)
-        self._logits, self._counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
+        with inputs.rows.capturing():
+            self._logits, self._counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
 
     def _body(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """Launch a step. All streams are joined at its end."""
@@ -88,11 +88,11 @@ class _Captured:
         """Replay the step with the values in `inputs`. Return float32 logits `[size, V]` and set `mode.selected`."""
         inputs.rows.join()
         self._graph.replay()
-        inputs.rows.written(behind=True)
+        inputs.rows.replayed()
         # Copy the results: the next replay overwrites them.
         counts = self._counts.clone().unbind()
-        tallies: list[torch.Tensor | None] = [tally for own in self._tallies for tally in own.clone().unbind()]
-        each = zip(self._layers, counts, tallies or [None] * len(counts), strict=True)
+        tallies = [tally for own in self._tallies for tally in own.clone().unbind()]
+        each = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
         mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]
         return self._logits.clone()
 
@@ -124,33 +124,49 @@ class GraphSteps:
 
     def __init__(self, modes: StepModes, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
         self._modes, self._make, self._most, self._refused = modes, make, most, False
-        self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured | None] = weakref.WeakKeyDictionary()
+        self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured] = weakref.WeakKeyDictionary()
+        self._too_large: weakref.WeakSet[StepInputs] = weakref.WeakSet()
+        # Shapes without capacity for which all kernels are compiled, and inputs that have run eagerly.
+        self._compiled: set[StepShape] = set()
+        self._eager: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step. The first step of each size is eager. Return float32 logits `[B, V]`."""
+        """Run a decode step, eagerly the first time for each batch size. Return float32 logits `[B, V]`."""
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
         inputs = self._modes.load(batch, padded_batch(sequences)) if capturable else None
         if inputs is None or not inputs.static:
             return DecodeStep(batch, self._modes.mode(batch)).run()
         mode = BatchedMode(batch, inputs, dense=True)
-        if inputs not in self._captured:
-            self._captured[inputs] = None
+        kind = inputs.shape._replace(capacity=0)
+        if kind not in self._compiled or inputs in self._too_large:
+            self._compiled.add(kind)
+            self._eager.add(inputs)
             return DecodeStep(batch, mode).run()[:sequences]
         step = DecodeStep(batch, mode)
         step.begin()
-        captured = self._captured[inputs] or self._try_capture(batch, inputs)
+        captured = self._captured.get(inputs) or self._try_capture(batch, inputs)
         logits = step.compute() if captured is None else captured.replay(mode, inputs)
         mode.finish()
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """Call `_capture`. If it fails, disable captures and return None."""
+        """Call `_capture`. If it fails, return None.
+
+        If memory runs out, drop the other graphs, so that the next step can capture this one. If there are none, steps
+        of this shape stay eager. Any other error disables captures if these inputs have run eagerly before.
+        """
         try:
             return self._capture(batch, inputs)
         except RuntimeError as error:
-            self._refused = True
             inputs.rows.forget()
+            if _out_of_memory(error):
+                self._make_room(inputs)
+                return None
+            if inputs not in self._eager:
+                self._eager.add(inputs)
+                return None
+            self._refused = True
             _log.warning(
                 "decode steps of this model cannot be captured as CUDA graphs and may be several times slower (set "
                 "cuda_graphs=False to hide this warning): %s", str(error).splitlines()[0],
@@ -158,23 +174,40 @@ class GraphSteps:
             return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
-        """Capture a step with `inputs`. If there are too many graphs, drop the oldest."""
-        held = [each for each, graph in self._captured.items() if graph is not None]
-        for oldest in held[: len(held) + 1 - self._most]:
-            self._captured[oldest] = None
-        # Reinsert the inputs, so that the dictionary stays ordered by age.
-        del self._captured[inputs]
+        """Capture a step of `inputs`. The oldest graph is dropped if there are too many."""
+        for oldest in list(self._captured)[: len(self._captured) + 1 - self._most]:
+            del self._captured[oldest]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured
 
+    def _make_room(self, inputs: StepInputs) -> None:
+        """Drop all graphs, and keep fewer from now on. If there are none, do not capture `inputs` again."""
+        if self._captured:
+            self._most = len(self._captured)
+            self._captured.clear()
+            return
+        self._too_large.add(inputs)
+        _log.warning(
+            "no device memory is left for a CUDA graph of %d sequences of up to %d tokens: their decode steps may be "
+            "several times slower; lower max_num_seqs or max_model_len, or set cuda_graphs=False to hide this warning",
+            inputs.size, inputs.capacity,
+        )  # fmt: skip
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error was raised because, or while, device memory ran out."""
+    # The end of an interrupted capture may raise an error of its own.
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
+
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Return whether the launches of a step depend only on its inputs and the host reads no values during the step."""
-    own = (batch.policy.rule is not None and batch.policy.rule.own_bases) or batch.geometry.sliding
-    # Layers that transformers implements may launch any kernel, and recurrent state may change its slot.
-    opaque = batch.geometry.experts or batch.geometry.states
+    """Return whether the launches of a step depend only on the inputs, and the host reads no values."""
+    own = batch.policy.rule is not None and batch.policy.rule.own_bases
     watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
-    return not (opaque or own or watched)
+    # Slots of recurrent state may move.
+    return not (batch.geometry.states or own or watched)
 
 
 def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
@@ -188,7 +221,9 @@ def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, s
     most = max_graphs(config, device, streams=streams)
     if not most:
         return EagerSteps(modes)
-    return GraphSteps(modes, lambda: CudaGraph(torch.cuda.graph_pool_handle()), most)
+    # Graphs share one memory pool: they are replayed one after the other, and their results are copied.
+    pool = torch.cuda.graph_pool_handle()
+    return GraphSteps(modes, lambda: CudaGraph(pool), most)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:

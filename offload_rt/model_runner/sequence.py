@@ -40,8 +40,10 @@ class Sequence:
         draft_start: First draft token that may still be rejected, or None. The sliding windows of this token are kept.
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
-        state_slot: Slot of this sequence in `state_slots`.
+        state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
         parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
+        keeps_decoded: Whether a session with recurrent state continues at the last full block. Snapshots are then taken
+            after decode steps too, although their state may be approximate, and windows at this block stay.
         snapshots: Snapshots of recurrent state that are not published yet. Maps the number of tokens of each snapshot
             to its slot in the state pool.
     """
@@ -67,6 +69,7 @@ class Sequence:
     state_slots: StateSlots | None = None
     state_slot: int = -1
     parted_at: int = 0
+    keeps_decoded: bool = False
     snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -84,7 +87,7 @@ class Sequence:
 
     def check_state(self) -> None:
         """Assert that every recurrent layer has processed exactly the tokens before `position`."""
-        if self.state_slots is not None and not self.interrupted:
+        if self.state_slots is not None and self.state_slot >= 0 and not self.interrupted:
             self.state_slots.check(self.state_slot, self.position)
 
 

@@ -22,7 +22,7 @@ import xxhash
 from torch import nn
 
 from ..errors import ModelError
-from ..utils.native_code import user_cache
+from ..utils.native_code import cache_folder
 from ..utils.private_files import make_private_folder, open_private
 from ..utils.small_files import read_json, read_small
 from .linear import packing_of, tensors_of
@@ -142,15 +142,6 @@ def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _bytes(block: torch.Tensor) -> memoryview:
     return block.contiguous().view(torch.uint8).numpy().data
-
-
-def cache_folder() -> Path:
-    """Return the folder for cached results of models.
-
-    It is `$OFFLOAD_RT_CACHE` if set, else `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`.
-    """
-    own = os.environ.get("OFFLOAD_RT_CACHE")
-    return Path(own) if own else user_cache()
 
 
 class FingerprintCache:

@@ -18,12 +18,12 @@ from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
 from .checkpoint import read_config
-from .fingerprint import cache_folder, file_identity
+from .fingerprint import file_identity
 from .folder_import import FolderImport
 from .gguf_import import GGUFImport
 from .importers import IMPORTERS
 from .linear import packing
-from .packed_cache import cached_folder, is_complete
+from .packed_cache import cached_folder, is_complete, packed_home
 from .packed_checkpoint import CannotPackError
 from .source import ModelSource
 
@@ -76,11 +76,6 @@ def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize)
     return FolderImport(source, config) if packing(config) in IMPORTERS else None
 
 
-def packed_home() -> Path:
-    """Return the cache folder of all packed checkpoints."""
-    return cache_folder() / "packed"
-
-
 def _folder(conversion: Conversion) -> Path:
     """Return the folder for the result of a conversion."""
     files = [file_identity(path) for path in conversion.files()]
@@ -108,7 +103,7 @@ def packed_source(conversion: Conversion) -> ModelSource:
     if refused.exists():
         return source
     try:
-        cached_folder(folder, str(source).strip("'"), conversion.write)
+        cached_folder(folder, source.location, conversion.write)
     except CannotPackError as error:
         _log.info("the weights of %s are dequantised: %s", source, error)
         refused.touch()

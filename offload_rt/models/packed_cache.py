@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from ..utils.native_code import cache_folder
 from ..utils.private_files import make_private_folder, open_private
 from ..utils.progress import report
 from ..utils.units import parse_size
@@ -49,6 +50,16 @@ class PackedEntry:
     used: float
 
 
+def packed_home() -> Path:
+    """Return the folder of all packed checkpoints."""
+    return cache_folder() / "packed"
+
+
+def cache_limit() -> int:
+    """Return the maximum size of all packed checkpoints in bytes."""
+    return parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE)
+
+
 def is_complete(folder: Path) -> bool:
     """Return whether `folder` contains a complete packed checkpoint. Its digest is not verified."""
     return (folder / DIGEST).exists()
@@ -70,7 +81,7 @@ def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> P
             for leftover in folder.parent.glob(f"{_NEW}*"):  # left by processes that were killed
                 shutil.rmtree(leftover, ignore_errors=True)
             _write(folder, origin, write)
-        _limit(folder.parent, parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE), folder)
+        _limit(folder.parent, cache_limit(), folder)
     return folder
 
 
@@ -162,17 +173,31 @@ def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
         return _limit(home, limit, None)
 
 
+def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[PackedEntry]:
+    """Delete the chosen checkpoints. Return them."""
+    if not home.is_dir():
+        return []
+    with _locked(home):
+        deleted = [entry for entry in packed_entries(home) if chosen(entry)]
+        for entry in deleted:
+            _delete(entry)
+    return deleted
+
+
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
     """Delete the least recently used folders, except `keep`, while their total size exceeds `limit`. Return them."""
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:
         if total > limit and entry.folder != keep:
-            # Processes that use these weights have mapped the file. Its contents stay on the disk until these processes
-            # end.
-            (entry.folder / DIGEST).unlink(missing_ok=True)
-            shutil.rmtree(entry.folder, ignore_errors=True)
+            _delete(entry)
             total -= entry.size
             deleted.append(entry)
-            _log.info("deleted the packed weights of %s", entry.origin)
     return deleted
+
+
+def _delete(entry: PackedEntry) -> None:
+    """Delete a checkpoint. Processes that use its weights have mapped the file, which stays until they end."""
+    (entry.folder / DIGEST).unlink(missing_ok=True)
+    shutil.rmtree(entry.folder, ignore_errors=True)
+    _log.info("deleted the packed weights of %s", entry.origin)

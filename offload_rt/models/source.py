@@ -82,6 +82,12 @@ class ModelSource:
         """The local folder, or None for a hub id."""
         return Path(self.place) if Path(self.place).is_dir() else None
 
+    @property
+    def location(self) -> str:
+        """The absolute path of a local folder or file, or the name on the hub."""
+        name = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
+        return name if self.folder is None else str(Path(name).absolute())
+
     def check_folder(self) -> None:
         """Raise ModelError if a local folder contains no model. Files are not opened."""
         folder = self.folder

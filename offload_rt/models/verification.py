@@ -25,10 +25,10 @@ import torch
 
 from ..core import KVPart
 from ..errors import ModelError
+from ..utils.native_code import cache_folder
 from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import one_error
-from .fingerprint import cache_folder
 from .full_attention import residual_after_attention
 from .multimodal import text_config
 from .weights import attention_layers, decoder_layers

@@ -106,7 +106,7 @@ class HostEmbedding(nn.Module):
         self.inner = embedding
         self.bytes = 0
         """Bytes copied to the device so far."""
-        own = next(embedding.parameters())
+        own: torch.Tensor = embedding.weight  # type: ignore[assignment]  # of packed weights, too
         self.weight = own.new_empty((0, *own.shape[1:]), device=device)
         """Empty tensor `[0, D]`. Adapters read the model's device and dtype from it."""
 

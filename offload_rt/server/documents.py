@@ -136,7 +136,7 @@ class DocumentCache:
         return self.peek(name)
 
     def peek(self, name: str) -> Any:
-        """Return a body like `body`, without marking the document as used. Threads may call this."""
+        """Return the body of a document, without marking the document as used. Worker threads may call this."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -223,10 +223,10 @@ class Conversations:
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
     def containing(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
-        """Return the conversations whose title and messages contain all words, which are in lower case.
+        """Return the conversations whose title and messages together contain all `words`. The words are in lower case.
 
-        `excerpt` is the text around the first word found in the messages, or "". Reads every file, so call it in a
-        thread.
+        `excerpt` in the result is the text around the first word that occurs in the messages, or "". All files are
+        read, so call this in a worker thread.
         """
         found = []
         for head in heads:

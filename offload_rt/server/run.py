@@ -33,10 +33,11 @@ RETRY_AFTER = 2
 
 
 class Loading:
-    """Application that serves only the chat page while `make` creates the real one in a thread, then delegates to that.
+    """ASGI application that serves requests while `make` creates the real application in a thread.
 
-    Until then other requests get 503 with the progress.
-    If `make` fails, `on_failure` is called and `error` holds the exception.
+    Until the real application exists, only the chat page is served, and other requests get 503 with the progress. After
+    that, all requests are passed to the real application. If `make` fails, `on_failure` is called, and `error` contains
+    the exception.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:

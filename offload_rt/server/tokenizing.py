@@ -113,9 +113,10 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer step splits two parts of a text as it splits the whole text.
+    """Return whether a pre-tokenizer step gives the same words for two parts of a text as for the whole text.
 
-    `spaces` tells whether the normalized text still contains spaces.
+    The text is split before a space between two letters. `spaces` tells whether the normalized text still contains
+    spaces.
     """
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]

@@ -10,6 +10,7 @@ from ..engine.runner import Runner
 from ..storage.block_store import StorageTier
 from ..storage.loader import read_buffer_layers
 from ..storage.saver import Saver
+from ..storage.state_blocks import StateBlocks
 
 SEGMENT_SECONDS = 2.0
 """Target duration of a prefill segment in seconds. A request that ends early loses at most the KV of one segment."""
@@ -26,6 +27,8 @@ class SessionContext:
         runner: Runner of the model.
         storage: Storage tier below host memory, normally a disk, with the blocks and histories of the sessions.
         saver: Writes blocks to the storage tier in the background.
+        states: Reads and writes snapshots of recurrent state in the storage tier. None if the runner keeps no
+            snapshots.
         options: Options of the store.
         load_rate: Measured seconds to load one byte from the tier. 0 before the first measurement.
         compute_rate: Measured seconds to prefill one token. 0 before the first measurement.
@@ -35,6 +38,7 @@ class SessionContext:
     storage: StorageTier
     saver: Saver
     options: StoreOptions
+    states: StateBlocks | None = None
     load_rate: float = 0.0
     compute_rate: float = 0.0
 

@@ -42,7 +42,8 @@ class History:
             KV.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
-        truncation_id: Identifies all truncations so far, as part of the KV provenance key. Empty if there were none.
+        truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. Empty if there
+            were none.
         shift: Number of truncated tokens. The position of a token after the gap is its index in `tokens` plus `shift`.
         sinks: Number of tokens before the gap whose original keys are stored. 0 if their keys are never rotated.
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
@@ -53,6 +54,7 @@ class History:
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
         system: System message.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
+        states: Subset of `keys`: the keys of snapshots of recurrent state.
     """
 
     name: str
@@ -74,6 +76,7 @@ class History:
     tail_windows: list[str] = field(default_factory=list)
     system: str = ""
     salt: str = ""
+    states: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
@@ -108,7 +111,7 @@ class History:
             and ends == sorted(ends)
             and starts == sorted(starts)
             and 2 * len(self.starts) <= len(self.turns)
-            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows))
+            and all(len(bytes.fromhex(key)) > 0 for key in (*self.keys, *self.tail_windows, *self.states))
             and isinstance(bytes.fromhex(self.tail), bytes)
         )
 

@@ -131,7 +131,7 @@ class Session:
             system: Text of the system message. It can change only before the first turn.
 
         Raises:
-            InputError: The session has turns with another system message, or the model has no chat template.
+            InputError: The session already has a turn with another system message, or the model has no chat template.
         """
         history, tokenizer = self.history, self.kv.runner.model.tokenizer
         if not isinstance(system, str):
@@ -328,7 +328,7 @@ class Session:
         if self._siblings.exists(name):
             raise InputError(f"there is a session {name!r} already: choose another name")
         kv, runner, host, forked = self.kv, self.kv.runner, self.host, None
-        if kv.sequence is not None and kv.loader is None:
+        if kv.sequence is not None and kv.loader is None and runner.continues(kv.sequence):
             sequence, size = kv.sequence, len(self.history.tokens)
             host.take(kv)
             try:

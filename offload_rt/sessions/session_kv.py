@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.block_store import NamedBlock, PlacedBlock, StoredBlock, read_through
+from ..storage.block_store import STATE, NamedBlock, read_through
 from ..storage.loader import BlockLoader, DamagedBlockError
-from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.naming import name_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
+from .session_blocks import SessionBlocks
 
 
-class SessionKV:
+class SessionKV(SessionBlocks):
     """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
     New KV is written to disk in the background. An eviction from host memory therefore waits only for blocks that are
     not written yet.
 
     Attributes:
-        sequence: The session's sequence in host memory. If None, at most the prefix tree has blocks of the session in
-            memory.
+        sequence: The session's sequence in host memory, or None if there is none. Blocks of the session may still be in
+            the prefix tree.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
@@ -37,15 +37,13 @@ class SessionKV:
     claims = False
 
     def __init__(self, context: SessionContext, history: History) -> None:
-        self.context, self.runner, self.history = context, context.runner, history
+        super().__init__(context, history)
         self.sequence: Sequence | None = None
         self.loader: BlockLoader | None = None
         self.loaded_tokens = 0
         self.last_stats: Stats | None = None
         self._host_tokens = 0
-        self._pinned: set[bytes] = set()
         self._enqueued: set[bytes] = set()
-        self._broken: set[bytes] = set()
         self._unwritten: bytes | None = None
 
     @property
@@ -61,7 +59,7 @@ class SessionKV:
         Raises:
             PoolFullError: The sequence does not fit in the pool.
         """
-        if self.sequence is not None and not self.runner.pool.readable(self.sequence.blocks):
+        if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
         if self.sequence is None:
             self.sequence = self._restore(capacity)
@@ -148,15 +146,28 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Rebuild resident KV and policy state (`Runner.relearn`).
+        """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
 
-        Drop the sequence if its KV cannot be read back from the pool.
+        Drop the sequence if its KV cannot be read back, or if its recurrent state is incomplete.
         """
         assert self.sequence is not None
+        if self._recurrent:
+            self.drop()
+            return
         try:
             self.runner.relearn(self.sequence)
         except DiskError:
             self.drop()
+
+    def end_turn(self) -> None:
+        """Prepare the sequence for the time until the next turn. The history must already contain this turn."""
+        assert self.sequence is not None
+        if self._recurrent:  # the next turn begins from the snapshot behind the last full block
+            self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
+            self.runner.suspend(self.sequence)
+            self.recheck()
+        elif self.sequence.interrupted:
+            self.relearn()
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
@@ -164,10 +175,10 @@ class SessionKV:
         blocks = self._match()
         self._host_tokens = blocks.length
         with runner.cache_manager.released_on_error(blocks):
-            found, known = self._find(blocks)
+            found, known, snapshot = self._find(blocks)
             if known < history.computed:
                 self._lose_from(known)
-        sequence = self.adopt(blocks, capacity, known)
+        sequence = self.adopt(blocks, capacity, known, snapshot)
         self.loaded_tokens = known - self._host_tokens
         if found:
             size = sum(placed.block.layer_bytes for placed in found) * storage.layers
@@ -182,20 +193,30 @@ class SessionKV:
                 raise
         return sequence
 
-    def _match(self) -> BlockTable:
-        """Return the blocks of the session that are in the prefix tree."""
-        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
-
-    def adopt(self, blocks: BlockTable, capacity: int, known: int) -> Sequence:
+    def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
         """Return a sequence with the session's tokens that owns `blocks`.
 
-        The KV of the first `known` tokens is in host memory or is being loaded.
+        The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
         history = self.history
-        return self.runner.adopt(
-            history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
-            shift=history.shift, provenance=history.provenance,
-        )  # fmt: skip
+        try:
+            sequence = self.runner.adopt(
+                history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
+                shift=history.shift, provenance=history.provenance, snapshot=snapshot,
+            )  # fmt: skip
+        except BaseException:
+            if self._states is not None and snapshot is not None:
+                self._states.release(snapshot)
+            raise
+        if snapshot is not None:
+            sequence.snapshots[known] = snapshot  # published with the blocks
+        sequence.keeps_decoded = self._recurrent and self._keeps_decoded
+        return sequence
+
+    @property
+    def _keeps_decoded(self) -> bool:
+        """Whether later turns reuse the KV of decoded tokens, even if this KV is approximate."""
+        return True
 
     def _lose_from(self, known: int) -> None:
         """Mark the KV from token `known` on as lost, so that the next turn computes it again."""
@@ -207,84 +228,15 @@ class SessionKV:
         for name in self.stored(stop)[known // BLOCK_SIZE :]:
             read_through(self.context.storage, name)
 
-    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find blocks on disk that continue `blocks`.
-
-        Return them, and the number of tokens whose KV will then be available. All sliding-window blocks that the next
-        token attends to are among the found blocks or in `blocks`.
-        """
-        found, known = self._find_full(blocks.length)
-        names, find_one = self.names(known), cache(self._find_one)
-        while known > blocks.length:
-            names = names[: -(-known // BLOCK_SIZE)]
-            shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
-            stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
-            missing = [name.index for name, block in stored if block is None]
-            if not missing:
-                found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
-                self._pin(placed.block.key for placed in found)
-                return found, known
-            known = max(missing) * BLOCK_SIZE
-            found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
-        return [], blocks.length
-
-    def _find_one(self, name: NamedBlock) -> StoredBlock | None:
-        block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
-        right = block is not None and block.layer_bytes == layer_bytes(self.runner.pool, name.count)
-        return block if right and name.key not in self._broken else None
-
-    def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find consecutive blocks of full-attention layers on disk, from token `known` on.
-
-        Return them, and the number of tokens whose KV will then be available. The last block may be partly filled. At
-        least one token is left to compute.
-        """
-        history = self.history
-        # A prefill attends to new KV before rounding it. With a rounded (quantised) format, the stored KV of an
-        # unfinished turn differs from the KV that the repeated prefill attends to. Therefore these blocks are not used.
-        stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
-        if not self.runner.pool.groups.full:
-            # The model has only sliding-window layers. The prefix tree may contain more tokens than this session has
-            # computed.
-            return [], max(known, min(stop, history.computed))
-        names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
-        tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]
-        found: list[PlacedBlock] = []
-        for name in [*names[known // BLOCK_SIZE :], *tail]:
-            if name.index != known // BLOCK_SIZE or name.index * BLOCK_SIZE + name.count == known:
-                continue
-            block = self._find_one(name)
-            if block is None:
-                continue
-            found.append(PlacedBlock(name.index, block))
-            known = name.index * BLOCK_SIZE + name.count
-            if name.count < BLOCK_SIZE:
-                break
-        return found, known
-
     # --------------------------------------------------------------------------------------------------------- saving
-
-    def names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of tokens [0, stop)."""
-        return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
-
-    def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-window blocks that the token at index `stop` attends to."""
-        return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
-
-    def stored(self, stop: int) -> list[NamedBlock]:
-        return self.names(stop) if self.runner.pool.groups.full else []
 
     def all_names(self) -> list[NamedBlock]:
         """Return the names of all blocks with KV of computed tokens."""
         computed = self.history.computed
-        return [*self.stored(computed), *self._shown(computed)]
-
-    @property
-    def _provenance(self) -> SessionProvenance:
-        context, history = self.context, self.history
-        owner = history.id if context.private else ""
-        return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
+        names, states = self.stored(computed), list[NamedBlock]()
+        if self._states is not None:
+            states = self._states.needed(names, self.sequence, start=max(self.history.starts, default=0))
+        return [*names, *self._shown(computed), *states]
 
     def fresh(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
         """Return the blocks of `names` that are neither on disk nor queued for writing."""
@@ -299,9 +251,13 @@ class SessionKV:
         fresh = self.fresh(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
-        taken = self.context.saver.save(self.sequence.blocks, fresh, claim=self.claims)
-        self.mark_enqueued(fresh[:taken])
-        return taken < len(fresh)
+        rows = [name for name in fresh if name.group != STATE]
+        accepted = rows[: self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)]
+        if self._states is not None:
+            states = [name for name in fresh if name.group == STATE]
+            accepted += self._states.save(self.sequence, states, claim=self.claims)
+        self.mark_enqueued(accepted)
+        return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Queue the blocks of `tokens[:stop]` for writing.
@@ -350,6 +306,10 @@ class SessionKV:
         full = self.runner.pool.groups.full and bool(tail)
         history.tail, history.tail_windows = tail[0] if full else "", tail[full:]
         history.keys = [name.key.hex() for name in names]
+        states = [name.key.hex() for name in names if name.group == STATE]
+        if not history.tail_shared:  # snapshots that only this session needed
+            self._remove([bytes.fromhex(key) for key in history.states if key not in states])
+        history.states = states
         self._pin(name.key for name in names)
 
     def _remove(self, keys: Seq[bytes]) -> None:
@@ -393,15 +353,6 @@ class SessionKV:
         """Replace the sequence with another one. None of its blocks counts as queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
-
-    def unpin(self) -> None:
-        self.context.storage.unpin(self._pinned)
-        self._pinned.clear()
-
-    def _pin(self, keys: Iterable[bytes]) -> None:
-        fresh = set(keys) - self._pinned
-        self.context.storage.pin(fresh)
-        self._pinned |= fresh
 
     def needed(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.

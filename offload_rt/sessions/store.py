@@ -22,6 +22,7 @@ from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.saver import Saver
+from ..storage.state_blocks import StateBlocks
 from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, document_name
@@ -105,7 +106,10 @@ class SessionStore:
         space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
         storage = open_tier(str(space), runner.pool.groups.layers)
         saver = Saver(storage, runner.pool, runner.transfer.storage)
-        self.context = SessionContext(runner, storage, saver, options or StoreOptions())
+        states = None
+        if runner.snapshots is not None and runner.pool.states is not None:
+            states = StateBlocks(storage, saver, runner.pool.states)
+        self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
         self.host = HostTier(self.context)
         self.closed = False
         self._namespace = space

@@ -44,16 +44,22 @@ class PromptKV(SessionKV):
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
+    @property
+    def _keeps_decoded(self) -> bool:
+        return False
+
     def claim(self) -> None:
         """Claim all stored blocks of the prompt, so that they are kept if a session with the same text is deleted."""
         names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
-        self.context.storage.claim([name.key for name in (*names, *windows)])
+        states = (name.state() for name in names if self._states is not None)
+        self.context.storage.claim([name.key for name in (*names, *windows, *states)])
 
     def keep(self, computed: int) -> None:
         """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
         assert self.sequence is not None
         self.history.tokens, self.history.computed = list(self.sequence.tokens), computed // BLOCK_SIZE * BLOCK_SIZE
+        self.history.starts = [self.sequence.trace.prompt_tokens - 1]  # the same prompt computes its last token again
         self.write_rest()
 
     def keep_windows(self) -> None:
@@ -88,7 +94,7 @@ class PromptKV(SessionKV):
 
     def all_names(self) -> list[NamedBlock]:
         held = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
-        return [name for name in super().all_names() if not name.group or name.index in held]
+        return [name for name in super().all_names() if name.group <= 0 or name.index in held]
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         if not self.runner.approximates:  # else only the KV of the prompt is exact

@@ -72,6 +72,10 @@ class StoredRequest(SampledRequest):
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         """Return the first token that is prefilled although KV of other tokens is cached (see `Stats`)."""
 
+    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+        """Return the number of tokens at the start whose KV was computed before."""
+        return len(tokens) if diverged_at is None else diverged_at
+
     @abstractmethod
     def _leave(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request. `untouched`: The KV is complete, and the prefill has not begun."""
@@ -104,7 +108,8 @@ class StoredRequest(SampledRequest):
             raise
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
         diverged_at = self._diverged_at(tokens, sequence.position)
-        return self._begin_prefill(runner, len(tokens), in_memory=in_memory, diverged_at=diverged_at)
+        parted_at = self._parted_at(tokens, diverged_at)
+        return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, parted_at)
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
         """Return the sequence, whose KV is being loaded. KV in a rounded format is complete."""
@@ -146,7 +151,9 @@ class StoredRequest(SampledRequest):
         """Record the end of the request in the store. Raise StoreError if that fails; the KV stays usable."""
         self.kv.persist()
 
-    def _begin_prefill(self, runner: Runner, stop: int, *, in_memory: bool, diverged_at: int | None) -> Prefill:
+    def _begin_prefill(
+        self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, parted_at: int
+    ) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
 
         Args:
@@ -154,12 +161,15 @@ class StoredRequest(SampledRequest):
             stop: Number of tokens to prefill.
             in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
             diverged_at: See `Stats`.
+            parted_at: Number of tokens at the start whose KV was computed before.
         """
         sequence = self.sequence
         assert sequence is not None
         position = sequence.position
         self._start, self._stop = position, stop
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
+        if runner.snapshots is not None:
+            runner.snapshots.note_parting(sequence, parted_at)
         self._count_on(sequence)
         sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds
@@ -254,7 +264,7 @@ class StoredRequest(SampledRequest):
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.recheck()
 
-    def accept(self, runner: Runner, logits: torch.Tensor) -> list[TokenOutput]:
+    def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from `logits`.
 
         If decoding has just filled a block, queue the block for writing first.
@@ -263,7 +273,7 @@ class StoredRequest(SampledRequest):
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:
             self.kv.enqueue_decoded(self.sequence.tokens, prompt, position)
-        return super().accept(runner, logits)
+        return super().accept(runner, logits, best)
 
     def _count_arrived(self, trace: Trace) -> None:
         if self.kv.loader is not None:

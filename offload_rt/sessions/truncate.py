@@ -78,12 +78,20 @@ def last_kept(held: int, new: int, positions: int) -> int:
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:
-    """Raise ModelError if the model `name` has absolute position embeddings, which are part of the stored keys."""
+    """Raise ModelError if the model `name` has absolute position embeddings or recurrent state.
+
+    Absolute positions are part of the stored keys. Recurrent state depends on all earlier tokens.
+    """
     # Models whose RoPE depends on the sequence length are already rejected when they are loaded.
     if geometry.absolute_positions:
         raise ModelError(
             f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
             "session with the part of the text that matters"
+        )
+    if geometry.states:
+        raise ModelError(
+            f"{name} has recurrent layers: their state holds all earlier tokens, so tokens cannot be cut out; start a "
+            "new session with the part of the text that matters"
         )
 
 
@@ -91,13 +99,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
     """Return the number of tokens that `truncate_for` leaves in the session before a turn of `new` tokens."""
     geometry, held = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(held, new, geometry.max_positions)
-    if kept == held:
-        return held
-    try:
-        check_truncatable(geometry, kv.runner.model.name)
-    except ModelError:
-        return held
-    return kept + SINKS
+    return held if kept == held or geometry.absolute_positions else kept + SINKS
 
 
 # ---------------------------------------------------------------------------------------------------------- truncation
@@ -149,11 +151,11 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
     left = tokens_after(kv, new)
     if left == held:
         return 0
-    computed = history.computed
-    if computed:
+    computed, recurrent = history.computed, kv.runner.states is not None
+    if computed and not recurrent:
         host.retry_after_reclaim(kv.materialise)
     keep_last = left - SINKS - (held - computed)
-    if history.computed == computed and keep_last >= 1:
+    if history.computed == computed and keep_last >= 1 and not recurrent:
         truncate(kv, host, keep_last=keep_last, sinks=SINKS, drop=None)
     else:
         kv.drop()

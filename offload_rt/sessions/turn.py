@@ -128,8 +128,14 @@ class Turn(StoredRequest):
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         return position
 
+    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+        return len(self._kept)
+
     def _leave(self, *, untouched: bool) -> None:
-        """Restore the session. Its KV stays in memory only if it is `untouched`."""
+        """Restore the session after the turn is dropped.
+
+        The session's KV stays in memory only if `untouched`, which tells that the turn has not changed it.
+        """
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
@@ -164,8 +170,7 @@ class Turn(StoredRequest):
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
-            if sequence.interrupted:
-                kv.relearn()
+            kv.end_turn()
         else:
             self._undo(interrupted, progressed)
         kv.last_stats = self._final

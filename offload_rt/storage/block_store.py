@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol
 
 from ..kv_cache.prefix_tree import block_key
 
+STATE = -1
+"""In place of a layer group: a block with a snapshot of recurrent state (hybrid models)."""
+
 
 @dataclass(frozen=True)
 class NamedBlock:
@@ -19,7 +22,8 @@ class NamedBlock:
         provenance_key: KV provenance key, which describes how the KV was computed.
         tokens: Token ids of the block as little-endian int64, 8 bytes each.
         key: Key of the block: digest of parent, provenance_key and tokens (`kv_cache.prefix_tree.block_key`).
-        group: Layer group whose KV the block contains (`kv_cache.layer_groups`).
+        group: Layer group whose KV the block contains (`kv_cache.layer_groups`). `STATE` for a snapshot of recurrent
+            state.
     """
 
     index: int
@@ -39,6 +43,12 @@ class NamedBlock:
         provenance_key = f"{self.provenance_key} window {group}"
         key = block_key(self.key, provenance_key, self.tokens)
         return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, group)
+
+    def state(self) -> NamedBlock:
+        """Return the name of the block with a snapshot of the recurrent state after these tokens."""
+        provenance_key = f"{self.provenance_key} state"
+        key = block_key(self.key, provenance_key, self.tokens)
+        return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, STATE)
 
 
 class StoredBlock(Protocol):

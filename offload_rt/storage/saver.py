@@ -316,7 +316,7 @@ class Saver:
             entry.give_up()
 
     def _write_layers(self, writer: BlockWriter, entry: Entry, layers: Iterable[int]) -> None:
-        """Write those of `layers` that belong to the layer group of the block."""
+        """Write the layers of `layers` that are in the layer group of the block."""
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:

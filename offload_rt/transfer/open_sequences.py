@@ -48,7 +48,7 @@ class DeviceState:
         self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
         self.pair_bytes = 2 * pool.layout.row_bytes
         self.token_bytes = pool.layout.kv_heads * self.pair_bytes
-        self._working_set, self.in_place = working_set, in_place
+        self.working_set, self.in_place = working_set, in_place
         self._open: dict[int, OpenSequence] = {}
 
     def __getitem__(self, blocks: BlockTable) -> OpenSequence:
@@ -86,7 +86,7 @@ class DeviceState:
             written.synchronize()
 
     def _new_working_set(self) -> WorkingSet | None:
-        if not self._working_set:
+        if not self.working_set:
             return None
         heads, width = self.geometry.kv_heads, self.format.width
-        return WorkingSet(heads, self._working_set, width, self.format.storage, self.device)
+        return WorkingSet(heads, self.working_set, width, self.format.storage, self.device)

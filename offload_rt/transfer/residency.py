@@ -117,10 +117,13 @@ def place(token: int, sinks: int, recent: int) -> int:
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
-def places(visible: VisibleTokens, sinks: int, recent: int) -> range:
-    """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
+def places(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
+    """Return the positions of the resident tokens of `visible` in the resident KV, in ascending order.
 
-    If a sliding window hides the sinks and later tokens, the ring buffer must be full (`recent` tokens).
+    Return None if the positions are not adjacent: a window that truncation has cut may wrap around the ring.
     """
-    assert visible.all.start <= sinks or len(visible.recent) == recent
-    return range(min(visible.all.start, sinks), min(visible.recent.stop, sinks + recent))
+    first, stop = visible.all.start, visible.recent.stop
+    if first <= sinks or len(visible.recent) == recent:
+        return range(min(first, sinks), min(stop, sinks + recent))
+    start = place(first, sinks, recent)
+    return range(start, start + stop - first) if start + stop - first <= sinks + recent else None

@@ -7,7 +7,8 @@ Shapes depend only on the number of sequences and on their capacity in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from .plan import BLOCK_BITS, first_occurrences
 from .residency import place
 from .staging import HELD_BACK, Staging
 from .streams import Event
+from .working_lists import WorkingLists
 from .working_set import LookUp
 
 
@@ -80,24 +82,30 @@ class RowLists:
             [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
         ]
         self._planes = to_device(torch.tensor(firsts), device)
-        """Offset in rows of K and V of each layer and head from the first row of a slab, int64 `[L, 2, Hkv]`.
-
-        Only for full-attention layers.
-        """
+        """int64 `[L, 2, Hkv]`: offset, in rows, of K and V of each layer and head from the first row of a slab."""
         self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
+        capacity = state.working_set
+        self._working = WorkingLists(len(places), batch, capacity, device) if capacity else None
         self._newest: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
+        self._captures = False
+        self._captured: Event | None = None
 
     @property
     def tokens(self) -> int:
         """Capacity of each sequence in tokens."""
         return self._bases.shape[1] * BLOCK_SIZE
 
-    def hold(self, block_tables: Sequence[BlockTable]) -> None:
-        """Set the sequences of the batch before a step. All of them must be open.
+    def keep_working_sets(self, layers: Iterable[int]) -> None:
+        """Let `hold` allocate the working sets of `layers`, so that the first fetch of a layer can be captured."""
+        if self._working is not None:
+            self._working.use(layers)
 
-        Only data that has changed since the last call is copied to the device.
+    def hold(self, block_tables: Sequence[BlockTable], padding: int = 0) -> None:
+        """Bind the lists to open sequences before a step. Copies changes since the last call to the device.
+
+        The last `padding` sequences are not computed. Their working sets do not change.
         """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
@@ -115,18 +123,15 @@ class RowLists:
             copy_into(torch.tensor([[entry(own) for own in layer] for layer in rows]), self._tables)
             self._resident = [PointerTable(tuple(own), table) for own, table in zip(rows, self._tables, strict=True)]
             self._open = sequences
+        if self._working is not None:
+            with self._prefetch.behind_compute():
+                self._working.hold([one.working for one in sequences if one.working is not None], padding)
 
     def release(self) -> None:
         """Drop all references to sequences. `hold` must be called before the next use."""
         self._open, self._resident = [], []
-
-    @property
-    def working(self) -> bool:
-        """Whether any sequence of the batch has a working set.
-
-        If so, kernel launches depend on the addresses of working sets and cannot be captured in a graph.
-        """
-        return any(one.working is not None for one in self._open)
+        if self._working is not None:
+            self._working.release()
 
     @property
     def in_place(self) -> bool:
@@ -134,33 +139,51 @@ class RowLists:
         return self._state.in_place
 
     def join(self) -> None:
-        """Make the compute stream wait for all write-backs so far."""
+        """Make the compute stream wait for all write-backs and fetches so far."""
+        self._prefetch.hold_compute(self._prefetch.record_event())
         self._write_back.hold_compute(self._write_back.record_event())
         self._state.pending_writes.clear()
 
-    def written(self, behind: bool) -> None:
-        """Set the write-back event of all sequences of the batch.
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a step within this context.
 
-        If `behind`, the event follows all compute work queued so far. Otherwise, the sequences get no event.
+        The compute stream waits for earlier work first, because a graph cannot. Events of a capture are not those of
+        the sequences, because other threads may wait for them (`DeviceState.settle`).
         """
-        event = None
-        if behind:
-            with self._write_back.behind_compute():
-                event = self._write_back.record_event()
+        self.join()
+        self._captures, self._captured = True, None
+        try:
+            yield
+        finally:
+            self._captures, self._captured = False, None
+
+    def replayed(self) -> None:
+        """Set the write-back event of the sequences: it follows all compute work queued so far."""
+        with self._write_back.behind_compute():
+            self._set_written(self._write_back.record_event())
+
+    def _set_written(self, event: Event) -> None:
+        if self._captures:
+            self._captured = event
+            return
         for one in self._open:
             one.written = event
 
-    def forget(self) -> None:
-        """Clean up after a failed graph capture.
+    @property
+    def _written(self) -> list[Event]:
+        """Events after the last write-backs, for which a fetch must wait."""
+        if self._captures:
+            return [] if self._captured is None else [self._captured]
+        events = {id(one.written): one.written for one in self._open}.values()
+        return [event for event in events if event is not None]
 
-        Waits until the device is idle and drops all events and held buffers.
-        """
+    def forget(self) -> None:
+        """Clean up after a failed graph capture: wait until the device is idle, and drop held buffers."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
         self._state.pending_writes.clear()
-        for one in self._open:
-            one.written = None
 
     def resident(self, layer: int) -> PointerTable:
         """Return the resident KV of a layer, `[2 * Hkv, s + w, d]` per sequence."""
@@ -179,18 +202,20 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return the result of `rows_of` for a batch of one sequence whose slot is known on the host: int64 `[1]`."""
-        at = self._pool.row_base(self._open[0].blocks)[slot // BLOCK_SIZE] + slot % BLOCK_SIZE
-        return to_device(at.view(1), self.device)
+        """Return the pool row of a slot of full-attention layers, for a batch of one: int64 `[1]`."""
+        return to_device(torch.tensor(self.rows_of(0, [slot])), self.device)
 
-    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the pool rows int64 `[B]` of `slots` int64 `[B]`, without the offsets of layer and head.
+    def group(self, layer: int) -> int:
+        """Return the group of layers whose KV is in the same blocks."""
+        return self._pool.groups.group[layer]
+
+    def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
+        """Return the pool row of a slot of each sequence, without the offsets of layer and head.
 
         Negative slots give negative rows.
         """
-        blocks = (slots >> BLOCK_BITS).clamp_(min=0).unsqueeze(1)
-        rows = self._bases.gather(1, blocks).squeeze(1) + (slots & (BLOCK_SIZE - 1))
-        return torch.where(slots < 0, slots, rows)
+        each = zip(self._open, slots, strict=True)
+        return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest k and v of each list on the device and write them back to the pool.
@@ -215,17 +240,16 @@ class RowLists:
             event = self._write_back.record_event()
         self._state.pending_writes.hold(event, k, v, rows, self._planes)
         self._state.pending_writes.release(HELD_BACK)
-        for one in self._open:
-            one.written = event
+        self._set_written(event)
 
     def fetch(
-        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool
+        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool, cached: bool = True
     ) -> PendingBatchFetch:
         """Start fetching the first `counts[p]` tokens of each list in `tokens` int64 `[P, n]`. None fetches all tokens.
 
-        KV in the working set of a sequence is copied from the working set. With `overlapping`, KV that several
-        sequences select from shared blocks is read from the pool once and copied on the device. All other KV is read
-        from the pool.
+        With `cached`, KV in the working set of a sequence is copied from there. With `overlapping`, KV that several
+        sequences select from shared blocks is fetched once and copied on the device. All other KV is read from the
+        pool.
         """
         # Inputs and staged KV are memory of the compute stream (`Staging`). All other tensors are allocated, used and
         # freed in the prefetch stream.
@@ -233,25 +257,15 @@ class RowLists:
         staging = self._state.staging
         held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
         with self._prefetch.behind_compute():
-            for event in {id(one.written): one.written for one in self._open}.values():
-                if event is not None:
-                    self._prefetch.wait_for(event)
-            found: list[LookUp] = []
-            again = None
-            if overlapping or self.working:
-                found, again = self._gather_listed(layer, tokens, counts, staged, overlapping=overlapping)
+            for event in self._written:
+                self._prefetch.wait_for(event)
+            working = self._working if cached and tokens.numel() else None
+            if overlapping or working is not None:
+                tally = self._gather_listed(layer, tokens, counts, staged, working, overlapping=overlapping)
             else:
                 self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
-            for b, one in enumerate(found):
-                rows, working = staged[:, self._own(b)], self._open[b].working
-                assert working is not None
-                working.read(layer, one, rows)
-                working.write(layer, one, rows)
-            tally = self._tally(tokens, counts, found, again)
+                tally = None
             return PendingBatchFetch(self._pool, staging, held, self._prefetch.record_event(), staged, counts, tally)
-
-    def _own(self, b: int) -> slice:
-        return slice(b * self.heads, (b + 1) * self.heads)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the pool rows of the K and V of `tokens`, int64 `[2, P, n]`."""
@@ -259,52 +273,54 @@ class RowLists:
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
 
-    def _look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> list[LookUp]:
-        """Look up the tokens in the working sets of the sequences.
-
-        Return an empty list if there are no working sets.
-        """
-        found = []
-        for b, one in enumerate(self._open):
-            if one.working is not None and tokens.numel():
-                own = self._own(b)
-                found.append(one.working.look_up(layer, tokens[own], None if valid is None else valid[own]))
-        return found
-
     def _gather_listed(
-        self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, staged: torch.Tensor, *, overlapping: bool
-    ) -> tuple[list[LookUp], torch.Tensor | None]:
-        """Gather KV from the pool, except KV in working sets. Duplicates are gathered once and copied on the device.
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        staged: torch.Tensor,
+        working: WorkingLists | None,
+        *,
+        overlapping: bool,
+    ) -> torch.Tensor | None:
+        """Copy KV from the working sets and gather the rest from the pool. Copy duplicates on the device.
 
-        Return the look-ups of the working sets, and the first occurrence of each duplicate (`first_occurrences`).
+        Returns `PendingBatchFetch.tally`.
         """
-        ids, valid = self._ids(layer, tokens), None
+        ids, valid, found = self._ids(layer, tokens), None, None
         if counts is not None:
             valid = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
             ids = ids.masked_fill(~valid, -1)
-        found = self._look_up(layer, tokens, valid)
-        if found:
-            ids = ids.masked_fill(torch.cat([one.slots for one in found]) >= 0, -1)
-        again = first_occurrences(ids.flatten()).view_as(ids) if overlapping and ids.numel() else None
+        if working is not None:
+            found = working.look_up(layer, tokens, valid)
+            ids = ids.masked_fill(found.slots >= 0, -1)
+        again = None
+        if overlapping and ids.numel():
+            # Values are duplicates where keys are, so only the ids of keys are sorted.
+            keys = first_occurrences(ids[0].flatten())
+            again = torch.stack((keys, (keys + len(keys)).where(keys >= 0, -1))).view_as(ids)
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)
         self._moves.gather_rows(self._pool.rows, wanted, all_of_them, rows)
         if again is not None:
             dispatch.gather_rows(rows.flatten(0, 1), again.flatten(0, 1), all_of_them, rows)
-        return found, again
+        if working is not None and found is not None:
+            working.take(layer, found, staged)
+            working.put(layer, found, staged)
+        return self._tally(tokens, counts, found, again)
 
     def _tally(
-        self, tokens: torch.Tensor, counts: torch.Tensor | None, found: list[LookUp], again: torch.Tensor | None
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally` of a fetch, int64 `[B, 2]`."""
-        if not found and again is None:
+        """Return `PendingBatchFetch.tally`, int64 `[B, 2]`."""
+        if found is None and again is None:
             return None
         if counts is None:
             selected = torch.full((self._batch,), self.heads * tokens.shape[1], device=tokens.device)
         else:
             selected = counts.view(self._batch, -1).sum(1)
-        hits = torch.stack([one.hits for one in found]) if found else torch.zeros_like(selected)
+        hits = torch.zeros_like(selected) if found is None else found.hits.view(self._batch, -1).sum(1)
         crossed = selected - hits
         if again is not None:
             crossed = crossed - (again[0].view(self._batch, -1) >= 0).sum(1)

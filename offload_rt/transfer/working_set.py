@@ -1,9 +1,9 @@
 """Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
-Each layer that selects tokens caches at most `capacity` entries per KV head. All operations are torch operations with
-static shapes that do not synchronise with the host, so they can be captured in a graph. The entry with the lowest score
-is evicted first: a use adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee
-et al. 2001: LRU for a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
+Each sparse layer caches at most `capacity` entries per KV head. All operations have static shapes and do not
+synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first: a use
+adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee et al. 2001: LRU for a
+decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from ..core import ModelGeometry
-from ..kernels.dispatch import gather_rows
 
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
@@ -32,10 +31,9 @@ class LookUp:
     """Result of a look-up of n tokens in each of P lists (one per KV head).
 
     Attributes:
-        slots: Slot of each cached token, int64 `[P, n]`; negative for tokens that are not cached.
-        into: Slot assigned to each missing token, int64 `[P, n]`. All other tokens get `capacity`, the index of a slot
-            that is never read.
-        hits: Number of cached tokens, as an int64 scalar on the device.
+        slots: int64 `[P, n]`, the slot of each cached token; -1 for tokens that are not cached.
+        into: int64 `[P, n]`, the slot assigned to each missing token; -1 for all other tokens.
+        hits: int64 `[P]`, the number of cached tokens.
     """
 
     slots: torch.Tensor
@@ -52,138 +50,119 @@ def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) ->
     return (rows + 1) * (geometry.kv_bytes(1, dtype) // geometry.layers + token_and_score * geometry.kv_heads)
 
 
-class Table:
-    """Maps tokens to slots, for P lists of `capacity` slots each. The caller stores the KV.
+def look_up(
+    table: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None, decay: float = DECAY
+) -> LookUp:
+    """Look up tokens int64 `[P, n]`, unique in each list, and assign slots to missing ones.
 
-    A look-up inserts missing tokens in order, as long as there are slots that this look-up has not used. A look-up
-    takes two sorts of the slots and a few passes over the tokens. A slot takes 8 bytes, whatever the context length.
+    Missing tokens are inserted in order, while there are slots that this look-up has not used. The look-up costs two
+    sorts of the slots and a few passes over the tokens.
+
+    Args:
+        table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`WorkingSet`). Updated in place.
+        tokens: Token indices.
+        valid: bool `[P, n]`. Tokens that are False are ignored.
+        decay: Factor of all scores.
+    """
+    capacity, held, every = table.shape[1] - 1, table[..., 0], table.view(torch.float32)[..., 1]
+    scores, wanted = every[:, :capacity], tokens.to(torch.int32).contiguous()
+    known, order = held[:, :capacity].sort(dim=1)
+    at = torch.searchsorted(known, wanted).clamp_(max=capacity - 1)
+    hit = known.gather(1, at) == wanted
+    missing = ~hit
+    if valid is not None:
+        hit, missing = hit & valid, missing & valid
+    slots = order.gather(1, at)
+    used = torch.zeros_like(every).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
+    scores.mul_(decay).add_(used)
+    # Slots by ascending score, slots just used last: the j-th missing token takes the j-th slot.
+    leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
+    rank, hits = missing.cumsum(1) - 1, hit.sum(1)
+    admitted = missing & (rank < capacity - hits.unsqueeze(1))
+    into = leaving.gather(1, rank.clamp_(0, capacity - 1))
+    # The last entry receives tokens that are not stored, so that every scatter has a static shape.
+    index = into.where(admitted, capacity)
+    held.scatter_(1, index, wanted)
+    every.scatter_(1, index, 1.0)
+    return LookUp(slots.where(hit, _EMPTY), into.where(admitted, _EMPTY), hits)
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """The working set of one layer.
+
+    Attributes:
+        table: int32 `[Hkv, capacity + 1, 2]`: the token in each slot, negative if the slot is empty, and the bits of
+            its float32 score. The last entry is never read.
+        rows: Cached K of all heads, then V, in the storage format: `[2 * Hkv, capacity + 1, width]`.
     """
 
-    def __init__(self, lists: int, capacity: int, device: torch.device, decay: float = DECAY) -> None:
-        assert capacity >= 1 and 0 <= decay <= 1
-        self.capacity, self._decay = capacity, decay
-        # An additional slot receives tokens that are not stored, so that every scatter has a static shape.
-        self._tokens = torch.full((lists, capacity + 1), _EMPTY, dtype=torch.int32, device=device)
-        self._scores = torch.full((lists, capacity + 1), -torch.inf, device=device)
+    table: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def empty(cls, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> LayerSet:
+        table = torch.full((kv_heads, capacity + 1, 2), _EMPTY, dtype=torch.int32, device=device)
+        table.view(torch.float32)[..., 1] = -torch.inf
+        return cls(table, torch.empty((2 * kv_heads, capacity + 1, width), dtype=storage, device=device))
 
     @property
     def nbytes(self) -> int:
-        return self._tokens.nbytes + self._scores.nbytes
+        """Bytes on the device, table included."""
+        return self.table.nbytes + self.rows.nbytes
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token in each slot of each list, int32 `[P, capacity]`; negative if the slot is empty."""
-        return self._tokens[:, : self.capacity]
-
-    def look_up(self, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> LookUp:
-        """Look up tokens int64 `[P, n]`, without duplicates in a list. Assign slots to missing tokens.
-
-        Tokens whose entry in `valid` (bool `[P, n]`) is False are ignored.
-        """
-        capacity, scores = self.capacity, self._scores[:, : self.capacity]
-        wanted = tokens.to(torch.int32).contiguous()
-        known, order = self.tokens.sort(dim=1)
-        at = torch.searchsorted(known, wanted).clamp_(max=capacity - 1)
-        hit, missing = known.gather(1, at) == wanted, known.gather(1, at) != wanted
-        if valid is not None:
-            hit, missing = hit & valid, missing & valid
-        slots = order.gather(1, at)
-        used = torch.zeros_like(self._scores).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
-        scores.mul_(self._decay).add_(used)
-        # Slots by ascending score; slots used by this look-up come last. The j-th missing token gets the j-th slot.
-        leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
-        rank = missing.cumsum(1) - 1
-        admitted = missing & (rank < capacity - hit.sum(1, keepdim=True))
-        into = leaving.gather(1, rank.clamp(0, capacity - 1)).where(admitted, capacity)
-        self._tokens.scatter_(1, into, wanted)
-        self._scores.scatter_(1, into, 1.0)
-        return LookUp(slots.where(hit, _EMPTY), into, hit.sum())
+        """The token in each slot, int32 `[Hkv, capacity]`; negative if the slot is empty."""
+        return self.table[:, :-1, 0]
 
     def forget(self, token: int) -> None:
-        """Remove `token` from all lists."""
-        gone = self._tokens == token
-        self._tokens.masked_fill_(gone, _EMPTY)
-        self._scores.masked_fill_(gone, -torch.inf)
+        """Remove `token` from its slots."""
+        gone = self.table[..., 0] == token
+        self.table[..., 0].masked_fill_(gone, _EMPTY)
+        self.table.view(torch.float32)[..., 1].masked_fill_(gone, -torch.inf)
 
-    def clone(self) -> Table:
-        twin = object.__new__(Table)
-        twin.capacity, twin._decay = self.capacity, self._decay
-        twin._tokens, twin._scores = self._tokens.clone(), self._scores.clone()
-        return twin
+    def clone(self) -> LayerSet:
+        return LayerSet(self.table.clone(), self.rows.clone())
 
     def check_integrity(self) -> None:
-        """Assert that no token has two slots in a list, and that exactly the empty slots have no score."""
-        for tokens, scores in zip(self.tokens, self._scores[:, : self.capacity], strict=True):
+        """Assert that no token has two slots of a list, and that exactly the empty slots have no score."""
+        for tokens, scores in zip(self.tokens, self.table.view(torch.float32)[:, :-1, 1], strict=True):
             held = tokens[tokens >= 0]
             assert len(held.unique()) == len(held)
             assert torch.equal(tokens < 0, scores.isneginf())
 
 
-@dataclass
-class _Layer:
-    """A layer's table and its KV, `[2, Hkv, capacity + 1, width]` in the storage format.
-
-    The last slot is never read.
-    """
-
-    table: Table
-    rows: torch.Tensor
-
-    def clone(self) -> _Layer:
-        return _Layer(self.table.clone(), self.rows.clone())
-
-
 class WorkingSet:
     """The working set of one sequence.
 
-    Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory of a layer is allocated
-    when the layer first selects tokens. All calls must be made in the same stream, the prefetch stream.
+    KV is in the storage format of the pool, so cached KV is bit-identical to KV in the pool. Memory of a layer is
+    allocated when it first selects, and does not move. It is used in the prefetch stream alone.
     """
 
     def __init__(self, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> None:
-        self.capacity = capacity
-        self._shape = (2, kv_heads, capacity + 1, width)
-        self._storage, self._device = storage, device
-        self._layers: dict[int, _Layer] = {}
+        assert capacity >= 1
+        self._shape = kv_heads, capacity, width, storage, device
+        self._layers: dict[int, LayerSet] = {}
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes on the device, including tables."""
-        return sum(layer.rows.nbytes + layer.table.nbytes for layer in self._layers.values())
+        """Bytes on the device, tables included."""
+        return sum(layer.nbytes for layer in self._layers.values())
 
-    def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> LookUp:
-        """Look up `tokens` int64 `[Hkv, n]` (see `Table.look_up`).
-
-        The caller must then call `read` and `write`, in this order.
-        """
+    def layer(self, layer: int) -> LayerSet:
+        """Return the working set of a layer."""
         if layer not in self._layers:
-            rows = torch.empty(self._shape, dtype=self._storage, device=self._device)
-            self._layers[layer] = _Layer(Table(self._shape[1], self.capacity, self._device), rows)
-        return self._layers[layer].table.look_up(tokens, valid)
-
-    def read(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy cached KV to the positions of its tokens in out `[2, Hkv, n, width]`, whose planes are contiguous."""
-        rows = self._layers[layer].rows
-        first = torch.arange(0, rows.shape[1] * rows.shape[2], rows.shape[2], device=rows.device).view(-1, 1)
-        ids = (first + found.slots).where(found.slots >= 0, _EMPTY)
-        counts = torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device=rows.device)
-        for own, plane in zip(rows, out, strict=True):
-            gather_rows(own.flatten(0, 1), ids, counts, plane)
-
-    def write(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the missing tokens of `rows` `[2, Hkv, n, width]` in their assigned slots."""
-        own = self._layers[layer].rows
-        index = found.into[None, :, :, None].expand(2, -1, -1, own.shape[3])
-        own.scatter_(2, index, rows)
+            self._layers[layer] = LayerSet.empty(*self._shape)
+        return self._layers[layer]
 
     def forget(self, layer: int, token: int) -> None:
         """Remove `token`, because its KV changes."""
         if layer in self._layers:
-            self._layers[layer].table.forget(token)
+            self._layers[layer].forget(token)
 
     def clone(self) -> WorkingSet:
-        _, kv_heads, _, width = self._shape
-        twin = WorkingSet(kv_heads, self.capacity, width, self._storage, self._device)
+        twin = WorkingSet(*self._shape)
         twin._layers = {number: layer.clone() for number, layer in self._layers.items()}
         return twin
 
@@ -194,8 +173,8 @@ class WorkingSet:
         0 for empty slots.
         """
         for number, layer in self._layers.items():
-            layer.table.check_integrity()
-            tokens = layer.table.tokens
+            layer.check_integrity()
+            tokens, rows = layer.tokens, layer.rows[:, :-1].unflatten(0, (2, -1))
             want = stored(number, tokens.clamp_min(0).long())
-            same = (layer.rows[:, :, : self.capacity].cpu() == want.cpu()).all(dim=3) | (tokens < 0).cpu()
+            same = (rows.cpu() == want.cpu()).all(dim=3) | (tokens < 0).cpu()
             assert bool(same.all()), f"layer {number} has cached KV that differs from the pool"

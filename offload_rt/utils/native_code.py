@@ -215,6 +215,12 @@ def _compiler_command() -> list[str]:
     return [given] if shutil.which(given) else given.split()
 
 
+def cache_folder() -> Path:
+    """Return the folder of everything that is computed once: `$OFFLOAD_RT_CACHE` if set, else `user_cache()`."""
+    own = os.environ.get("OFFLOAD_RT_CACHE")
+    return Path(own) if own else user_cache()
+
+
 def user_cache() -> Path:
     """Return the cache folder of this user.
 

@@ -14,19 +14,20 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..core import BLOCK_SIZE
 from ..engine.detokenizer import TextStream
 from ..errors import InputError
 from ..llm import LLM
-from ..outputs import FinishReason, Stats
+from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
 from ..sessions.session import Session
 from ..sessions.truncate import tokens_after
 from .draft import Draft, saved_sampling
 from .files import TextFile, Written
+from .progress import Document, WritingProgress
 
 SESSION = "document"
 
@@ -41,57 +42,6 @@ SEPARATOR = "\n\n"
 
 RATE_TOKENS = 64
 """Number of latest tokens from which the speed is computed."""
-
-
-@dataclass(frozen=True)
-class WritingProgress:
-    """Progress of a document, reported after each token.
-
-    Attributes:
-        new_tokens: Number of generated tokens, including those of earlier runs.
-        total_tokens: Number of generated tokens of the complete document.
-        chapter: Number of the current chapter; 0 if the document has none.
-        tokens_per_second: Speed of the latest tokens. 0 before the first measurement.
-        repeated: Whether the token is already in the file, because an interrupted turn is being repeated.
-        prefilled: Fraction of the layers that have prefilled the context. 1 from the first generated token on.
-    """
-
-    new_tokens: int
-    total_tokens: int
-    chapter: int
-    tokens_per_second: float
-    repeated: bool
-    prefilled: float = 1.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds until the document is complete, or None before the first measurement."""
-        left = max(0, self.total_tokens - self.new_tokens)
-        return left / self.tokens_per_second if self.tokens_per_second else None
-
-
-@dataclass(frozen=True)
-class Document:
-    """Result of `write_document`.
-
-    Attributes:
-        path: File with the text.
-        new_tokens: Number of generated tokens, including those of earlier runs.
-        chapters: Number of chapters.
-        finish_reason: "length", or "stop" if the model ended the text or a stop string was found.
-        context_tokens: Number of tokens in the context at the end.
-        removed_tokens: Number of oldest tokens that were removed, because the context would have exceeded the model's
-            context length.
-        stats: Statistics of the last turn, or None if no turn ran.
-    """
-
-    path: Path
-    new_tokens: int
-    chapters: int
-    finish_reason: FinishReason
-    context_tokens: int
-    removed_tokens: int
-    stats: Stats | None = field(repr=False)
 
 
 def write_document(
@@ -249,7 +199,7 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document: the first ones from `saved`, the others from the session.
+        """Return all tokens of the document. The oldest tokens come from `saved`, and the rest from the session.
 
         The session may lack the oldest tokens because of truncation. The session and the progress are saved one after
         the other, so either of them may be one turn ahead.

@@ -1,5 +1,6 @@
-"""Test random interleavings of requests on engines that share a small pool: tokens must equal those of each request
-alone.
+"""Test random interleavings of requests on engines that share a small pool.
+
+Each request must give the same tokens as alone.
 
 Even seeds drive engines step by step, so that a failing case repeats exactly. Odd seeds use `AsyncLLM` with sessions,
 clients that disconnect, and a second policy in another thread. The seed determines their operations, but not the

@@ -1,7 +1,7 @@
 """Request sequences in the style of coding agents and of a chat page, written for tests.
 
-Each sequence has what makes caches miss: dates in the system prompt, growing tool results, side requests for titles
-between the turns, and edits of earlier messages.
+Each sequence contains typical reasons for cache misses: dates in the system prompt, growing tool results, requests for
+titles between the turns, and edits of earlier messages.
 """
 
 from __future__ import annotations

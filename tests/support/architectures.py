@@ -1,6 +1,6 @@
 """Tiny random models of all supported architectures, and of some that are refused: `architecture("gemma3")`.
 
-The models are smaller than those of `tiny_models`. Every test exceeds their windows of 12 tokens.
+The models are smaller than the models of `tiny_models`. Their sliding windows have 12 tokens, and every test is longer.
 """
 
 from __future__ import annotations

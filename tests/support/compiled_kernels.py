@@ -199,6 +199,9 @@ def _gather(width: int, dtype: torch.dtype) -> None:
     triton_gather.gather_rows(rows, ids, _lists(), out[0])
     bases, planes = ids.new_empty(BATCH, TOKENS // 64), ids.new_empty(2, KV_HEADS)
     triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out)
+    table = PointerTable.of([torch.empty(2 * KV_HEADS, 65, width, dtype=dtype) for _ in range(BATCH)])
+    triton_gather.take_rows(table, ids, out)
+    triton_gather.put_rows(table, ids, out)
 
 
 def _append() -> None:
@@ -220,6 +223,8 @@ def _append() -> None:
     triton_entries.append_entries(k, entries, slots, 16)
     triton_entries.write_lists(triton_entries.read_lists(entries, 64, slots[:BATCH]), entries, slots[:BATCH])
     triton_entries.within(torch.empty(lists, GROUP, 64), _lists(), _lists(), 16)
+    slot_tables = PointerTable.of([torch.empty(KV_HEADS, 65, 2, dtype=torch.int32) for _ in range(BATCH)])
+    triton_entries.write_lists(triton_entries.read_lists(slot_tables, 65, slots[:BATCH]), slot_tables, slots[:BATCH])
 
 
 def _partial(group: int) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from offload_rt import LLM, SamplingParams
 from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.shape import load_shape
@@ -16,9 +18,10 @@ from offload_rt.policies.registry import memory_demand
 from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.transfer.weights.streamed import BUFFERS
 
+from .architectures import architecture
 from .cuda_simulator import Late, Lazy, Schedule, Seeded
 from .outputs import completed
-from .tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
+from .tiny_models import VOCAB, tiny_checkpoint, tiny_model, tiny_prompt
 
 Answers = list[list[int]]
 Scene = Callable[[Callable[..., LLM], Path], Answers]
@@ -112,6 +115,11 @@ def slid(make: Callable[..., LLM], folder: Path) -> Answers:
     return found + answers(llm, [tiny_prompt(n, seed=n) for n in (66, 125)], 4)
 
 
+def slid_replayed(make: Callable[..., LLM], folder: Path) -> Answers:
+    """Decode two sequences past a sliding window and the end of a block. Graphs replay in both buckets."""
+    return together(make(), [59, 60], 7, {(2, 64), (2, 128)})
+
+
 def evicted(make: Callable[..., LLM], folder: Path) -> Answers:
     """Generate past the end of a pool of two blocks."""
     return answers(make(host_memory=BLOCK_BYTES * 2), [tiny_prompt(125)], 8)
@@ -172,6 +180,12 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 """Sliding windows in all layers, and in the second layer only."""
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+"""Mixtures of experts. gpt-oss has attention sinks, and a sliding window in the first layer."""
+
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
@@ -220,7 +234,7 @@ class Cell:
                 settings.pop("cuda_graphs", None)
                 if self.policy == "infinigen" and options.get("preset") != "paper":
                     options = {"source": "attention_input"} | options  # as on a device
-            model: Any = tiny_model(self.model, num_hidden_layers=LAYERS, **WINDOWS.get(self.model, {})).to(device)
+            model: Any = _model(self.model).to(device)
             if self.streamed is not None:
                 model = folder / "model"
                 if not model.exists():
@@ -240,6 +254,13 @@ class Cell:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _model(name: str) -> PreTrainedModel:
+    """Return a tiny model of two layers."""
+    if name in EXPERTS:
+        return architecture(name, num_hidden_layers=LAYERS, vocab_size=VOCAB, **EXPERTS[name])
+    return tiny_model(name, num_hidden_layers=LAYERS, **WINDOWS.get(name, {}))
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -276,6 +297,8 @@ _CELLS = [
     Cell("default, working set", "infinigen", ragged, LOW_BITS, {"working_set": 9}),
     Cell("default, eviction", "infinigen", evicted, LOW_BITS, {"eviction": "counter"}),
     Cell("default, shared", "infinigen", shared, LOW_BITS),
+    Cell("working set, graphs", "infinigen", replayed, LOW_BITS, GRAPHS | {"working_set": 9}),
+    Cell("shared, working set, graphs", "infinigen", shared_replayed, SPARSE, {"cuda_graphs": True, "working_set": 9}),
     Cell("default, shared, graphs", "infinigen", shared_replayed, LOW_BITS, {"cuda_graphs": True}),
     Cell("shared, graphs", "infinigen", shared_replayed, SPARSE, {"cuda_graphs": True}),
     Cell("default, forks", "infinigen", forked, LOW_BITS),
@@ -314,6 +337,10 @@ _CELLS = [
     Cell("sessions", "infinigen", session, SPARSE),
     Cell("sessions, tail", "infinigen", session, TAIL),
     Cell("prompts", "infinigen", stored, SPARSE),
+    Cell("default, windows, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="qwen2"),
+    Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"], GRAPHS, model="qwen2"),
+    Cell("default, gpt-oss, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="gpt_oss"),
+    Cell("default, mixtral, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="mixtral"),
     Cell("prompts, a window", "full", stored, model="qwen2"),
     Cell("windows, full", "full", slid, model="mistral"),
     Cell("a window, full", "full", slid, model="qwen2"),
@@ -347,6 +374,7 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "quest, graphs": ("late prefetch",),
     "streaming, graphs": ("seed 1",),
     "tail, graphs": ("late compute",),
+    "working set, graphs": ("late prefetch",),
     "default, shared, graphs": ("late prefetch",),
     "shared, graphs": ("seed 1",),
     "streaming": ("seed 1",),
@@ -370,6 +398,8 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "continued, full": ("late write-back",),
     "windows, full": ("late write-back",),
     "a window, full": ("late prefetch", "seed 1"),
+    "default, windows, graphs": ("late write-back",),
+    "default, gpt-oss, graphs": ("seed 0",),
     "forks, full": ("late write-back",),
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),

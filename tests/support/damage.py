@@ -26,7 +26,7 @@ CONTENTS = [
 def change(path: Path, rng: random.Random, others: list[Path], spread: int) -> str:
     """Damage a file in a random way and return the name of the damage.
 
-    Most flips are within the first `spread` bytes, the others anywhere.
+    Most bit flips are within the first `spread` bytes, and some anywhere in the file.
     """
     kinds = [flip, truncate, extend, zero, number, content, foreign, json_value, json_value, gone, folder, link, sparse]
     kind = rng.choice(kinds)

@@ -32,7 +32,7 @@ def multiquery(**metadata: Any) -> Any:
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Create documents of every length in tokens in `max_seq_lengths`, with RULER's generator."""
+    """Create documents with RULER's generator, for each length in `max_seq_lengths` (tokens)."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from ...errors import InputError, ModelError, PoolFullError
 from ...model_runner.sequence import Sequence
 from ..request import Request
 from ..runner import Runner
+from ..sampler import Answer, best_tokens
 from .draft_model import DraftModel
 from .draft_source import Acceptance, Costs, Lookup
 from .verification import accept, rewind, verify
@@ -55,6 +57,7 @@ class Draft:
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
         logits: Logits of the verification pass: `[n + 1, V]` after the newest token and after each of n draft tokens.
             Without draft tokens `[S, V]`, one row per sequence of the request.
+        best: Most likely token of each row of `logits` (see `best_tokens`).
         alone: Estimated seconds per token without draft tokens. Infinite if unknown.
     """
 
@@ -63,6 +66,7 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     decoded: int = 0
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    best: list[int] = field(default_factory=list)
     alone: float = math.inf
 
     @property
@@ -98,7 +102,7 @@ class SpeculativeDecoder:
         self._verify(drafts)
         return drafts
 
-    def accepted(self, draft: Draft) -> Iterator[torch.Tensor]:
+    def accepted(self, draft: Draft) -> Iterator[Answer]:
         """Commit tokens one by one, and yield the logits `[1, V]` after each (`[S, V]` for several sequences).
 
         After each yield, the request must sample a token before it continues the iteration. The iteration ends at the
@@ -110,7 +114,8 @@ class SpeculativeDecoder:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
                 sequence.trace.alone_seconds += draft.alone
-            yield draft.logits[row : row + 1] if draft.tokens else draft.logits
+            rows = slice(row, row + 1) if draft.tokens else slice(None)
+            yield draft.logits[rows], draft.best[rows]
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
@@ -182,21 +187,21 @@ class SpeculativeDecoder:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
         while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
             logits = self._step([draft.sequence for draft in going])
-            for draft, row in zip(going, logits, strict=True):
+            for draft, row, best in zip(going, logits, best_tokens(logits), strict=True):
                 sequence = draft.sequence
                 try:
                     prompt = len(draft.request.prompt.token_ids)
-                    token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift)
+                    token = samplers[draft].pick(row, sequence.tokens, prompt, shift=sequence.shift, best=best)
                 except (InputError, ModelError):  # no token may follow this draft, which may be rejected
                     draft.decoded = len(draft.tokens)
                     continue
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 
-    def _step(self, sequences: Seq[Sequence]) -> Iterable[torch.Tensor]:
-        """Run one draft step. Return float32 logits `[V]` of the next token of each sequence."""
+    def _step(self, sequences: Seq[Sequence]) -> torch.Tensor:
+        """Run one draft step. Return float32 logits `[B, V]` of the next token of each sequence."""
         if self._model is not None:
-            return self._model.step(sequences)
+            return torch.stack(self._model.step(sequences))
         logits = self._runner.decode(sequences)
         for sequence in sequences:
             sequence.trace.draft_steps += 1
@@ -222,6 +227,9 @@ class SpeculativeDecoder:
         of_requests = iter(rows)
         for draft in drafts:
             draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
+        best = iter(best_tokens(torch.cat([draft.logits for draft in drafts])))
+        for draft in drafts:
+            draft.best = list(islice(best, len(draft.logits)))
 
     def _alone(self, draft: Draft, seconds: float) -> float:
         """Return the seconds per sequence of the fastest pass without draft tokens, or infinity if there was none.

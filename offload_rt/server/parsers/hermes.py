@@ -1,4 +1,4 @@
-"""Tool calls of Hermes, Qwen and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+"""Tool calls of Hermes, Qwen and similar models: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 4 and others as a list of Python calls: `[find(q="Dick", most=3), stop()]`."""
+"""Tool calls of Llama 4 and similar models, as a list of Python calls: `[find(q="Dick", most=3), stop()]`."""
 
 from __future__ import annotations
 

@@ -155,6 +155,8 @@ class Memory:
     def drop_pool(self, pool: int) -> None:
         """Free the memory of a pool whose last graph was deleted."""
         self.usage.active -= self._of_pools.pop(pool, 0)
+        for key in [key for key in self._free if key[0] == pool]:
+            del self._free[key]
 
     def use(self, address: int, queue: Queue) -> None:
         """Implement `record_stream`: do not reuse the block at `address` before `queue` has run the work that is

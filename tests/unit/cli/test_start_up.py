@@ -52,10 +52,11 @@ assert code == {code}, code
         command("info", "reference", "--context", "0", code=2),
         command("skew", "reference", "--out", "x", "--method", "pca", code=2),
         command("sessions", "list", "--wrong", code=2),
+        command("cache", "burn", code=2),
         command("serve", "reference", "--port", "70000", code=2),
         *(
             command(name, "--help", code=0)
-            for name in ("generate", "chat", "serve", "info", "sessions", "skew", "eval")
+            for name in ("generate", "chat", "serve", "info", "sessions", "skew", "cache", "eval")
         ),
     ],
 )

@@ -20,7 +20,7 @@ from offload_rt import LLM, InputError, SamplingParams, write_document
 from offload_rt.cli.common import INTERRUPTED
 from offload_rt.errors import ModelError, PoolFullError
 from offload_rt.writing.files import TextFile
-from offload_rt.writing.writer import Document, WritingProgress
+from offload_rt.writing.progress import Document, WritingProgress
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
 TOKENS = 150

@@ -1,6 +1,7 @@
 """Test the checks of public arguments.
 
-Errors name the value and what is expected. Tensors, arrays, numpy numbers and a tokenizer's output are accepted.
+Error messages contain the invalid value and the expected one. Tensors, arrays, numpy numbers and a tokenizer's output
+are accepted.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from offload_rt.kernels import dispatch, lists, low_bit_lists, segments
 
 OPERATIONS = {
     lists: {
-        "triton_gather": ["gather_rows", "gather_tokens", "write_rows"],
+        "triton_gather": ["gather_rows", "gather_tokens", "put_rows", "take_rows", "write_rows"],
         "triton_append": ["keep_rows", "append_partial", "append_quantised"],
         "triton_entries": ["read_lists", "write_lists", "append_entries", "within"],
         "triton_scores": ["partial_scores", "quantised_scores"],

@@ -23,9 +23,9 @@ from offload_rt.errors import ConfigError
 from offload_rt.kernels import low_bit, low_bit_cpu, native
 from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.pages import PAGE_BLOCKS
-from offload_rt.models.fingerprint import cache_folder
 from offload_rt.policies.infinigen.low_bit_rows import VALUE_BITS
 from offload_rt.utils import native_code, native_libraries
+from offload_rt.utils.native_code import cache_folder
 from offload_rt.utils.native_libraries import LIBRARIES, PACKAGE
 
 LAYOUT = Layout(32, 2)

@@ -81,6 +81,7 @@ def test_what_is_read_in_bulk_is_read_in_wide_loads(rows: list[dict[str, Any]]) 
 WIDE = {
     "triton_gather._gather": 0,
     "triton_gather._gather_tokens": 0,
+    "triton_gather._slots": 0,
     "triton_scores._partial": 0,
     "triton_scores._packed": 0,
     "triton_resident._attend": 1,

@@ -9,6 +9,7 @@ from support.interpreter import compiled
 
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.kernels import lists
+from offload_rt.kernels.pointer_table import PointerTable
 
 ROWS = [  # dtype and row width: native rows, and quantised rows of even and odd byte counts
     (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 96), (torch.float32, 128), (torch.float16, 256),
@@ -119,3 +120,28 @@ def test_the_newest_rows_are_written_back(kernel_device: torch.device, dtype: to
     defined = torch.zeros_like(want)
     lists.write_rows(defined, k, v, newest, planes)
     assert torch.equal(defined.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 20), (torch.uint8, 13)])
+def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Entries with a negative slot stay unchanged on both sides."""
+    from offload_rt.kernels import triton_gather
+
+    stored = [random_rows(4 * 9, width, dtype).view(4, 9, width).to(kernel_device) for _ in range(3)]
+    slots = torch.stack([torch.randperm(9)[:7] for _ in range(6)]).to(kernel_device)
+    slots[1, 2] = slots[4, 0] = slots[4, 6] = -1
+    given = random_rows(2 * 6 * 7, width, dtype).view(2, 6, 7, width).to(kernel_device)
+    for name in ("take_rows", "put_rows"):
+        results = []
+        for module in (lists, triton_gather):
+            own, rows = [one.clone() for one in stored], given.clone()
+            getattr(module, name)(PointerTable.of(own), slots, rows)
+            results.append([*own, rows])
+        for want, got in zip(*results, strict=True):
+            assert torch.equal(want.view(torch.uint8), got.view(torch.uint8))
+        changed = results[0][-1] if name == "take_rows" else torch.stack(results[0][:3])
+        assert not torch.equal(changed, given if name == "take_rows" else torch.stack(stored))
+        if name == "take_rows":
+            assert torch.equal(changed[1, 3, 5], stored[1][3, slots[3, 5]]) and torch.equal(
+                changed[:, 4, 0], given[:, 4, 0]
+            )

@@ -1,7 +1,7 @@
 """Test sessions over a KV pool on disk that stores blocks once, in the files of the session store.
 
-The pool reads what was written and sessions give the tokens of a run in memory, also after overwrites, eviction and
-disk errors. Files in the store never change.
+The pool reads the same KV that was written, and sessions give the same tokens as a run in memory, also after
+overwrites, eviction and disk errors. Files in the store never change.
 """
 
 from __future__ import annotations

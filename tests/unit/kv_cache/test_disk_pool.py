@@ -1,7 +1,7 @@
 """Test contexts on disk.
 
-The pool reads what was written, whatever part of it is cached in memory. All policies give the tokens of a run in
-memory. Disk errors are reported, and KV that was written stays readable.
+The pool reads the same KV that was written, no matter which part of it is cached in memory. All policies give the same
+tokens as in memory. Disk errors are reported, and KV that was written before stays readable.
 """
 
 from __future__ import annotations

@@ -111,5 +111,5 @@ def test_a_text_that_grows_keeps_the_property() -> None:
 
 
 def test_missing_places_are_replaced_by_the_next_ones() -> None:
-    assert needed_places(1000, [64, 128]) == [128, 64]
+    assert needed_places(1000, [64, 128, 640]) == [640, 128]
     assert needed_places(1000, []) == []

@@ -23,9 +23,10 @@ from offload_rt.core import BlockTable, KVPart, VisibleTokens, bucket
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels import low_bit_cpu
 from offload_rt.model_runner.batch import DecodeBatch
-from offload_rt.model_runner.batched import BatchedMode, StepShape
+from offload_rt.model_runner.batched import BatchedMode
 from offload_rt.model_runner.decode import DecodeStep
 from offload_rt.model_runner.sequence import Sequence
+from offload_rt.model_runner.step_inputs import StepShape
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.registry import memory_demand
@@ -197,7 +198,7 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
-def test_layers_that_slide_go_one_by_one_beside_those_that_select_together() -> None:
+def test_layers_that_slide_and_layers_that_select_are_both_batched() -> None:
     """Logits and statistics of a batch equal those of each sequence alone."""
 
     def runner_of(counted: bool) -> Runner:
@@ -233,7 +234,15 @@ def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, win
     for length in range(1, 30):
         visible = VisibleTokens.of(length, sinks=sinks, recent=recent, window=window)
         resident = {*visible.sinks, *visible.recent}
-        assert {place(token, sinks, recent) for token in resident} == set(places(visible, sinks, recent))
+        assert {place(token, sinks, recent) for token in resident} == set(places(visible, sinks, recent) or ())
+
+
+@pytest.mark.parametrize("floor", [4, 7])
+def test_a_window_cut_by_truncation_is_not_adjacent_if_it_wraps_around(floor: int) -> None:
+    for length in range(floor + 1, 20):
+        visible = VisibleTokens.of(length, sinks=0, recent=6, window=6, floor=floor)
+        at = {place(token, 0, 6) for token in visible.all}
+        assert places(visible, 0, 6) == (range(min(at), max(at) + 1) if max(at) - min(at) < len(at) else None)
 
 
 def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:

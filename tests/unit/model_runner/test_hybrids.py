@@ -19,6 +19,7 @@ from support.tiny_models import assert_greedy
 from offload_rt import LLM, ConfigError, InputError, OffloadedCache, SamplingParams, offload
 from offload_rt.config import EngineConfig
 from offload_rt.core import StateShape
+from offload_rt.engine.swap import Swap
 from offload_rt.models.recurrent import RecurrentState, StateSlots
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.shape import load_shape
@@ -91,31 +92,39 @@ def test_forks(name: str) -> None:
     assert [one.token_ids for one in found] == expected[:, len(prompt) :].tolist()
 
 
-def test_preempted_requests_are_computed_again(tmp_path: Path) -> None:
-    """Three prompts that grow do not fit together. KV is not swapped, because state would be missing."""
+@pytest.mark.parametrize(("slots", "policy"), [(0, "full"), (8, "full"), (8, "infinigen")])
+def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts that grow do not fit together. With snapshots, the KV and the exact state are swapped.
+
+    Without them, the requests are computed again.
+    """
+    monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
+    options: dict[str, Any] = {"policy": policy}
+    if policy != "full":
+        options["policy_options"] = {"recent": 4, "budget": 0.3}
     prompts = [prompt_of(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=40, temperature=0)
-    _, roomy = make("qwen3_5")
+    _, roomy = make("qwen3_5", **options)
     states = roomy.runner.pool.states
     assert states is not None
-    snapshots = 2 * states.slot_bytes
+    snapshots = max(1, slots * states.slot_bytes)
     memory = 3 * roomy.runner.pool.block_bytes + snapshots
-    _, tight = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path)
+    _, tight = make("qwen3_5", host_memory=memory, snapshot_memory=snapshots, swap=tmp_path, **options)
     engine = tight.make_engine()
     requests = [engine.add(prompt, params) for prompt in prompts]
     while not engine.idle:
         engine.step()
-    assert engine.scheduler.preemptions and not engine.scheduler.restored
+        engine.check_integrity()
+    assert engine.scheduler.preemptions and bool(engine.scheduler.restored) == bool(slots)
+    table = tight.runner.pool.cached.snapshots
+    assert table is not None and not table._pending
     assert [one.new_tokens for one in requests] == texts(roomy, prompts, params)
 
 
 def test_what_goes_back_to_earlier_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`exact` needs .* 2 of the 4 layers of this model are recurrent"):
         make("qwen3_5", exact=True)
-    model, llm = make("qwen3_5")
-    with pytest.raises(ConfigError, match=r"^a session needs the state after earlier tokens"):
-        llm.session("name", tmp_path)
-    model.save_pretrained(tmp_path / "draft")
+    architecture("qwen3_5").save_pretrained(tmp_path / "draft")
     with pytest.raises(ConfigError, match=r"^a draft model needs"):
         LLM(architecture("llama3"), exact={"model": str(tmp_path / "draft")}, policy="full", host_memory="8MiB")
 

@@ -156,8 +156,8 @@ def test_the_memory_of_snapshots_is_a_part_of_host_memory() -> None:
     _, llm = make("qwen3_5", host_memory=1 << 20, snapshot_memory=100_000)
     pool = llm.runner.pool
     assert pool.states is not None
-    assert pool.states.bytes <= 100_000 < pool.states.bytes + pool.states.slot_bytes
-    assert pool.block_count * pool.block_bytes + pool.states.bytes <= 1 << 20
+    assert pool.states.limit_bytes <= 100_000 < pool.states.limit_bytes + pool.states.slot_bytes
+    assert pool.block_count * pool.block_bytes + pool.states.limit_bytes <= 1 << 20
     with pytest.raises(MemoryLimitError, match="snapshot_memory"):
         make("qwen3_5", host_memory=1 << 20, snapshot_memory=1 << 21)
     with pytest.raises(ConfigError, match="snapshot_memory"):
@@ -187,8 +187,13 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
     requests = [engine.add(prompt, params) for prompt in prompts]
     restored: list[int] = []
     own = SnapshotKeeper.restore
+
+    def restore(self: SnapshotKeeper, sequence: Any, *snapshot: Any) -> None:
+        restored.append(sequence.position)
+        own(self, sequence, *snapshot)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SnapshotKeeper, "restore", lambda self, one: (restored.append(one.position), own(self, one))[1])
+        patch.setattr(SnapshotKeeper, "restore", restore)
         while not engine.idle:
             engine.step()
             engine.check_integrity()

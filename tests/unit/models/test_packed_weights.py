@@ -24,7 +24,6 @@ from offload_rt.errors import ConfigError, ModelError
 from offload_rt.kernels import packed_products
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models import gguf_import, packed_cache, packed_checkpoint
-from offload_rt.models.fingerprint import cache_folder
 from offload_rt.models.gguf_blocks import packed_format, packed_rows
 from offload_rt.models.linear.packed import PackedEmbedding
 from offload_rt.models.linear.quantize import quantize_layers
@@ -33,6 +32,7 @@ from offload_rt.models.packed_checkpoint import CannotPackError
 from offload_rt.models.shape import load_shape
 from offload_rt.models.weights import layer_bytes
 from offload_rt.planning.device_plan import plan_for
+from offload_rt.utils.native_code import cache_folder
 from offload_rt.utils.progress import observed
 
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128, "num_hidden_layers": 4}

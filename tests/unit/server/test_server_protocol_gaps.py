@@ -1,4 +1,4 @@
-"""Test what clients expect beyond the plain protocols: names, unknown fields and paths, gaps, tools of any model."""
+"""Test parts of the API beyond the protocols: model names, unknown fields and paths, unsupported features, tools."""
 
 from __future__ import annotations
 

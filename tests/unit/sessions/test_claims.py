@@ -1,4 +1,7 @@
-"""Test who owns a stored block: sessions by their histories, prompts without a session by claims in the block files."""
+"""Test the owners of stored blocks, which decide whether a deletion removes a block.
+
+A session owns the blocks in its history. A prompt without a session owns the blocks that it has claimed in their files.
+"""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ if "OFFLOAD_RT_STRESS" in os.environ:
 
 @pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
 def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch uses two buckets: the first step of each is eager, the second is captured. In between, one sequence
-    ends and another one that reuses its blocks joins."""
+    """The batch uses two buckets: only the first step of all is eager. In between, one sequence ends and another one
+    that reuses its blocks joins."""
     compiled(monkeypatch)
     eager, (runner, made) = make(True, **options), graphed(**options)
     runs = []
@@ -112,7 +112,7 @@ def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: 
         for sequence in batch:
             sequence.trace.settle()
         runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
-    assert [graph.replays for graph in made] == [2, 2]
+    assert [graph.replays for graph in made] == [2, 3]
     for want, got in zip(runs[0][0], runs[1][0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert runs[0][1] == runs[1][1]
@@ -166,12 +166,8 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
     decode(make(), 3, recorder=Deaf())
     decode(make(preset="paper"), 3)
     decode(make(False), 3)
-    llm = LLM(tiny_model("llama", num_hidden_layers=2), policy_options=OPTIONS, host_memory="4MiB", working_set=9)
-    policy: Any = llm.runner.policy
-    policy.rule = Rule(policy.alpha, policy.options.max_fraction)
-    decode(llm.runner, 3)
     measuring = staged(LLM(tiny_model("llama"), policy_options=OPTIONS, host_memory="4MiB", missed_mass_every=1))
-    policy = measuring.runner.policy
+    policy: Any = measuring.runner.policy
     policy.rule = Rule(policy.alpha, policy.options.max_fraction)
     decode(measuring.runner, 3)
     for share in (False, True):
@@ -196,6 +192,44 @@ def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture
     assert len(tried) == 1
     assert [record.getMessage().endswith("stream is capturing") for record in caplog.records] == [True]
     runner.check_integrity()
+
+
+@pytest.mark.parametrize("fits", [False, True], ids=["never", "alone"])
+def test_a_capture_without_memory_drops_the_other_graphs(
+    fits: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a graph fits alone, it replaces the others. If not, its steps are eager, and those of other shapes are not."""
+    compiled(monkeypatch)
+    eager, runner, made, tried = make(), make(), [], []
+
+    class Small(Repeating):
+        """There is memory for one graph, or for no graph of two sequences."""
+
+        def capture(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+            results = super().capture(body)
+            tried.append(len(results[0]))
+            if tried[-1] == 2 and (not fits or steps._captured):
+                try:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                finally:
+                    self._end()
+            made.append(self)
+            return results
+
+        def _end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    runner.steps = steps = GraphSteps(runner.modes, Small)
+    runs = []
+    for one in (eager, runner):
+        batch = [begun(one, 20), begun(one, 21, seed=1)]
+        logits = [one.decode(batch[:1]) for _ in range(3)] + [one.decode(batch) for _ in range(5)]
+        runs.append([*logits, *(one.decode(batch[1:]) for _ in range(3))])
+        one.check_integrity()
+    for want, got in zip(*runs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert tried == [1, 2, 2, 1] and all(graph.replays for graph in made) and len(made) == 2 + fits
+    assert ["no device memory is left" in record.getMessage() for record in caplog.records] == ([] if fits else [True])
 
 
 @pytest.mark.gpu

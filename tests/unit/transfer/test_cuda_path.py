@@ -4,6 +4,7 @@ where it must."""
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.engine.runner import Runner
+from offload_rt.transfer.row_lists import RowLists
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 RUNS = [(cell, name) for cell in CELLS for name in (SCHEDULES if ALL else cell.daily)]
@@ -284,7 +286,7 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         if late == 1:
             pending = lists.fetch(1, tokens, None, overlapping=False)
         else:
-            lists.append(1, k, v, one, lists.rows_of(one))
+            lists.append(1, k, v, one, lists.row(20))
         del lists, k, v, tokens, one
         junk = overwritten("cuda")
         if late == 1:
@@ -307,12 +309,43 @@ def test_write_backs_of_a_graph_count_as_written() -> None:
         runner.decode([sequence])
         [inputs] = runner.modes.inputs.values()
         [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
-        inputs.rows.written(behind=False)
+        for one in inputs.rows._open:
+            one.written = None
         runner.transfer.storage.settle(sequence.blocks)
         assert last.k.isnan().all(), "nothing is marked, and the stream is late"
-        inputs.rows.written(behind=True)
+        inputs.rows.replayed()
         runner.transfer.storage.settle(sequence.blocks)
         assert not last.k.isnan().any()
+        runner.free(sequence)
+
+
+def test_another_thread_may_wait_for_write_backs_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that saves a sequence waits for the KV of earlier steps, not for events of the capture."""
+    seen: list[bool] = []
+    with simulated(Late((2,))):
+        model = tiny_model("llama", num_hidden_layers=2).to("cuda")
+        options = BY_NAME["infinigen"].options
+        runner = LLM(model, policy_options=options, device="cuda", host_memory="4MiB", missed_mass_every=0).runner
+        sequence = runner.new_sequence(tiny_prompt(44), 44)
+        runner.prefill(sequence, 40)
+        append = RowLists.append
+
+        def save() -> None:
+            runner.transfer.storage.settle(sequence.blocks)
+            [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
+            seen.append(bool(last.k.isnan().any()))
+
+        def appended(lists: RowLists, layer: int, *rest: Any) -> None:
+            append(lists, layer, *rest)
+            if torch.cuda.is_current_stream_capturing() and layer:
+                saver = threading.Thread(target=save)
+                saver.start()
+                saver.join()
+
+        monkeypatch.setattr(RowLists, "append", appended)
+        runner.decode([sequence])
+        runner.decode([sequence])
+        assert seen == [False], "an exception, or KV that is not there yet"
         runner.free(sequence)
 
 

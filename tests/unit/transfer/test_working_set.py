@@ -16,7 +16,7 @@ from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.transfer.plan import first_occurrences
-from offload_rt.transfer.working_set import Table
+from offload_rt.transfer.working_set import LayerSet, look_up
 
 OPTIONS: dict[str, Any] = {"preset": "rows", "sinks": 2, "recent": 8}
 BLOCK_BYTES = 2 * 3 * 2 * 32 * BLOCK_SIZE * 4
@@ -52,7 +52,7 @@ class PlainTable:
         self.scores = [-1.0] * capacity
 
     def look_up(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Return two lists with one entry per token: its slot or -1, and the slot it replaces or the capacity."""
+        """Return two lists with one entry per token: its slot or -1, and the slot it replaces or -1."""
         found = [self.slots.index(token) if token in self.slots else -1 for token in tokens]
         self.scores = [score / 2 if score >= 0 else score for score in self.scores]
         for slot in found:
@@ -62,8 +62,8 @@ class PlainTable:
         free.sort(key=lambda slot: self.scores[slot])
         into = []
         for token, slot in zip(tokens, found, strict=True):
-            into.append(len(self.slots) if slot >= 0 or not free else free.pop(0))
-            if into[-1] < len(self.slots):
+            into.append(-1 if slot >= 0 or not free else free.pop(0))
+            if into[-1] >= 0:
                 self.slots[into[-1]], self.scores[into[-1]] = token, 1.0
         return found, into
 
@@ -77,30 +77,30 @@ class PlainTable:
 @given(st.data())
 def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
-    table = Table(lists, capacity, torch.device("cpu"), decay=0.5)
+    layer = LayerSet.empty(lists, capacity, 1, torch.float32, torch.device("cpu"))
     plain = [PlainTable(capacity) for _ in range(lists)]
     for _ in range(data.draw(st.integers(1, 12))):
         action = data.draw(st.sampled_from(("look up", "look up", "look up", "forget", "clone")))
         if action == "forget":
             token = data.draw(st.integers(0, 9))
-            table.forget(token)
+            layer.forget(token)
             for one in plain:
                 one.forget(token)
         elif action == "clone":
-            twin = table.clone()
-            table.look_up(torch.tensor([[100]] * lists))
-            table = twin
+            twin = layer.clone()
+            look_up(layer.table, torch.tensor([[100]] * lists))
+            layer = twin
         else:
             count = data.draw(st.integers(1, 9))
             draw = st.lists(st.integers(0, 9), min_size=count, max_size=count, unique=True)
             tokens = [data.draw(draw) for _ in range(lists)]
-            found = table.look_up(torch.tensor(tokens))
+            found = look_up(layer.table, torch.tensor(tokens), decay=0.5)
             want = [one.look_up(row) for one, row in zip(plain, tokens, strict=True)]
             assert found.slots.tolist() == [slots for slots, _ in want]
             assert found.into.tolist() == [into for _, into in want]
-            assert int(found.hits) == sum(slot >= 0 for slots, _ in want for slot in slots)
-        table.check_integrity()
-        assert [[None if t < 0 else t for t in row] for row in table.tokens.tolist()] == [one.slots for one in plain]
+            assert found.hits.tolist() == [sum(slot >= 0 for slot in slots) for slots, _ in want]
+        layer.check_integrity()
+        assert [[None if t < 0 else t for t in row] for row in layer.tokens.tolist()] == [one.slots for one in plain]
 
 
 @settings(max_examples=60, deadline=None)

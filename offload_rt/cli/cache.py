@@ -1,0 +1,98 @@
+"""`offload-rt cache list|delete|shrink|clear`: manage the packed weights that were converted from checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..utils.config_fields import check_choice
+from ..utils.units import format_duration, format_size, parse_size
+from .common import PIPED, add_command, printable
+
+if TYPE_CHECKING:
+    from ..models.packed_cache import PackedEntry
+
+_ID_LENGTH = 8
+
+
+def run(args: argparse.Namespace) -> int:
+    """List packed weights in the cache, delete those of one checkpoint, shrink the cache, or clear it. Weights are
+    converted again when their checkpoint is loaded."""
+    check_choice("action", args.action, ACTIONS)
+    if (args.name is not None) != (args.action == "delete"):
+        raise InputError("cache delete needs a NAME from cache list; the other actions take none")
+    if (args.limit is not None) != (args.action == "shrink"):
+        raise InputError("cache shrink needs --limit SIZE, such as 20GiB; the other actions take none")
+
+    from ..models.packed_cache import packed_home  # imports rich, which errors do not need
+
+    ACTIONS[args.action](packed_home(), args)
+    return 0
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "cache", run, model=False)
+    parser.add_argument("action", nargs="?", default="list", metavar="list|delete|shrink|clear", help="default: list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="delete: a checkpoint, or its id in the list")
+    parser.add_argument(
+        "--limit", metavar="SIZE", help="shrink: delete the weights used least recently until the rest fits into SIZE"
+    )
+
+
+def _list(home: Path, args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..models.packed_cache import cache_limit, packed_entries
+
+    entries, now = packed_entries(home), time.time()
+    table = Table(box=None, header_style="bold")
+    for heading in ("checkpoint", "id", "size", "last used"):
+        table.add_column(heading, justify="left" if heading in ("checkpoint", "id") else "right")
+    for entry in reversed(entries):
+        used = f"{format_duration(max(0, now - entry.used))} ago"
+        cells = (printable(entry.origin), entry.folder.name[:_ID_LENGTH], format_size(entry.size), used)
+        table.add_row(*map(Text, cells))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
+    console.print(table if entries else "no packed weights", markup=False)
+    total = format_size(sum(entry.size for entry in entries))
+    print(f"{total} of at most {format_size(cache_limit())} in {home}", file=sys.stderr)
+
+
+def _delete(home: Path, args: argparse.Namespace) -> None:
+    from ..models.packed_cache import delete_packed
+
+    named = (args.name, str(Path(args.name).expanduser().absolute()))
+    deleted = delete_packed(
+        home, lambda entry: entry.origin in named or args.name in (entry.folder.name, entry.folder.name[:_ID_LENGTH])
+    )
+    if not deleted:
+        raise InputError(f"the cache has no packed weights of {args.name!r}: `offload-rt cache list` shows the names")
+    _report(deleted)
+
+
+def _shrink(home: Path, args: argparse.Namespace) -> None:
+    from ..models.packed_cache import shrink_packed
+
+    _report(shrink_packed(home, parse_size(args.limit, "--limit")))
+
+
+def _clear(home: Path, args: argparse.Namespace) -> None:
+    from ..models.packed_cache import shrink_packed
+
+    _report(shrink_packed(home, 0))
+
+
+def _report(deleted: list[PackedEntry]) -> None:
+    for entry in deleted:
+        print(f"deleted {printable(entry.origin)}: {format_size(entry.size)} freed", file=sys.stderr)
+    if not deleted:
+        print("nothing was deleted", file=sys.stderr)
+
+
+ACTIONS = {"list": _list, "delete": _delete, "shrink": _shrink, "clear": _clear}

@@ -1,0 +1,169 @@
+"""Inputs of the kernels of a batched decode step: tensors at fixed addresses that the host writes before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from ..core import KVPart, ModelGeometry, VisibleTokens
+from ..kernels import dispatch
+from ..kernels.h2d_copy import copy_into
+from ..kernels.pointer_table import PointerTable
+from ..policies.base import Policy
+from ..policies.infinigen.key_lists import KeyLists
+from ..policies.rule import Rule, Spans
+from ..transfer.residency import place, places
+from ..transfer.row_lists import RowLists
+from .batch import DecodeBatch
+
+# Slot and visible tokens of padding rows.
+NOWHERE = -1
+NOTHING = VisibleTokens(range(0), range(0), range(0))
+
+
+class StepShape(NamedTuple):
+    """Properties of a batch on which the launches of a step depend.
+
+    Attributes:
+        size: Number of sequences, including padding.
+        capacity: Upper bound of the tokens of a sequence.
+        overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
+        joined: Whether they share so many blocks that dense layers fetch shared tokens once, too.
+    """
+
+    size: int
+    capacity: int
+    overlapping: bool = False
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class ResidentSpans:
+    """Resident KV in the layers of one window size.
+
+    Attributes:
+        places: Position of the newest token, int64 `[B]`.
+        starts: Start of the visible positions of each list, int32 `[P]`.
+        stops: End of the visible positions of each list, int32 `[P]`.
+    """
+
+    places: torch.Tensor
+    starts: torch.Tensor
+    stops: torch.Tensor
+
+
+class StepInputs:
+    """Kernel inputs of the steps of one shape, at fixed addresses.
+
+    `load` writes the values before a step. A smaller batch is padded with rows that see no tokens and are not stored.
+    """
+
+    def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
+        device, size, capacity = rows.device, shape.size, shape.capacity
+        self.rows, self.shape, self.size, self.capacity = rows, shape, size, capacity
+        self._rule, self._heads = rule, geometry.kv_heads
+        layers = range(geometry.layers)
+        selecting = [layer for layer in layers if layer not in policy.dense_layers]
+        self._selecting = selecting[0]
+        # One layer of each window size, and of each group of layers whose KV is in the same blocks.
+        self._by_window = {geometry.windows[layer]: layer for layer in layers}
+        self._by_group = {rows.group(layer): layer for layer in layers}
+        self._sizes = {w: geometry.resident(layer, policy.sinks, policy.recent) for w, layer in self._by_window.items()}
+        self.keys = KeyLists(rule, selecting, size, capacity, device)
+        rows.keep_working_sets(selecting)
+        lists, windows, groups = size * geometry.kv_heads, len(self._by_window), len(self._by_group)
+        numbers = [size, size, lists, *[size] * (groups + windows)]
+        bounds = [lists, lists, size, size, *[lists] * (2 * windows)]
+        self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
+        self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
+        # Newest tokens: ids and positions, int64 `[B]` each; slots per list `[P]`; pool rows by group, int64 `[B]`.
+        self.tokens, self.positions, self.slots_by_head, *parts = self._newest.split(numbers)
+        self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
+        starts, stops, limits, contexts, *spans = self._bounds.split(bounds)
+        # Candidates of layers without a sliding window.
+        self.candidates = Spans(starts, stops, limits, contexts, capacity, rule.most(capacity))
+        each = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
+        self.resident = {window: ResidentSpans(*tensors) for window, *tensors in each}
+        # Counts of a fetch without tokens, int32 `[P]`.
+        self.no_counts = torch.zeros(lists, dtype=torch.int32, device=device)
+
+    def load(self, batch: DecodeBatch) -> None:
+        """Write the addresses of the KV and scoring keys of a batch, and its visible tokens."""
+        padding, heads = self.size - len(batch.sequences), self._heads
+        held = [*batch.sequences, *[batch.sequences[0]] * padding]
+        slots = [s.slots.newest for s in held]
+        keys = [s.state.scoring_keys for s in held]
+        self.rows.hold([s.blocks for s in held], padding)
+        moved = self.keys.hold([own for own in keys if own is not None], slots)
+        if moved is not None:
+            copy_into(moved, self.keys.tables)
+        newest = {layer: batch.slots(layer) + padding * [NOWHERE] for layer in self._layers}
+        numbers = [own + padding * [0] for own in (batch.tokens, batch.positions)]
+        numbers.append([slot for slot in newest[self._selecting] for _ in range(heads)])
+        numbers += [self.rows.rows_of(group, newest[layer]) for group, layer in self._by_group.items()]
+        visible = batch.visible(self._selecting) + padding * [NOTHING]
+        bounds = Spans.numbers(visible, heads, self._rule)
+        for window, layer in self._by_window.items():
+            seen = batch.visible(layer) + padding * [NOTHING]
+            numbers.append([_place(slot, *self._sizes[window]) for slot in newest[layer]])
+            bounds += self._resident(seen, *self._sizes[window])
+        copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
+        copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
+
+    @property
+    def _layers(self) -> set[int]:
+        return {self._selecting, *self._by_window.values(), *self._by_group.values()}
+
+    def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
+        """Return start and end of the visible positions of each list, `[P]` each."""
+        found = [places(seen, sinks, recent) for seen in visible for _ in range(self._heads)]
+        spans = [span for span in found if span is not None]
+        assert len(spans) == len(found), "DecodeBatch.adjacent"
+        return [[span.start for span in spans], [span.stop for span in spans]]
+
+    def attended(
+        self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention weights of a layer by token `[P, capacity]`, and which tokens were attended.
+
+        Args:
+            q: Scaled queries `[P, G, d]`.
+            resident: Resident KV.
+            fetched: Fetched KV `[P, n, d]` with its counts.
+            tokens: Token indices of the fetched KV `[P, n]`.
+            lse: Log-sum-exp `[P, G]` of the attention.
+        """
+        (sinks, recent), lists, spans = self._sizes[None], len(q), self.resident[None]
+        first, stop = spans.starts.unsqueeze(1), spans.stops.unsqueeze(1)
+        kept = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
+        at = torch.arange(kept.shape[1], device=q.device)
+        newest = self.slots_by_head.unsqueeze(1)
+        # Index `at` of the ring holds the last token t <= newest with t = at (mod recent).
+        there = torch.where(at < sinks, at, newest - (newest - at) % recent)
+        place = torch.arange(tokens.shape[1], device=q.device)
+        assert fetched.counts is not None
+        valid = torch.cat(((at >= first) & (at < stop), place < fetched.counts.unsqueeze(1)), dim=1)
+        own = kept.unflatten(0, (-1, 2, self._heads))[:, 0].flatten(0, 1)
+        keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
+        weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
+        index = torch.where(valid, torch.cat((there, tokens), dim=1), self.capacity)
+        dense = weights.new_zeros(lists, self.capacity + 1).scatter_(1, index, weights)
+        return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
+
+    def release(self) -> None:
+        """Drop references to the sequences until the next `load`."""
+        self.rows.release()
+        self.keys.release()
+
+    @property
+    def static(self) -> bool:
+        """Whether launches depend only on these tensors: the host copies no KV."""
+        return self.rows.in_place
+
+
+def _place(slot: int, sinks: int, recent: int) -> int:
+    return NOWHERE if slot == NOWHERE else place(slot, sinks, recent)

@@ -1,0 +1,88 @@
+"""Recurrent state of a session or a stored prompt (hybrid models), in host memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+
+from ..core import BLOCK_SIZE
+from ..engine.snapshot_keeper import SnapshotKeeper
+from ..kv_cache.snapshot_table import needed_places
+from ..model_runner.sequence import Sequence
+from ..storage.block_store import NamedBlock
+from .context import SessionContext
+
+DISK_SLACK = 1024
+"""Tokens that may be computed again after a restart, in addition to twice the length of an edit.
+
+Fewer would need more snapshots, each of which takes as much space as hundreds of tokens.
+"""
+
+
+class SessionStates:
+    """The snapshots of one session. Decides which snapshots are stored on disk, and from which one a turn continues."""
+
+    def __init__(self, context: SessionContext, snapshots: SnapshotKeeper) -> None:
+        assert context.states is not None
+        self._context, self._blocks, self._snapshots = context, context.states, snapshots
+
+    def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
+        """Return the names of the snapshots that must be stored on disk.
+
+        Only snapshots that are in host memory or already on disk are returned.
+
+        Args:
+            names: Names of the blocks of all computed tokens.
+            sequence: The sequence with these blocks, or None.
+            start: Number of tokens before the last turn, from which the turn may be repeated.
+        """
+        states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
+        known = [
+            place
+            for place, name in states.items()
+            if name.key in self._context.storage or self._snapshots.find(sequence, place) is not None
+        ]
+        needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
+        again = max((place for place in known if place <= start), default=None)
+        if again is not None and again not in needed:
+            needed.insert(1, again)
+        return [states[place] for place in needed]
+
+    def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
+        """Queue snapshots in host memory for writing. Return the accepted ones. `claim`: see `Saver.begin`."""
+        slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
+        each = zip(names, slots, strict=True)
+        tokens = sequence.position
+        return [name for name, slot in each if slot is not None and self._blocks.save(name, slot, tokens, claim=claim)]
+
+    def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
+        """Return the number of tokens before the last snapshot on disk, if it is between `start` and `stop`.
+
+        Return `start` if there is none.
+
+        Args:
+            names: Names of the blocks of the first tokens.
+            start: Number of tokens before a snapshot in host memory.
+            stop: Maximum number of tokens.
+            damaged: Keys of damaged blocks.
+        """
+        for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
+            key = name.state().key
+            if key in self._context.storage and key not in damaged:
+                return (name.index + 1) * BLOCK_SIZE
+        return start
+
+    def load(self, name: NamedBlock) -> int | None:
+        """Read a snapshot from disk into a slot and return the slot.
+
+        Return None if no slot is free or it is damaged.
+        """
+        slot = self._snapshots.take()
+        if slot is not None and not self._blocks.load(name, slot):
+            self.release(slot)
+            return None
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Free a slot that `load` returned."""
+        self._snapshots.give_back(slot)

@@ -1,0 +1,79 @@
+"""The working sets of the sequences of a batch as lists (`kernels.lists`). Tables and KV are found by address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..kernels import dispatch
+from ..kernels.h2d_copy import copy_into
+from ..kernels.pointer_table import FIELDS, PointerTable, entry
+from .working_set import LayerSet, LookUp, WorkingSet, look_up
+
+
+class WorkingLists:
+    """Working sets of `batch` sequences. All calls are made in the prefetch stream.
+
+    `hold` binds the lists to sequences. Addresses are data in one tensor, so a CUDA graph serves all sequences. The
+    first look-up of a layer allocates memory and copies addresses, which a graph cannot do, unless `use` has named it.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
+        self._entries = capacity + 1
+        # For each layer, a pointer table of the look-up tables and one of the cached KV.
+        self._tables = torch.zeros(layers, 2, batch, FIELDS, dtype=torch.int64, device=device)
+        # Number of table entries of each sequence; 0 for padding, whose tables are not written.
+        self._counts = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._used: set[int] = set()
+        self._sets: dict[int, list[LayerSet]] = {}
+        self._held: Sequence[WorkingSet] = ()
+        self._padding = 0
+
+    def use(self, layers: Iterable[int]) -> None:
+        """Name layers that will be looked up. Call it before `hold`."""
+        self._used.update(layers)
+
+    def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
+        """Bind the lists to the working sets of a batch. Look-ups do not change the last `padding` ones."""
+        same = len(held) == len(self._held) and all(new is old for new, old in zip(held, self._held, strict=True))
+        if same and padding == self._padding:
+            return
+        self._held, self._padding = held, padding
+        counts = [self._entries] * (len(held) - padding) + [0] * padding
+        copy_into(torch.tensor(counts, dtype=torch.int32), self._counts)
+        self._bind()
+
+    def release(self) -> None:
+        """Release the working sets until the next `hold`."""
+        self._held, self._sets = (), {}
+
+    def _bind(self) -> None:
+        """Copy the addresses of all layers in use to the device."""
+        self._sets = {layer: [one.layer(layer) for one in self._held] for layer in self._used}
+        addresses = torch.zeros(self._tables.shape, dtype=torch.int64)
+        for layer, sets in self._sets.items():
+            addresses[layer] = torch.tensor([[entry(one.table) for one in sets], [entry(one.rows) for one in sets]])
+        copy_into(addresses, self._tables)
+
+    def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> LookUp:
+        """Look up tokens `[P, n]` (`working_set.look_up`). Then call `take` and `put`, in this order."""
+        if layer not in self._used:
+            self._used.add(layer)
+            self._bind()
+        stored = PointerTable(tuple(one.table for one in self._sets[layer]), self._tables[layer, 0])
+        tables = dispatch.read_lists(stored, self._entries, self._counts)
+        found = look_up(tables, tokens, valid)
+        dispatch.write_lists(tables, stored, self._counts)
+        return found
+
+    def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
+        """Copy cached KV to its positions in out `[2, P, n, width]`."""
+        dispatch.take_rows(self._rows(layer), found.slots, out)
+
+    def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
+        """Store the missing tokens of `rows` `[2, P, n, width]` in their assigned slots."""
+        dispatch.put_rows(self._rows(layer), found.into, rows)
+
+    def _rows(self, layer: int) -> PointerTable:
+        return PointerTable(tuple(one.rows for one in self._sets[layer]), self._tables[layer, 1])

@@ -1,0 +1,125 @@
+"""Test that models with packed weights work with the other features: tokens equal those of the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.outputs import completed
+from support.sessions import answer
+from support.tiny_gguf import write_tiny_gguf
+from support.tiny_models import tiny_model, tiny_prompt
+
+from offload_rt import LLM, EngineConfig, SamplingParams, offload
+from offload_rt.models.linear import packing_of
+from offload_rt.models.linear.quantize import quantize_layers
+from offload_rt.models.shape import load_shape
+from offload_rt.planning.device_plan import plan_for
+
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128, "num_hidden_layers": 8}
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=3), tiny_prompt(110, seed=4)]
+SELECTS = {"sinks": 2, "recent": 8, "budget": 0.3}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file whose head is not tied to its embedding."""
+    path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
+    write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
+    return path
+
+
+def runtime(file: Path, **options: Any) -> LLM:
+    return LLM(file, **{"dtype": "float32", "policy": "full", "host_memory": "8MiB", "device": "cpu"} | options)
+
+
+def tokens(llm: LLM, sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    found = [completion.token_ids for completion in completed(llm.generate(PROMPTS, sampling))]
+    llm.runner.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy": "infinigen", "policy_options": SELECTS | {"approximate_kv": "off"}},  # calibrates with both
+        {"policy": "infinigen", "policy_options": SELECTS},
+        {"policy": "quest", "policy_options": SELECTS},
+        {"exact": True},
+        {"policy": "infinigen", "policy_options": SELECTS, "exact": "sparse"},
+        {"embedding_on_host": True},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_dequantised_weights(file: Path, options: dict[str, Any]) -> None:
+    packed, dense = runtime(file, **options), runtime(file, **options, quantize="none")
+    assert packed.runner.model.weight_bytes < 0.6 * dense.runner.model.weight_bytes
+    assert tokens(packed) == tokens(dense)
+
+
+def test_exact_gives_the_tokens_of_full_attention(file: Path) -> None:
+    options = {"policy": "infinigen", "policy_options": SELECTS, "exact": True}
+    assert tokens(runtime(file, **options)) == tokens(runtime(file))
+
+
+def test_a_packed_model_drafts_for_another(file: Path) -> None:
+    llm = runtime(file, exact={"method": "model", "model": str(file)})
+    assert tokens(llm) == tokens(runtime(file))
+
+
+def test_beams_are_those_of_dequantised_weights(file: Path) -> None:
+    beams = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, num_beams=3)
+    assert tokens(runtime(file), beams) == tokens(runtime(file, quantize="none"), beams)
+
+
+def test_sessions_continue_after_a_restart(file: Path, tmp_path: Path) -> None:
+    first, second = tiny_prompt(150), tiny_prompt(20, seed=5)
+    session = runtime(file).session("s", tmp_path)
+    answer(session, first, GREEDY)
+    session.close()
+    again = runtime(file).session("s", tmp_path)
+    found = answer(again, second, GREEDY)
+    assert again.loaded_tokens > 100
+    [expected] = completed(runtime(file, quantize="none").generate([again.tokens[: -len(found)]], GREEDY))
+    assert found == expected.token_ids
+    again.close()
+
+
+@pytest.mark.parametrize("quantize", ["auto", "int4"])
+def test_streamed_layers_with_the_embedding_in_host_memory(quantize: Any, file: Path, tmp_path: Path) -> None:
+    if quantize == "int4":
+        file = tmp_path / "model"
+        tiny_model("llama", **SHAPE).save_pretrained(file)
+    options = {"budget": 1.0, "approximate_kv": "off"}
+    config = EngineConfig(
+        "infinigen", options, max_model_len=192, host_memory="16MiB", dtype="float32", embedding_on_host=True,
+        quantize=quantize, device="cpu",
+    )  # fmt: skip
+    shape = load_shape(file, dtype="float32", device="cpu", quantize=quantize)
+    rest = plan_for(EngineConfig(**{**vars(config), "device_memory": 1 << 30}), shape).costs.total([192])
+    size = shape.sizes.fixed + 4 * max(shape.sizes.layers) + rest
+    small = EngineConfig(**{**vars(config), "device_memory": size})
+    llm = LLM(file, small)
+    found = tokens(llm)
+    assert llm.runner.weights is not None and llm.runner.weights.embedding is not None
+    assert llm.runner.weights.stream is not None and llm.runner.weights.stream.bytes > 0
+    assert found == tokens(LLM(file, config))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transformers_generates_with_packed_weights(bits: int) -> None:
+    """The drop-in computes with the packed layers of a loaded model, as transformers does."""
+    model = tiny_model("llama", **SHAPE)
+    quantize_layers(model, bits)
+    assert packing_of(model) == "offload-rt"
+    ids = torch.tensor([PROMPTS[0]])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    with offload(model, policy="full", host_memory="8MiB", verify="always") as llm:
+        assert model.generate(ids, **options).equal(expected)
+        llm.runner.check_integrity()

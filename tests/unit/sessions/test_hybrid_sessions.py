@@ -1,0 +1,303 @@
+"""Test sessions and stored prompts of hybrid models: recurrent state between turns, on disk, and after a restart.
+
+A turn begins from a snapshot of the state. Its tokens must be those of the whole conversation computed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import VOCAB, architecture
+from support.tiny_models import assert_greedy
+
+from offload_rt import LLM, AsyncLLM, ModelError, RequestOutput, SamplingParams
+from offload_rt.core import BLOCK_SIZE
+from offload_rt.sessions.session import Session
+from offload_rt.sessions.session_states import DISK_SLACK
+from offload_rt.storage.state_blocks import StateBlocks
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+LONG = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
+KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make(name: str, **options: Any) -> tuple[Any, LLM]:
+    model = architecture(name)
+    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
+
+
+def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    found = [event.token_id for event in session.send(turn, params)]
+    session.check_integrity()
+    session.kv.runner.check_integrity()
+    states = session.kv.runner.states
+    assert states is not None and states.used == 0, "an idle session holds no state on the device"
+    return found
+
+
+def computed(session: Session) -> int:
+    """Return the number of tokens that the prefill of the last turn computed."""
+    assert session.last_stats is not None
+    return session.last_stats.prompt_tokens - session.last_stats.reused_tokens
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_path: Path) -> None:
+    model, llm = make(name)
+    session = llm.session("s", tmp_path)
+    for turn, params in ((prompt_of(150, 1), LONG), (prompt_of(20, 2), GREEDY), (prompt_of(70, 3), LONG)):
+        before = session.tokens
+        assert_greedy(model, [*before, *turn], answer(session, turn, params))
+        assert computed(session) <= len(turn) + BLOCK_SIZE
+        if restarts:
+            session.close()
+            session = make(name)[1].session("s", tmp_path)
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
+def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path: Path) -> None:
+    """The state of decoded tokens is approximate, and a restart must not change it."""
+    options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "budget": 0.2}}
+    found = []
+    for restarts in (False, True):
+        session = make(name, **options)[1].session("s", tmp_path / str(restarts))
+        for seed in (1, 2, 3):
+            answer(session, prompt_of(100, seed), LONG)
+            assert seed == 1 or computed(session) <= 100 + BLOCK_SIZE
+            if restarts:
+                session.close()
+                session = make(name, **options)[1].session("s", tmp_path / str(restarts))
+        found.append(session.tokens)
+        session.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_undone_and_regenerated_turns(restarts: bool, tmp_path: Path) -> None:
+    """Undo the last turn and send another one. The store keeps no snapshot of the undone tokens."""
+    model, llm = make("qwen3_5")
+    session = llm.session("s", tmp_path)
+    answer(session, prompt_of(200, 1), LONG)
+    first, states = session.tokens, set(session.history.states)
+    answer(session, prompt_of(300, 2), LONG)
+    later = set(session.history.states) - states
+    session.undo()
+    assert session.tokens == first and later
+    session.context.saver.flush()
+    assert not any(bytes.fromhex(key) in session.context.storage for key in later)
+    if restarts:
+        session.close()
+        session = make("qwen3_5")[1].session("s", tmp_path)
+    turn = prompt_of(30, 3)
+    assert_greedy(model, [*first, *turn], answer(session, turn))
+    assert computed(session) <= len(turn) + BLOCK_SIZE
+    session.discard()
+    assert not list(tmp_path.rglob("*.kv")), "the snapshots are deleted with the session"
+
+
+@pytest.mark.parametrize("at", [0, 1, 70])
+def test_interrupted_turns(at: int, tmp_path: Path) -> None:
+    """Close the stream after some tokens; the session keeps them. Then fail a decode step."""
+    model, llm = make("qwen3_5")
+    session = llm.session("s", tmp_path)
+    answer(session, prompt_of(130, 1))
+    events = session.send(prompt_of(90, 2), LONG)
+    for _ in range(at):
+        next(events)
+    events.close()  # type: ignore[attr-defined]
+    before, turn = session.tokens, prompt_of(10, 3)
+    assert_greedy(model, [*before, *turn], answer(session, turn))
+    with pytest.MonkeyPatch.context() as patch:
+        calls, own = iter(range(1000)), session.kv.runner.steps.run
+
+        def run(batch: Any) -> Any:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return own(batch)
+
+        patch.setattr(session.kv.runner.steps, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            list(session.send(prompt_of(40, 4), LONG))
+    before = session.tokens
+    assert_greedy(model, [*before, *turn], answer(session, turn))
+    session.close()
+
+
+def test_forks_and_evicted_sessions(tmp_path: Path) -> None:
+    """Several sessions in memory for two: they are evicted to disk. A fork continues as its origin."""
+    model, roomy = make("qwen3_5")
+    assert roomy.runner.pool.states is not None
+    snapshots = 6 * roomy.runner.pool.states.slot_bytes
+    _, llm = make("qwen3_5", host_memory=snapshots + 12 * roomy.runner.pool.block_bytes, snapshot_memory=snapshots)
+    sessions = {name: llm.session(name, tmp_path) for name in "abc"}
+    for seed in range(3):
+        for name, session in list(sessions.items()):
+            before, turn = session.tokens, prompt_of(100, seed + ord(name))
+            assert_greedy(model, [*before, *turn], answer(session, turn))
+        if seed == 1:
+            sessions["d"] = sessions["a"].fork("d")
+    for session in sessions.values():
+        session.close()
+    assert session.host.stats.evicted
+
+
+def test_truncation_is_refused_and_overflow_computes_again(tmp_path: Path) -> None:
+    model, llm = make("qwen3_5")
+    session = llm.session("s", tmp_path)
+    answer(session, prompt_of(300, 1))
+    with pytest.raises(ModelError, match="recurrent layers"):
+        session.truncate(keep_last=100)
+    most = session.kv.runner.adapter.geometry.max_positions
+    with pytest.warns(UserWarning, match="would outgrow"):
+        found = answer(session, prompt_of(most - 200, 2))
+    assert len(session.tokens) <= most
+    assert_greedy(model, session.tokens[: -len(found)], found)
+    session.close()
+
+
+def test_quantised_kv_computes_all_turns_again(tmp_path: Path) -> None:
+    """Snapshots would belong to KV before rounding, so there are none."""
+    session = make("qwen3_5", kv_cache_dtype="int8")[1].session("s", tmp_path)
+    answer(session, prompt_of(100, 1))
+    answer(session, prompt_of(100, 2))
+    assert computed(session) == 206
+    session.close()
+
+
+# --------------------------------------------------------------------------------------------------- damage and kills
+
+
+def states_of(folder: Path, session: Session) -> list[Path]:
+    """Return the files of a session's snapshots."""
+    return [path for path in folder.rglob("*.kv") if path.stem in session.history.states]
+
+
+def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None:
+    """Flip a bit in each snapshot on disk, in the header and in the state."""
+    model, llm = make("qwen3_5")
+    session = llm.session("s", tmp_path)
+    answer(session, prompt_of(1500, 1), LONG)
+    session.close()
+    before, files = session.tokens, states_of(tmp_path, session)
+    turn, rng = prompt_of(20, 2), random.Random(1)
+    assert len(files) >= 2
+    contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    for path in files:
+        for place in (rng.randrange(24), rng.randrange(4096, len(contents[path]))):
+            for other, data in contents.items():
+                other.write_bytes(data)
+            damaged = bytearray(contents[path])
+            damaged[place] ^= 1 << rng.randrange(8)
+            path.write_bytes(damaged)
+            session = make("qwen3_5")[1].session("s", tmp_path)
+            assert_greedy(model, [*before, *turn], answer(session, turn))
+            session.close()
+
+
+@pytest.mark.slow
+def test_killed_while_states_are_written(tmp_path: Path) -> None:
+    """Kill a process at random times during turns. The session comes back, and continues as its tokens alone."""
+    rng, model, continued = random.Random(2), architecture("qwen3_5"), 0
+    llm = make("qwen3_5")[1]
+    for i in range(KILLS):
+        child = fork_talker(tmp_path / str(i))
+        time.sleep(rng.random() * 0.6)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        session = llm.session("s", tmp_path / str(i))
+        before, turn = session.tokens, prompt_of(40, 999)
+        session.context.storage.check_integrity()  # type: ignore[attr-defined]
+        assert_greedy(model, [*before, *turn], answer(session, turn))
+        continued += session.loaded_tokens > 0
+        session.close()
+    assert continued
+
+
+def fork_talker(folder: Path) -> int:
+    """Start a process that takes turns until it is killed. Return its id after the first turn."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork in a multi-threaded process
+        child = os.fork()
+    if child == 0:
+        try:
+            session = make("qwen3_5")[1].session("s", folder)
+            for number in range(80):
+                list(session.send(prompt_of(90, number), GREEDY))
+                os.write(writing, b"x")
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.close(reading)
+    return child
+
+
+# ---------------------------------------------------------------------------------------------------- stored prompts
+
+
+async def last(engine: AsyncLLM, ids: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
+    return [output async for output in engine.generate(ids, params)][-1]
+
+
+def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
+    """Run prompts one after another on a new engine with a store."""
+
+    async def run() -> list[RequestOutput]:
+        async with AsyncLLM(make(name, **options)[1], store=store) as engine:
+            return [await last(engine, ids) for ids in prompts]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid", "lfm3"])
+def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:
+    """Answer a prompt again, continue it, and edit its last message, in a new process each time."""
+    model = architecture(name)
+    stem = prompt_of(400, 1)
+    edited = stem[:380] + prompt_of(20, 3)
+    for prompt, cached in ((stem, 0), (stem, 384), (stem + prompt_of(30, 2), 384), (edited, None)):
+        [output] = served(tmp_path, name, [prompt], policy=policy)
+        if policy == "full":
+            assert_greedy(model, prompt, output.outputs[0].token_ids)
+        [alone] = served(tmp_path / "other", name, [prompt], policy=policy, enable_prefix_caching=False)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert output.num_cached_tokens == cached or cached is None
+        assert len(prompt) - output.num_cached_tokens <= 2 * 20 + DISK_SLACK
+
+
+class TestFaults:
+    def test_a_state_of_another_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The tests above would see a snapshot that is not the one behind the known tokens."""
+        model, llm = make("qwen3_5")
+        session = llm.session("s", tmp_path)
+        answer(session, prompt_of(1500, 1))
+        session.close()
+
+        def zeros(self: StateBlocks, name: Any, slot: int) -> bool:
+            self._states.write(slot, memoryview(bytearray(self._states.slot_bytes)))
+            return True
+
+        monkeypatch.setattr(StateBlocks, "load", zeros)
+        session, turn = make("qwen3_5")[1].session("s", tmp_path), prompt_of(9, 2)
+        before = session.tokens
+        with pytest.raises(AssertionError):
+            assert_greedy(model, [*before, *turn], answer(session, turn, LONG))
+        session.close()
