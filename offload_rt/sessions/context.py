@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import StoreOptions
+from ..core import BLOCK_SIZE
 from ..engine.runner import Runner
 from ..storage.block_store import StorageTier
 from ..storage.loader import read_buffer_layers
@@ -13,6 +14,9 @@ from ..storage.state_blocks import StateBlocks
 
 SEGMENT_SECONDS = 2.0
 """Target duration of a prefill segment in seconds. A request that ends early loses at most the KV of one segment."""
+
+SMALLEST_SEGMENT = 256
+"""Minimum tokens of a prefill segment. Each segment reads all weights, so shorter ones would take longer per token."""
 
 
 @dataclass(eq=False)
@@ -50,14 +54,17 @@ class SessionContext:
     def segment_stop(self, start: int, stop: int) -> int:
         """Return the end of the prefill segment of tokens [start, stop) that begins at `start`.
 
-        A segment consists of whole prefill chunks (`prefill_chunk_size`), the same as without segments. In two cases
-        the whole prefill is one segment. If weights are streamed, each further segment would copy them again. If the KV
-        format is rounded, KV depends on where segments begin.
+        A segment consists of whole prefill chunks (`prefill_chunk_size`), the same as without segments. If one chunk
+        takes too long, a segment is a part of it, so that a client with little patience gets further with each attempt.
+        In two cases the whole prefill is one segment. If weights are streamed, each further segment would copy them
+        again. If the KV format is rounded, KV depends on where segments begin.
         """
         if self.private or self.runner.weights is not None:
             return stop
-        slices = SEGMENT_SECONDS / (self.compute_rate * self.runner.slice_tokens) if self.compute_rate else 1
-        return min(stop, start + max(1, int(slices)) * self.runner.slice_tokens)
+        chunk = self.runner.slice_tokens
+        tokens = int(SEGMENT_SECONDS / self.compute_rate) if self.compute_rate else chunk
+        whole = chunk if tokens >= chunk else BLOCK_SIZE
+        return min(stop, start + max(tokens // whole * whole, min(chunk, SMALLEST_SEGMENT)))
 
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).

@@ -234,11 +234,20 @@ class StoredRequest(SampledRequest):
             kv.runner.reload(self.sequence)
             self._host.stats.stall_seconds += stalled
             self._seconds += stalled
+        self._measure(self._prefill)
         self._saving = self._prefill = None
         position = self.sequence.position
-        context.compute_rate = (self.sequence.trace.prefill_seconds - self._seconds) / (position - self._start)
         if position == self._stop:
             self._host.stats.count(self._computed_before, *self._known)
+
+    def _measure(self, prefill: Prefill) -> None:
+        """Record the time per token, also of a prefill that is given up before its first segment is complete."""
+        layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
+        done = position - self._start
+        if position < prefill.stop:
+            done += (prefill.stop - position) * prefill.layer // layers
+        if done > 0:
+            self.kv.context.compute_rate = (prefill.sequence.trace.prefill_seconds - self._seconds) / done
 
     @property
     def _computed_before(self) -> int:
@@ -271,6 +280,8 @@ class StoredRequest(SampledRequest):
             trace.reused_tokens -= self._known[0]
 
     def _give_up_prefill(self) -> None:
+        if self._prefill is not None:
+            self._measure(self._prefill)
         if self._saving is not None:
             self.kv.context.saver.abort(self._saving)
         self._saving = self._prefill = None
