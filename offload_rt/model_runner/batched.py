@@ -47,6 +47,7 @@ class BatchedMode:
         """
         self._batch, self._inputs, self._dense = batch, inputs, dense
         self.selected: list[LayerSelection] = []
+        self._newest: dict[int, torch.Tensor] = {}
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions on the device, int64 `[B]` each."""
@@ -56,8 +57,11 @@ class BatchedMode:
         """Store the newest k and v `[Hkv, B, d]` with two launches for KV and one for scoring keys."""
         inputs, window = self._inputs, self._batch.geometry.windows[layer]
         k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
-        newest = inputs.newest_rows[inputs.rows.group(layer)]
-        inputs.rows.append(layer, k, v, inputs.resident[window].places, newest)
+        group = inputs.rows.group(layer)
+        if group not in self._newest:
+            # A copy, because the next `load` does not wait for the write-back stream, which reads the rows.
+            self._newest[group] = inputs.newest_rows[group].clone()
+        inputs.rows.append(layer, k, v, inputs.resident[window].places, self._newest[group])
         if self._batch.selects(layer):
             inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
