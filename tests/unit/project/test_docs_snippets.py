@@ -124,7 +124,7 @@ def check(command: str) -> None:
         assert all(f"\n{extra} = [" in project for extra in extras), command
     elif words[0] == "offload-rt":
         flags = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"--help"}
-        assert flags <= set(re.findall(r"--?[a-z][a-z-]*", options_of(words[1:]))), command
+        assert flags <= set(re.findall(r"--?[a-z][a-z_-]*", options_of(words[1:]))), command
 
 
 def options_of(words: list[str]) -> str:
