@@ -233,9 +233,10 @@ def select_tokens_reference(
 ) -> torch.Tensor:
     """Compute `select_tokens` in plain torch. `lse` is the `group_lse` of the scores; None computes it.
 
-    A token passes a query head if its score is within `alpha` of the maximum of that head. Each KV head selects the n
-    best of the tokens that pass any head of the layer, in descending order of scores. There are always at least n such
-    tokens.
+    A token passes a query head if its score is within `alpha` of the largest score of that head. Every KV head selects
+    the same number n of tokens: the mean number of tokens that pass a query head of the layer, rounded up, and at most
+    `limit` (`token_count`). It selects from the tokens that pass at least one query head of the layer, in descending
+    order of its own scores (`group_scores`). There are at least n such tokens.
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:

@@ -131,9 +131,9 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skew, quantise and pack the newest keys of a batch, in one launch. See `lists.append_quantised`.
+    """Skew (multiply by `basis`), quantise and pack the newest keys of a batch, in one launch.
 
-    basis, mean and step must be float32.
+    See `lists.append_quantised`. basis, mean and step must be float32.
     """
     (lists, d), (heads, _, r) = k.shape, basis.shape
     assert packed.lists == lists and packed.heads == heads and packed.tensors[0].shape[2] >= r

@@ -349,7 +349,8 @@ def approximate_attention(
 class FusedQuery(LowBitQuery):
     """Low-bit query on a GPU.
 
-    Approximate attention does not reuse stored scores, but computes scores in the same pass.
+    Approximate attention computes its scores in its own kernel, and does not use the scores that selection has
+    computed.
     """
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,8 @@
 
 The sentences follow templates that the reference models were trained on, but no name occurs in the training data. A
 correct answer therefore comes from the context. Names in questions (`NAMES`) are composed of syllables that no training
-name contains. Names that serve as answers (`LINKED`) are held-out names of familiar syllables, because the reference
-models cannot generate unseen syllables.
+name contains. Names that serve as answers (`LINKED`) are held-out names composed of familiar syllables, because the
+reference models cannot generate unseen syllables.
 
 Each kind tests one failure mode of token selection: a single fact, one of many similar facts, several values of one
 key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et al.

@@ -279,7 +279,11 @@ def _batch(size: int | str, most: int | None) -> int:
 
 
 def _option(name: str, value: Any) -> Any:
-    """Convert a policy option that the harness has parsed as a number, string or boolean to the type of the policy."""
+    """Convert the value of a policy option to the type that the policy expects.
+
+    The harness has parsed the value as a number, string or boolean. "none" becomes None, and `dense_layers` "0:1"
+    becomes the tuple (0, 1), or () for "none".
+    """
     if name == "dense_layers" and not isinstance(value, (tuple, list)):
         return () if value == "none" else tuple(int(layer) for layer in str(value).split(":"))
     return None if value == "none" else value

@@ -124,7 +124,10 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Yield attention to all tokens, with one query per head (decode) and the last QUERIES tokens (prefill)."""
+    """Yield two cases of attention to `tokens` tokens per dtype: decoding and prefill.
+
+    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries.
+    """
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
         k, v = torch.randn(2, HEADS, tokens, D).to(dtype)

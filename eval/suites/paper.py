@@ -2,9 +2,9 @@
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
-Plots and their data are written to a folder named after the model. Result rows are stored by their settings, which
-include the fingerprint of the model, and finished rows are reused. Accuracy is measured by needle retrieval and
-perplexity, and by harness tasks if their files are available.
+Plots and their data are written to a folder named after the model. The key of a result row consists of its settings,
+which include the fingerprint of the model. Rows that exist are not measured again. Accuracy is measured by needle
+retrieval and perplexity, and by harness tasks if their files are available.
 """
 
 from __future__ import annotations

@@ -18,7 +18,11 @@ from .shared_prefix import Sharing
 
 
 class DecodeBatch:
-    """Sequences of one decode step with model, policy and transfers. The sequences are in the order of `sharing`."""
+    """The sequences of one decode step, with the model adapter, policy and transfers that they use.
+
+    `sharing` describes the prefixes that the sequences share. The sequences are in its tree order: sequences with a
+    common prefix are adjacent.
+    """
 
     def __init__(
         self,

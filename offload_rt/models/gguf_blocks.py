@@ -28,7 +28,10 @@ def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _bits(data: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """Return fields of `bits` bits: the lowest field of each of `size` bytes, then the next field of each byte."""
+    """Unpack fields of `bits` bits from groups of `size` bytes.
+
+    For each group, return the lowest field of every byte, then the second-lowest field of every byte, and so on.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (data.reshape(len(data), -1, 1, size) >> shifts & (1 << bits) - 1).flatten(1)
 

@@ -102,17 +102,18 @@ def _one_reader() -> Iterator[None]:
 
 
 class _Layout:
-    """Relation between the tensors of a GGUF file and the weights of a transformers model.
+    """Mapping between the tensors of a GGUF file and the weights of a transformers model.
 
     Attributes:
         tensors: Tensors of the file, by the name of the weight in transformers.
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Relate the tensors of a file to the weights of a model on the meta device.
+        """Map the tensors of a file to the weights of a model on the meta device.
 
         Raises:
-            CannotPackError: If, for this architecture, transformers changes more than the order of rows.
+            CannotPackError: No tensor has a type that can stay packed, or, for this architecture, transformers does not
+                make each weight from one tensor.
         """
         from transformers import modeling_gguf_pytorch_utils
 

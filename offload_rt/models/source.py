@@ -105,7 +105,7 @@ class ModelSource:
         return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
 
     def check_reachable(self) -> None:
-        """Raise ModelError if a model of the hub is not in the cache and the hub cannot be reached.
+        """Raise ModelError if a Hub model is not in the cache and the Hub cannot be reached.
 
         transformers would retry for half a minute before it fails.
         """

@@ -246,7 +246,7 @@ class Requirements:
 
     @property
     def device(self) -> int:
-        """Size in bytes of the device memory: the maximum over prefill and decoding."""
+        """Required device memory in bytes: the larger of the requirements of prefill and decoding."""
         lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
         return lasting + max(self.prefill, self.staging + self.decode)
 

@@ -30,11 +30,15 @@ class Quest(ScorerPolicy[QuestOptions]):
         return torch.cat((k, -k), -1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score each token by the rank of its page. Within the last selected page, the first tokens are selected.
+        """Score each token by the rank of its page.
 
-        The bound of a page for a query head is the sum over channels of max(q * low, q * high). The rank of a page is
-        its largest softmax weight over the query heads of the group. The softmax is over all pages with candidates. The
-        bounds of a page include its keys that are not candidates.
+        A page has, for each key channel, the minimum `low` and the maximum `high` over its keys, including keys of
+        tokens that are not candidates. The upper bound of a page for a query head is the sum over channels of max(q *
+        low, q * high). The rank of a page is the largest softmax weight that its bound has in a query head of the
+        group. The softmax is over all pages that contain candidates.
+
+        All tokens of a page have equal scores. If the budget covers only part of the last page, its first tokens are
+        selected.
         """
         # max(q * low, q * high) is q * low for q < 0 and (-q) * (-high) for q > 0.
         least = self.entry(layer, queries).clamp(max=0)

@@ -177,9 +177,10 @@ class TextTokenizer:
 
     @cached_property
     def _bpe(self) -> tuple[Any, _Steps] | None:
-        """Return the backend and the steps of the tokenizer, or None if its texts cannot be split.
+        """Return the tokenizer's backend and its normalisation and pre-tokenisation steps.
 
-        They can be split if the tokenizer is a BPE tokenizer whose added tokens do not strip whitespace.
+        Return None if text cannot be tokenized in independent pieces. It can if the tokenizer is a BPE tokenizer and no
+        added token strips whitespace or must be a whole word.
         """
         # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -52,12 +52,15 @@ class SessionContext:
         return not self.runner.pool.format.exact
 
     def segment_stop(self, start: int, stop: int) -> int:
-        """Return the end of the prefill segment of tokens [start, stop) that begins at `start`.
+        """Return the end of the prefill segment that begins at token `start`. The prefill ends before token `stop`.
 
-        A segment consists of whole prefill chunks (`prefill_chunk_size`), the same as without segments. If one chunk
-        takes too long, a segment is a part of it, so that a client with little patience gets further with each attempt.
-        In two cases the whole prefill is one segment. If weights are streamed, each further segment would copy them
-        again. If the KV format is rounded, KV depends on where segments begin.
+        A prefill is split into segments, and the KV of complete segments is kept if the client disconnects. A segment
+        takes about `SEGMENT_SECONDS` at the measured prefill speed. It is a whole number of prefill chunks
+        (`prefill_chunk_size`), so segments do not move the boundaries of the chunks. If a single chunk takes longer, it
+        is split too. A client that times out and retries then gets further with each attempt.
+
+        The prefill is not split if weights are streamed, because each segment would copy them again. It is not split
+        either if the KV cache is quantised, because KV would depend on the segment boundaries.
         """
         if self.private or self.runner.weights is not None:
             return stop

@@ -27,14 +27,16 @@ class SessionStates:
         self._context, self._blocks, self._snapshots = context, context.states, snapshots
 
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
-        """Return the names of the snapshots that must be stored on disk.
+        """Return the names of the snapshots that the session must have on disk to continue after a restart.
 
-        Only snapshots that are in host memory or already on disk are returned.
+        A snapshot is the state of the recurrent layers after a block. Snapshots that exist neither in host memory nor
+        on disk are left out.
 
         Args:
             names: Names of the blocks of all computed tokens.
             sequence: The sequence with these blocks, or None.
-            start: Number of tokens before the last turn, from which the turn may be repeated.
+            start: Number of tokens before the last turn. The last snapshot up to this position is returned too, because
+                the turn may be repeated.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [

@@ -202,11 +202,11 @@ class Turn(StoredRequest):
 
 
 class WholeTurn(Turn):
-    """A turn that is either complete or has no effect: if it is cancelled, the session stays as it was before.
+    """An atomic turn: if it is cancelled, the session is unchanged.
 
-    The KV is written to disk before the history that refers to it. If the process is killed, the disk contains the
-    session with all its KV, either as before or as after this turn. Later turns therefore compute the same values as
-    without the kill.
+    KV is written to disk before the history that refers to it. If the process is killed, the disk contains a complete
+    session: its state before this turn, or its state after it. After a restart, later turns therefore compute the same
+    values as if the process had not been killed.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:

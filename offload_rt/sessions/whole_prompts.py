@@ -34,9 +34,10 @@ Above it, the least recently used session is saved and closed.
 
 
 def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """Compare a prompt with the tokens `held` of its session.
+    """Return the edit that turns the tokens `held` of a session into `prompt`.
 
-    Return the change of the session's tokens: the common prefix is kept, and at least one token is added.
+    The edit keeps the common prefix and replaces the rest. The last token of the prompt is always added again, even if
+    the session already has it, so that there is at least one token to compute.
     """
     most = min(len(held), len(prompt) - 1)
     same = next((i for i in range(most) if held[i] != prompt[i]), most)

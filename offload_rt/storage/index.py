@@ -50,17 +50,18 @@ class _File:
 class DiskIndex:
     """Index of a store's files by path, in the eviction order of `policy`.
 
-    With "lookahead", the rank of a file is its last use plus `NS_PER_TOKEN` for each token of its recomputation cost
-    (`recomputation_cost`). The file system keeps both times: the last use as the modification time, the rank as the
+    With "lookahead", the rank of a file is the time of its last use plus `NS_PER_TOKEN` times its recomputation cost in
+    tokens (`recomputation_cost`). The file system stores both: the last use as the modification time, the rank as the
     access time.
 
-    Time stamps increase monotonically, so a clock that goes backwards does not change the order. Time stamps in the
-    future are replaced by the current time. Thread-safe: callers hold `mutex` to combine several calls.
+    Timestamps increase monotonically, so a clock that goes backwards does not change the order. Timestamps in the
+    future are replaced by the current time. Thread-safe. To make several calls atomic, hold `mutex`.
 
     Args:
         limit_bytes: Maximum total size of the files, or None for no limit.
         policy: One of `LIVE_POLICIES`.
-        ttl: Seconds from its last use until a file expires, or None. Expired files are removed when space is needed.
+        ttl: Time in seconds from the last use until a file expires, or None. Expired files are removed when space is
+            needed.
         clock: Returns the time in nanoseconds since 1970.
     """
 

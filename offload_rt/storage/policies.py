@@ -77,7 +77,7 @@ class EvictionOrder(Generic[K]):
     def enter(self, item: K, rank: int = 0) -> None:
         """Add an item, or record that it was used.
 
-        An item in the window stays in the window. Items with equal ranks are ordered by their last use.
+        An item in the eviction window stays in the window. Items with equal ranks are ordered by their last use.
         """
         if item not in self._wanted and (self._renew or item not in self._others):
             self._rank(item, rank)
@@ -95,15 +95,18 @@ class EvictionOrder(Generic[K]):
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Add an item to the end of the window. An item that was never added with `enter` is ignored."""
+        """Add an item to the end of the eviction window, because a queued request needs it.
+
+        An item that was never added with `enter` is ignored. Without "lookahead", the call has no effect.
+        """
         if self._looks_ahead and item in self._others:
             del self._others[item]
             self._wanted[item] = None
 
     def window(self, items: Sequence[K]) -> list[K]:
-        """Set the window to `items`, soonest needed first.
+        """Set the eviction window to `items`, soonest needed first.
 
-        Return the items that left the window; their rank is now 0.
+        Return the items that left the window. Their rank is now 0, so they are evicted before items with higher ranks.
         """
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
@@ -117,7 +120,10 @@ class EvictionOrder(Generic[K]):
         return left
 
     def wants(self, item: K) -> bool:
-        """Return whether the item is in the window."""
+        """Return whether the item is in the eviction window, which means that a queued request needs it.
+
+        The window is empty unless the policy is "lookahead".
+        """
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:

@@ -198,16 +198,16 @@ class RowFetch(Protocol):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence. KV in shared blocks that several sequences select is transferred once.
+        """Start one fetch per sequence. Each fetch returns all selected KV of its sequence.
 
-        In all but the first of their fetches, this KV is counted in `savings`. Each fetch still returns all KV of its
-        sequence.
+        KV in shared blocks that several sequences select is transferred only once. The first of their fetches transfers
+        it, and the other fetches count it in `savings`.
         """
         each = zip(block_tables, visible, selections, strict=True)
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching `extra`, the additional tokens of a repair. The other tokens are in an earlier fetch."""
+        """Start fetching `extra`, the tokens that a repair selects in addition to those of an earlier fetch."""
         ...
 
 

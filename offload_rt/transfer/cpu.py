@@ -252,9 +252,10 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Write the new KV and return views of the pool. `kv` begins with the first block that contains a new token.
+        """Write the new KV to the pool and return views of the pool.
 
-        KV of earlier blocks is returned in `past`.
+        The field `kv` of the result begins with the first block that contains a new token. Its field `past` has the KV
+        of earlier blocks.
         """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, [new])

@@ -19,11 +19,19 @@ from .streams import Event
 
 @dataclass(frozen=True)
 class _PendingFetch(PendingFetch):
-    """A pending fetch. `staged` `[2, Hkv, n, width]` is the KV in the storage format, valid after `event`.
+    """A pending fetch.
 
-    `state.staging` keeps the buffers alive under the number `held`. If `visible` is not None, `wait` returns the
-    resident KV of its tokens before the fetched KV. Resident KV is read in `wait`, because the newest token is stored
-    after the fetch has started.
+    Attributes:
+        state: State of the device. `state.staging` keeps the buffers of the fetch alive.
+        held: Key of these buffers in `state.staging`.
+        event: Event after which `staged` is complete.
+        staged: Fetched KV `[2, Hkv, n, width]` in the storage format.
+        savings: Counts of the entries that were not transferred, or None.
+        counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
+        residency: Resident KV of the sequence, or None.
+        layer: Index of the layer.
+        visible: If not None, `wait` returns the resident KV of these tokens before the fetched KV. It reads the
+            resident KV only then, because the newest token is stored after the fetch has started.
     """
 
     state: DeviceState
@@ -63,9 +71,9 @@ class CudaBatches(BatchedRows):
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Return lists with these sequences.
+        """Return lists for a batch of these sequences.
 
-        They are cached until one of the sequences is closed or exceeds their capacity.
+        The lists are cached until one of the sequences is closed or grows beyond the capacity of its list.
         """
         key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < room:
@@ -99,7 +107,7 @@ class CudaRows(RowFetch):
     ) -> PendingFetch:
         """Start copying all KV of `tokens` to the device.
 
-        If `visible` is not None, its resident KV precedes the copied KV.
+        If `visible` is not None, the result also contains the resident KV of these tokens, before the copied KV.
         """
         state, one = self._state, self._state[blocks]
         shape = (2, state.geometry.kv_heads, len(tokens), state.format.width)
@@ -126,7 +134,7 @@ class CudaRows(RowFetch):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence (`RowLists.fetch`).
 
-        If `visible` is not None, resident KV precedes the fetched KV.
+        If `visible` of a sequence is not None, the result also contains its resident KV, before the fetched KV.
         """
         state = self._state
         tokens, counts = self._listed(selections)

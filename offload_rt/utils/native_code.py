@@ -171,9 +171,10 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library.
+    """Return the file name of a compiled library: source name, processor architecture, level and a hash.
 
-    It depends on the source, the headers in its folder, and the flags.
+    The hash covers the source, all headers in its folder, and the compiler flags. `level` is an instruction set level,
+    such as "avx2".
     """
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):

@@ -45,7 +45,7 @@ class DraftModel:
 
         Args:
             runner: Runner of the draft model, with policy "full".
-            vocab: Vocabulary size of the verifying model.
+            vocab: Vocabulary size of the target model, which verifies the draft tokens.
         """
         self._runner, self._vocab = runner, vocab
 

@@ -60,7 +60,7 @@ class _Cost:
         )
 
     def of(self, tokens: int) -> float:
-        """Return the expected seconds of a pass over `tokens` tokens, or 0 without observations."""
+        """Return the expected duration in seconds of a pass over `tokens` tokens, or 0 without observations."""
         if not self.weight:
             return 0.0
         mean_tokens, mean_seconds = self.tokens / self.weight, self.seconds / self.weight
@@ -85,7 +85,7 @@ class Costs:
         self._step.saw(1, seconds / tokens)
 
     def of(self, drafts: int, *, decoded: bool) -> float:
-        """Return the expected seconds of a round with `drafts` draft tokens.
+        """Return the expected duration in seconds of a round with `drafts` draft tokens.
 
         `decoded` tells whether the draft tokens are decoded; otherwise they are looked up, which takes no time.
         """

@@ -100,9 +100,12 @@ class Extents:
         return len(self._stored) + len(self._left) < self._most
 
     def enter(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
-        """Assign a stored extent to `block`, which has no KV yet.
+        """Let `block`, which has no KV yet, use a stored extent.
 
-        The extent already contains the layers at `places`.
+        Args:
+            block: Id of the block.
+            extent: The stored extent.
+            places: Indices of the layers, within the extent, whose KV is already in the extent.
         """
         assert block not in self._stored and extent.layer_bytes == self._layout.layer
         with self._mutex:
@@ -111,7 +114,7 @@ class Extents:
         self._base[block], self._step[block] = place(number, extent.offset), extent.layer_bytes
 
     def leave(self, block: int) -> None:
-        """Assign the extent in the pool's file to `block` again, without copying KV."""
+        """Let `block` use its extent in the pool's file again. No KV is copied."""
         if (entry := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.base(block), self._layout.step
             with self._mutex:
@@ -119,9 +122,9 @@ class Extents:
             self._forget_left()
 
     def takes(self, block: int, place: int) -> bool:
-        """Return whether the layer at `place` may be written to the extent of `block`.
+        """Return whether the layer at index `place` of `block` may be written to the current extent of the block.
 
-        A stored extent accepts each layer once, the pool's file always accepts it.
+        A stored extent accepts each layer once. The extent in the pool's file accepts every write.
         """
         return (entry := self._stored.get(block)) is None or place not in entry.places
 

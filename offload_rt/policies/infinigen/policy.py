@@ -104,7 +104,10 @@ class InfiniGenState(PolicyState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select with `KeyLists`, as for a batch of one sequence. The number of selected tokens stays on the device."""
+        """Select tokens with `KeyLists`, the implementation for batches, as a batch of one sequence.
+
+        The number of selected tokens stays on the device (`Selection.counts`), so the host does not wait for it.
+        """
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         moved = lists.hold([self._keys], [slots - 1])

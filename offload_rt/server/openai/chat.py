@@ -74,8 +74,8 @@ class TraceEvents:
     def of(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return the event with the changes since the last call, or None if there are none.
 
-        `selected` contains a number for each segment: how often a token of it was selected by any layer and KV head
-        since the last event.
+        The entry "selected" has one count per segment of the prompt: how often its tokens were selected since the last
+        event, summed over decode steps, layers and KV heads.
         """
         trace = output.trace
         if trace is None:
