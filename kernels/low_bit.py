@@ -232,7 +232,7 @@ class LowBitQuery:
         return selection.select_tokens(self.scores, alpha, limit)
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in `skip`, int64 `[Hkv, n]` (`approximate_attention`).
+        """Attend to all `tokens` except the tokens in `skip`, int64 `[Hkv, n]` (`approximate_attention`).
 
         Returns:
             out `[Hkv, G, d]` and lse `[Hkv, G]`.

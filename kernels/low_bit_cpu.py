@@ -20,12 +20,15 @@ from .selection import quantise_query
 
 
 def suits(q: torch.Tensor) -> bool:
-    """Return whether this module supports queries like q."""
+    """Return whether this module supports the device and dtype of queries q."""
     return q.device.type == "cpu" and q.dtype == torch.float32
 
 
 def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """Return the `LowBitQuery` for queries q, which must be supported (`suits`)."""
+    """Return the `LowBitQuery` for queries q: it scores low-bit keys and attends to low-bit KV.
+
+    `suits(q)` must be true.
+    """
     library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
     if library is None or not tokens:
         return ProductQuery(q, mean, pages, layout, tokens)
@@ -93,7 +96,7 @@ class ProductQuery(LowBitQuery):
         return self._found[:, :, self.tokens.start - first : self.tokens.stop - first]
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in `skip`. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
+        """Attend to all `tokens` except the tokens in `skip`. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
         hidden = _hidden_tokens(self.tokens, self._blocks, skip)
         scores = capped(self._found, softcap).masked_fill(hidden.unsqueeze(1), -math.inf)
         lse = torch.logsumexp(scores, -1)

@@ -354,7 +354,7 @@ class FusedQuery(LowBitQuery):
     """
 
     def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens that are not in `skip` (see `approximate_attention`)."""
+        """Attend to all `tokens` except the tokens in `skip` (see `approximate_attention`)."""
         return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
 
 

@@ -98,7 +98,7 @@ class DraftOptions:
 
     @property
     def decodes(self) -> bool:
-        """Whether drafts are decoded, by the policy or a draft model."""
+        """Whether draft tokens are decoded, with the policy or a draft model, and not only looked up in the text."""
         return self.method != "lookup"
 
 
@@ -314,7 +314,7 @@ class EngineConfig:
         )
 
     def replays(self, device: str) -> bool:
-        """Return whether decode steps are captured and replayed on a device of this type."""
+        """Return whether decode steps on a device of this type are captured as CUDA graphs and replayed."""
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 

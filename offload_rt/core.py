@@ -195,9 +195,9 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return the selection without `counts` and without invalid entries.
+        """Return the valid entries of the selection, as a selection without `counts`.
 
-        If there are counts, wait for the device.
+        If the selection has counts, the host waits for the device to read them.
         """
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 

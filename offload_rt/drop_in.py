@@ -80,7 +80,7 @@ def offload(
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
     """Return a `forward` that handles calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
 
-    All other calls run `own`, the model's forward.
+    Calls with another cache run `own`, the model's original forward.
     """
     signature = inspect.signature(own)
 
@@ -265,10 +265,10 @@ class OffloadedCache(Cache):
         return self._exactly(ids.shape[1], keep)
 
     def _exactly(self, columns: int, keep: int) -> torch.Tensor:
-        """Compute the remaining tokens of all rows, in `columns` new columns. Return float32 logits `[B, keep, V]`.
+        """Compute the remaining tokens of all rows with full attention. Return float32 logits `[B, keep, V]`.
 
-        `crop` can then remove the last `keep` tokens, if every row has that many. Earlier tokens may already be shared
-        with other sequences.
+        The cache gets `columns` new columns. `crop` can then remove the last `keep` tokens, if every row has that many.
+        Earlier tokens may already be shared with other sequences.
         """
         kept = [min(keep, len(row.tokens)) for row in self._rows]
         logits = [self._row_exactly(row, count) for row, count in zip(self._rows, kept, strict=True)]

@@ -98,7 +98,7 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one prompt with all its completions, as returned by `time.time()`.
 
-    None for events that have not happened.
+    A time is None if the event has not happened.
     """
 
     arrival_time: float = field(default_factory=time.time)

@@ -1,6 +1,7 @@
 """Registry of the evaluations of `offload-rt eval`: `@measure` registers one, `run_measure` runs it.
 
-    @measure("tokens", "how many tokens a text has", add_flags) def tokens(args: argparse.Namespace) -> int:
+    @measure("tokens", "how many tokens a text has", add_flags)
+    def tokens(args: argparse.Namespace) -> int:
         ...
 
 A Python file that registers an evaluation can be run by its path: `offload-rt eval ./tokens.py --text book.txt`.

@@ -1,8 +1,10 @@
 """Adapter for the LM Evaluation Harness (0.4), which makes this runtime a model of the harness.
 
-    offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa offload-rt lm-eval --model_args
-    pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
-        --metadata '{"max_seq_lengths": [4096]}' --limit 20          (RULER, extra lm_eval[ruler], no download)
+    offload-rt lm-eval --model_args pretrained=reference,policy=infinigen --tasks piqa
+    offload-rt lm-eval --model_args pretrained=FOLDER,policy=infinigen --tasks niah_single_1,ruler_vt,ruler_cwe \\
+        --metadata '{"max_seq_lengths": [4096]}' --limit 20
+
+The second command runs tasks of RULER. It needs the extra `lm_eval[ruler]` and downloads nothing.
 
 The harness finds no models of other packages, so its own command does not know "offload-rt". This module registers the
 model and calls the harness with the given arguments. If no model is named, `--model offload-rt` is added.

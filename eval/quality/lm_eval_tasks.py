@@ -31,7 +31,7 @@ OWN = "transformers (the harness' own class)"
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """Settings of the evaluation.
+    """Settings of an evaluation with harness tasks.
 
     Attributes:
         tasks: Names of harness tasks, or of local tasks such as piqa_local.

@@ -33,7 +33,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """Settings of the evaluation.
+    """Settings of the perplexity evaluation.
 
     All tokens of a window after the first `decode_from` tokens are decoded with the policy and scored. `margin` at both
     ends of the text is skipped, because title pages, tables of contents and licences are not prose.

@@ -34,7 +34,7 @@ NEAREST = 128
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """Settings of the evaluation.
+    """Settings of the needle retrieval.
 
     Attributes:
         prefilled: Fraction of a passage that is prefilled with full attention; the rest is decoded under the policy.
@@ -82,7 +82,7 @@ def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Merge the rows of several kinds into one row. All must have the same number of passages."""
+    """Merge the rows of several kinds into one row. All kinds must have the same number of passages."""
     found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
     for name in (key for key in rows[0] if key not in found):
         values = [row[name] for row in rows if row[name] is not None]

@@ -55,7 +55,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Settings of the search.
+    """Settings of the search for policy options.
 
     Attributes:
         dense_layers: Layers without selection. The search does not change them.

@@ -95,7 +95,7 @@ SHAPES = {
 
 
 class Baseline(Protocol):
-    """Interface of the baselines."""
+    """Interface of a baseline: a way to compute decode steps whose time is measured."""
 
     @property
     def name(self) -> str:

@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of the benchmark."""
+    """Settings of the benchmark of decode steps."""
 
     shape: tuple[str, ...] = option(("small",), help=f"random Llamas: {', '.join(SHAPES)}", metavar="A,B")
     layers: int | None = option(None, help="number of layers instead of the shape's", metavar="N")

@@ -42,7 +42,7 @@ REPLAYED = 8
 
 @dataclass(frozen=True)
 class KernelSize:
-    """Sizes of the benchmark.
+    """Sizes of the inputs of the kernel benchmark.
 
     Attributes:
         copied: Size in bytes of each copy that measures a bandwidth.

@@ -36,7 +36,7 @@ class Worker(Protocol):
     """Interface of a competitor."""
 
     def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate from one prompt."""
+        """Generate the continuation of one prompt. Return its tokens and times."""
         ...
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ThreadsConfig:
-    """Settings of the measurement."""
+    """Settings of the measurement of a token's time by number of threads."""
 
     context: int = option(6_000, help="tokens of the prompt", metavar="N")
     tokens: int = option(48, help="tokens timed for each policy", metavar="N")

@@ -51,7 +51,7 @@ class InProcessCompetitor:
         self._ask, self._tokens = COMPETITORS[name](model, config), config.tokens
 
     def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate from one prompt."""
+        """Generate the continuation of one prompt. Return its tokens and times."""
         began = time.process_time()
         times, tokens = [], []
         for token in islice(self._ask(prompt), self._tokens + 1):
@@ -78,7 +78,10 @@ class SubprocessCompetitor:
         self._take(name)
 
     def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate from one prompt. If this fails in the process, raise InputError with the error message."""
+        """Generate the continuation of one prompt in the process. Return its tokens and times.
+
+        Raises InputError with the error message of the process if it fails.
+        """
         self._end.send(list(prompt))
         result = self._take("a competitor")
         assert isinstance(result, Result)

@@ -2,9 +2,9 @@
 
 Each part takes less than ten minutes and writes a JSON file.
 
-    offload-rt eval gpu                                  # all parts in sequence, each in its own process offload-rt
-    eval gpu --part kernels offload-rt eval gpu --device cpu --small             # without a GPU: checks that everything
-    runs
+    offload-rt eval gpu                         # all parts in sequence, each in its own process
+    offload-rt eval gpu --part kernels
+    offload-rt eval gpu --device cpu --small    # without a GPU: checks that everything runs
 
 Without a CUDA device, every part is skipped and nothing is written.
 """

@@ -53,7 +53,7 @@ DECODE = BenchConfig(
 
 @dataclass(frozen=True)
 class GpuSize:
-    """Sizes of all parts.
+    """Sizes and settings of all parts of the GPU suite.
 
     Attributes:
         tests: Paths to pass to pytest. Empty means all tests.

@@ -53,7 +53,7 @@ class CacheManager:
 
     @property
     def shares(self) -> bool:
-        """Whether prefixes are shared.
+        """Whether sequences with a common prefix share its KV.
 
         Quantised KV is not shared, because the result of a request would then depend on earlier requests. KV of hybrid
         models is not shared if the pool keeps no snapshots of recurrent state.

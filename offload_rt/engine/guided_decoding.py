@@ -34,7 +34,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 
 class GuidedDecoder:
-    """State of one guided output."""
+    """State of one output that must match a grammar (structured output)."""
 
     def __init__(
         self,

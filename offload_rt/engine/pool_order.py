@@ -60,7 +60,10 @@ class PoolOrder:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory. `ended`: the request has ended; otherwise it was preempted."""
+        """Wake up engines that wait for memory, because a request has freed some.
+
+        `ended` tells whether the request has ended; otherwise it was preempted.
+        """
         with self.changed:
             self.frees += 1
             self.ends += ended

@@ -65,10 +65,10 @@ class SnapshotKeeper:
         self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
-        """Reserve snapshots for a prefill of tokens [position, stop).
+        """Reserve slots for the snapshots that a prefill of tokens [position, stop) must take.
 
-        Return an object that takes them during the prefill, or None if no snapshot is needed or free. If there are few
-        free snapshots, the one at the end of the text is reserved first.
+        Return an object that takes the snapshots during the prefill, or None if no snapshot is needed or no slot is
+        free. If there are few free slots, the snapshot at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
         for place in [place for place in sequence.snapshots if place > start]:  # of a prefill that was given up

@@ -125,7 +125,7 @@ class BlockSupply(StoredRows):
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the maximum size in bytes of the KV of a sequence of `tokens` tokens."""
+        """Return the maximum size in bytes of a sequence's KV if the sequence has `tokens` tokens."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:

@@ -30,7 +30,7 @@ class SnapshotTable:
     def take(self) -> int | None:
         """Allocate a pending slot and return it. If no slot is free, evict a snapshot.
 
-        None if all slots are pending.
+        Return None if all slots are pending.
         """
         if not self._free:
             if not self._kept:

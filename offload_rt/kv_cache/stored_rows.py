@@ -142,7 +142,10 @@ class StoredRows:
         return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
-        """Return the row id of a token in the blocks of a layer group: K of head 0 in layer index 0."""
+        """Return the id of the row with a token's K for head 0 in the first layer of a layer group.
+
+        Rows of other heads and layers, and rows of V, are at fixed distances from this row (`ArenaLayout`).
+        """
         [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))
         slab, slot = divmod(block, self.layout.slab_blocks)
         return slab * self.layout.slab_rows + slot * BLOCK_SIZE + token % BLOCK_SIZE

@@ -38,9 +38,9 @@ def attend(
 
 
 def _known(part: KVPart) -> KVPart:
-    """Return the part without entries that are invalid according to `counts`.
+    """Return the valid entries of the part, as a part without `counts`.
 
-    If it has `counts`, wait for the device.
+    If the part has counts, the host waits for the device to read them.
     """
     if part.counts is None:
         return part

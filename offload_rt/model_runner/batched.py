@@ -125,11 +125,11 @@ class BatchedMode:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Token indices that a layer selected, int64 `[P, n]`, padded, in P = B * Hkv lists.
+    """The tokens that a layer selected in a step, in P = B * Hkv lists.
 
-    The first `counts[p]` entries of list p are valid. If a layer that attends to all tokens fetches shared tokens only
-    once, all candidates count as selected. `tally` has the numbers of transferred entries and of working-set hits
-    (`PendingBatchFetch.tally`).
+    `tokens` has token indices, int64 `[P, n]`, padded. The first `counts[p]` entries of list p are valid. If a layer
+    that attends to all tokens fetches shared tokens only once, all candidates count as selected. `tally` has the
+    numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
     """
 
     layer: int

@@ -66,7 +66,11 @@ class CudaGraph:
 
 
 class _Captured:
-    """A captured step and its results: logits `[B, V]`, and the counts of each selecting layer, `[B]`."""
+    """A captured step and its results.
+
+    The results are the logits `[B, V]`, and the number of tokens that each selecting layer selected per sequence,
+    `[B]`.
+    """
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
         self._graph = graph

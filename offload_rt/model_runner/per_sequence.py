@@ -55,7 +55,7 @@ def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor
 
 
 class PerSequenceMode:
-    """Selection mode that selects for one sequence after the other, each with its own policy state."""
+    """Selection mode that selects for one sequence after the other, with each sequence's own policy state."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch

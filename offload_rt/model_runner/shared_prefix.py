@@ -81,7 +81,7 @@ class Sharing:
         return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
 
     def own(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the private part of `visible` for the sequence at index `b` in tree order.
+        """Return the tokens of `visible` that are in no segment, for the sequence at index `b` in tree order.
 
         `visible` must begin at slot 0.
         """

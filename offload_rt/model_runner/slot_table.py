@@ -31,7 +31,7 @@ class SlotTable(Protocol):
 
     @property
     def listens(self) -> bool:
-        """Whether the selected slots must be reported with `selected`."""
+        """Whether the caller must report the slots that each step selects, with `selected`."""
         ...
 
     @property
@@ -158,7 +158,7 @@ class InPlaceEviction:
     def displaced(self, layer: int) -> tuple[int, int] | None:
         """Return the slot of the newest token and the slot of this step's victim in `layer`.
 
-        None while the sequence grows.
+        Return None while the sequence grows, because no token is evicted.
         """
         if self._victims is None or layer not in self._place:
             return None

@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
 
     Attributes:
         size: Number of sequences, including padding.
-        capacity: Upper bound of the number of tokens of a sequence.
+        capacity: Upper bound of a sequence's length in tokens.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
         joined: Whether sequences share so many blocks that layers that attend to all tokens also fetch shared tokens
             only once.

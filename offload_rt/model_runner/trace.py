@@ -31,11 +31,13 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class TransferUse:
-    """Transferred bytes of a selection: `pair_bytes` per selected token and KV head. `heads` is the number of KV heads.
+    """Data for counting the transferred bytes of a selection.
 
     Attributes:
+        heads: Number of KV heads.
+        pair_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
         tally: int64 `[2]` on the device: number of transferred entries, and number of working-set hits. None if every
-            entry is transferred.
+            selected entry is transferred.
     """
 
     heads: int
@@ -45,7 +47,10 @@ class TransferUse:
 
 @dataclass(frozen=True)
 class _PendingCount:
-    """Number of tokens per KV head that a layer selected in a step. `count` is a scalar that is still on the device."""
+    """A number of selected tokens that is still on the device.
+
+    `count` is the number of tokens per KV head that a layer selected in a step, as a scalar tensor.
+    """
 
     step: int
     layer: int
@@ -151,7 +156,7 @@ class Trace:
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
     def settle(self) -> None:
-        """Read pending counts from the device."""
+        """Read pending counts from the device and add them to the counters. The host waits for the device."""
         if not self.pending:
             return
         counts = torch.stack([one.count for one in self.pending]).tolist()

@@ -131,14 +131,17 @@ class _Layout:
             raise CannotPackError("several tensors of the file make one of the model")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Return the weights as transformers converts them. None if they do not become exactly one weight."""
+        """Convert the weights of a tensor as transformers does. Return None if the result is not exactly one weight."""
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights) if result.name == tensor.name else None
 
     def packing(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
-        """Return the packed format of a weight and its order of rows. None if it must be dequantised."""
+        """Return the packed format of a weight and the order of its rows in the file.
+
+        Return None if the weight must be dequantised.
+        """
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
         if not can_hold_packed(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
@@ -163,7 +166,7 @@ class _Layout:
     def packed(
         self, tensor: GGUFTensor, name: str, data: npt.NDArray[np.uint8]
     ) -> tuple[torch.Tensor, PackedFormat] | None:
-        """Return packed rows and their format. None if this tensor must be dequantised."""
+        """Return the packed rows of a tensor and their format. Return None if the tensor must be dequantised."""
         if (found := self.packing(tensor, name)) is None:
             return None
         form, order = found

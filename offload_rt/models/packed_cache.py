@@ -185,7 +185,10 @@ def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[Pac
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the least recently used folders, except `keep`, while their total size exceeds `limit`. Return them."""
+    """Delete the least recently used folders, except `keep`, while the total size exceeds `limit`.
+
+    Return the deleted folders.
+    """
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:

@@ -191,7 +191,10 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the adapter's stages after a layer on its output `[T, D]`, divided into the same pieces of tokens."""
+        """Return the output of a layer, `[T, D]`, after the adapter's stages that follow the layer.
+
+        The tokens are divided as in `_layer`.
+        """
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden

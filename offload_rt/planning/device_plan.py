@@ -80,7 +80,7 @@ class DevicePlan:
         return self.limit - self.weights
 
     def beside(self, other: DevicePlan) -> bool:
-        """Return whether `other` has the same weights on the device and its scoring keys in the same memory."""
+        """Return whether `other` has the same weights on the device and keeps its scoring keys in the same memory."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:
-    """Return the indices of `count` evenly spaced layers of `layers`."""
+    """Return `count` indices of layers in [0, `layers`), evenly spaced."""
     return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
 
 

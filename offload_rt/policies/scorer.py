@@ -314,7 +314,7 @@ class ScorerState(PolicyState):
         dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
 
     def found(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
-        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
+        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
         wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))

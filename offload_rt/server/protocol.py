@@ -60,7 +60,11 @@ class Connections:
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection. At the limit, close another one, or return False if every client waits for a response."""
+        """Add a connection and return True.
+
+        If the limit is reached, close a connection whose client has not sent a complete request, preferably one that
+        never has. If there is none, return False, and the new connection is not added.
+        """
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
             # Close clients first that never completed a request.
@@ -159,7 +163,7 @@ class LimitedProtocol(H11Protocol):
             self._stall = None
 
     def abort(self, reason: str) -> None:
-        """Close the connection and discard unsent data. The request is cancelled as after a disconnect."""
+        """Close the connection and discard unsent data. A request that is in progress is cancelled."""
         if self in self._limits.open:
             self._limits.open.pop(self)
             path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None

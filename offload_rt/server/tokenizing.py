@@ -74,7 +74,7 @@ class _Steps:
     def local(self) -> bool:
         """Whether a text may be split before a space between two letters.
 
-        This is so if all steps give the same result for the two parts as for the whole text.
+        It may if all steps give the same words for the two parts together and for the whole text.
         """
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # A pre-tokenizer that splits at spaces would split after the space, unless a normalizer has replaced all

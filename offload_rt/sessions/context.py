@@ -46,7 +46,7 @@ class SessionContext:
     def private(self) -> bool:
         """Whether blocks may be used only by their own session and its forks.
 
-        This is the case if the pool stores KV in a rounded (quantised) format.
+        This is the case if the KV cache is quantised.
         """
         # A prefill attends to new KV before rounding it, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact

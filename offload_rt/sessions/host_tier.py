@@ -119,7 +119,10 @@ class HostTier:
             self._order.window(self._waiting)
 
     def take(self, kv: SessionKV) -> None:
-        """Remove a session from the parked sessions if it is one. Call this before the session is used or closed."""
+        """Remove a session from the parked sessions, if it is parked.
+
+        Call this before the session is used or closed.
+        """
         if self._since.pop(kv, None) is not None:
             self._order.leave(kv)
         if self._fetching is kv:

@@ -239,8 +239,8 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Continue a text: replace its last `replaced` tokens by `tokens`, and stream up to `max_tokens` new ones.
 
-        If the iterator is closed before the last token, the session is unchanged. At any time, the disk contains the
-        session with all its KV either as before or as after the call.
+        If the iterator is closed before the last token, the session is unchanged. At any time, the disk contains a
+        complete session: its state before the call, or its state after it.
 
         Args:
             tokens: Token ids to append, at least one.

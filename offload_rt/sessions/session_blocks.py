@@ -50,9 +50,9 @@ class SessionBlocks:
         """Find blocks on disk that continue `blocks`.
 
         Returns:
-            The found blocks, the number of tokens whose KV will then be available, and the slot of the recurrent state
-                after
-            these tokens. The slot is None if the state was not read from disk.
+            found: Blocks on disk, in order.
+            known: Number of tokens whose KV will be available when these blocks are loaded.
+            snapshot: Slot with the recurrent state after these tokens. None if no state was read from disk.
         """
         while True:
             found, known = self._find_blocks(blocks)

@@ -350,7 +350,7 @@ class SessionKV(SessionBlocks):
         self.context.storage.touch(self.history.block_keys)
 
     def replace(self, sequence: Sequence | None) -> None:
-        """Replace the sequence with another one. None of its blocks counts as queued for writing."""
+        """Replace the sequence with another one. No block of the new sequence counts as queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
 

@@ -51,7 +51,10 @@ class SessionStates:
         return [states[place] for place in needed]
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
-        """Queue snapshots in host memory for writing. Return the accepted ones. `claim`: see `Saver.begin`."""
+        """Queue snapshots in host memory for writing. Return the names of the snapshots that were queued.
+
+        For `claim`, see `Saver.begin`.
+        """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
         tokens = sequence.position

@@ -31,8 +31,8 @@ class StoredRequest(SampledRequest):
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
 
-    A subclass decides how the tokens relate to a history: `_prepare` and `_set_back` before and after a failed start,
-    `_leave` when the request is dropped, and `_keep` when it ends.
+    Subclasses define what happens to the history: `_prepare` changes it before a start, `_set_back` undoes this after a
+    failed start, `_leave` is called when the request is dropped, and `_keep` when it ends.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _set_back(self) -> None:
-        """Restore the state before the request after a failed start."""
+        """Undo `_prepare` after a failed start."""
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
@@ -78,7 +78,10 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _leave(self, *, untouched: bool) -> None:
-        """Free the memory of a dropped request. `untouched`: The KV is complete, and the prefill has not begun."""
+        """Free the memory of a dropped request.
+
+        `untouched` tells that its KV is complete and that the prefill has not begun.
+        """
 
     @abstractmethod
     def _keep(self, runner: Runner) -> None:
@@ -112,7 +115,7 @@ class StoredRequest(SampledRequest):
         return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, parted_at)
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
-        """Return the sequence, whose KV is being loaded. KV in a rounded format is complete."""
+        """Return the sequence of the request. Its KV may still be loading, unless the KV cache is quantised."""
         kv = self.kv
         while True:
             sequence = self._after_reclaim(lambda: kv.ready(capacity))

@@ -241,7 +241,10 @@ def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """Copy the KV of the tokens `kept` to `blocks`. Give the session a new sequence with them, and return it."""
+    """Copy the KV of the tokens `kept` to `blocks`.
+
+    Return a new sequence of the session with these tokens and blocks.
+    """
     runner = kv.runner
     runner.transfer.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)

@@ -1,9 +1,10 @@
 """File format of a stored KV block: a header followed by the data of each layer.
 
-    magic, header length, xxh3-64 of the header     (fixed, 24 bytes) header: JSON
-    (key, layers, checksums) zeros up to 8 bytes before a multiple of 4096 `CLAIM` if a prompt without a session uses
-    the block, else zeros layer 0, layer 1, ...                           (`[Hkv, n, 2 (K, V), d]` each, in the data
-    type of the pool)
+    magic, header length, xxh3-64 of the header     24 bytes
+    header                                          JSON: key, layers, checksums
+    zeros                                           up to 8 bytes before a multiple of 4096
+    claim                                           8 bytes: `CLAIM` if a prompt without a session uses the block
+    layer 0, layer 1, ...                           `[Hkv, n, 2 (K, V), d]` each, in the data type of the pool
 
 A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
 of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.extents`).

@@ -174,9 +174,9 @@ class StorageTier(BlockSink, Protocol):
 
     It stores KV blocks by key, and small documents by name, such as session histories.
 
-    Thread-safe. Lookups return only data that was written. If a block is damaged, evicted or does not match, a lookup
-    returns the same as for a missing block. Documents are never evicted. The name of a document consists of a kind and
-    a digest (`storage.folder.NAME`). It never contains text chosen by a user.
+    Thread-safe. Lookups return only data that was written. A block that is damaged, evicted or does not match counts as
+    missing. Documents are never evicted. The name of a document consists of a kind and a digest
+    (`storage.folder.NAME`). It never contains text chosen by a user.
     """
 
     @property

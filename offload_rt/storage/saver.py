@@ -359,7 +359,7 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Return the number of bytes that one layer of a block of `tokens` tokens takes in the store."""
+    """Return the number of bytes that a layer takes in the store, for a block with `tokens` tokens."""
     return block_layer_bytes(tokens, pool.layout)
 
 

@@ -1,6 +1,6 @@
 """Transfers for a KV pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
 
-Sinks and recent tokens are resident on the device, as with a pool in memory. The tokens that a layer selects are read
+Sinks and recent tokens are resident on the device. The tokens that a layer selects are read
 as soon as they are predicted, and new KV is written asynchronously. Two threads read: requests of the same layer run in
 order, and requests of adjacent layers run in parallel. The pool keeps some KV in host memory and reads the rest from
 the disk (`kv_cache.disk.file_arena`). A dense layer (one that attends to all tokens) reads all KV in order, one block

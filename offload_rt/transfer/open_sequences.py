@@ -68,7 +68,10 @@ class DeviceState:
         return self._open[id(blocks)]
 
     def add_copy(self, blocks: BlockTable, origin: BlockTable) -> None:
-        """Open a sequence with a copy of the device data of `origin`, the block table of an open sequence."""
+        """Open a sequence with a copy of the device data of another open sequence.
+
+        `origin` is the block table of that sequence.
+        """
         like = self[origin]
         with self.prefetch.behind_compute():
             copied = None if like.working is None else like.working.clone()

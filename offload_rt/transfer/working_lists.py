@@ -32,11 +32,17 @@ class WorkingLists:
         self._padding = 0
 
     def use(self, layers: Iterable[int]) -> None:
-        """Announce the layers that will be looked up. Must be called before `hold`."""
+        """Announce `layers`, whose working sets will be looked up.
+
+        `hold` then copies their addresses, so that look-ups can be captured in a graph. Must be called before `hold`.
+        """
         self._used.update(layers)
 
     def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
-        """Set the working sets of a batch. Look-ups do not change the last `padding` working sets."""
+        """Set the working sets of the sequences of a batch.
+
+        The last `padding` working sets belong to no sequence. Look-ups do not change them.
+        """
         same = len(held) == len(self._held) and all(new is old for new, old in zip(held, self._held, strict=True))
         if same and padding == self._padding:
             return
@@ -50,7 +56,7 @@ class WorkingLists:
         self._held, self._sets = (), {}
 
     def _bind(self) -> None:
-        """Copy the addresses of all layers in use to the device."""
+        """Copy the addresses of the working sets to the device, for every layer in use."""
         self._sets = {layer: [one.layer(layer) for one in self._held] for layer in self._used}
         addresses = torch.zeros(self._tables.shape, dtype=torch.int64)
         for layer, sets in self._sets.items():
@@ -72,7 +78,7 @@ class WorkingLists:
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy cached KV to the positions of its tokens in out `[2, P, n, width]`. P = B * Hkv."""
+        """Copy the KV of the tokens that were found to their positions in out `[2, P, n, width]`. P = B * Hkv."""
         dispatch.take_rows(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ class Option:
         group: Heading under which commands that run a model list the flag. None if the option is available in Python
             only.
         plans: Whether memory demand depends on the option, so that the command `info` has the flag.
-        neutral: Value that behaves as before the option existed. It is left out of KV provenance keys, so that stores
+        neutral: Value with which the option has no effect. It is left out of KV provenance keys, so that stores
             of earlier versions stay valid.
         stored_name: Former name of the field, which KV provenance keys still contain. None if the field was never
             renamed.

@@ -34,7 +34,7 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
 
 
 class DraftModel:
-    """Propose draft tokens for the sequences of the verifying model's runner.
+    """Propose draft tokens for the sequences of the target model's runner.
 
     Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), and both are freed together. The KV of
     the draft sequence is kept between drafts, except the KV of rejected tokens.
@@ -100,7 +100,7 @@ class DraftModel:
         return drafter
 
     def _followed(self, sequence: Sequence) -> Sequence:
-        """Give the draft sequence of `sequence` the same tokens, and return the draft sequence.
+        """Return the draft model's sequence for `sequence`, after giving it the same tokens.
 
         KV after the first token that differs is discarded. The KV of the newest token is always computed again.
         """
@@ -117,7 +117,7 @@ class DraftModel:
         return drafter
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut or pad logits `[V]` of the draft model to the vocabulary size of the verifying model."""
+        """Cut or pad logits `[V]` of the draft model to the vocabulary size of the target model."""
         if len(logits) >= self._vocab:
             return logits[: self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - len(logits)), value=-torch.inf)

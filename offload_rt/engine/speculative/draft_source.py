@@ -107,7 +107,7 @@ class Acceptance:
         self._rate = HOPE
 
     def saw(self, drafted: int, accepted: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were accepted.
+        """Record that the first `accepted` of `drafted` draft tokens were accepted.
 
         Draft tokens after the first rejected one do not count, because they were not compared.
         """
@@ -117,7 +117,7 @@ class Acceptance:
     def rested(self) -> None:
         """Record a round without draft tokens from this source.
 
-        The rate moves towards `HOPE`, so that it is tried again.
+        The acceptance rate moves towards `HOPE`, so that the source is tried again later.
         """
         self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
 

@@ -78,7 +78,7 @@ class RowCache:
 
     @property
     def held(self) -> Ids:
-        """Return the occupied slots in ascending order."""
+        """Return the slots that contain a row, in ascending order."""
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:

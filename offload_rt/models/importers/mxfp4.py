@@ -26,7 +26,7 @@ _EXPONENT_BIAS = 128
 
 
 class MXFP4Experts(Importer):
-    """Importer of MXFP4."""
+    """Importer of checkpoints with MXFP4 experts (gpt-oss)."""
 
     method = "mxfp4"
     parts = ("blocks", "scales")

@@ -101,9 +101,9 @@ class RowBasis:
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Transform a query q `[H, d]` to the basis of the keys.
+        """Return a query q `[H, d]`, scaled and transformed to the basis of the keys, `[Hkv, G, d]`.
 
-        Return it, scaled, as `[Hkv, G, d]`, and the mean of the keys.
+        Also return the mean of the keys, `[Hkv, d]`.
         """
         return self.basis.skew_query(q), self.mean
 
@@ -153,7 +153,7 @@ class LowBitRows:
             self._round(layer)
 
     def _round(self, layer: int) -> None:
-        """Quantise the tokens of the layer that wait."""
+        """Quantise the tokens of the layer that have not been quantised yet."""
         if keys := self._keys.pop(layer, None):
             start, values = self._rows.lengths[layer], self._values.pop(layer, None)
             self._write(layer, torch.cat(keys, dim=1), start)
@@ -161,7 +161,7 @@ class LowBitRows:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
     def _rounded(self, layer: int, tokens: range) -> Pages:
-        """Quantise waiting tokens if `tokens` includes one. Return the pages of the layer for reading."""
+        """Return the pages of the layer for reading, with all `tokens` quantised."""
         if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         return self._rows.pages(layer)
@@ -194,7 +194,7 @@ class LowBitRows:
                 new[:, into, place] = old[:, block, row]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
-        """Prepare a query q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
+        """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
         queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
         return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
 
@@ -228,7 +228,7 @@ class LowBitRows:
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
     def found(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
-        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
+        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         skewed, mean = basis.skew_queries(q, table.heads), self._bases[layer].mean
         return dispatch.score_low_bit(skewed, mean, self._layout, table, spans.starts, spans.stops, spans.tokens)
 

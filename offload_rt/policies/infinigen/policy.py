@@ -121,7 +121,10 @@ class InfiniGenState(PolicyState):
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Prepare query q `[H, d]` for scoring `tokens`. If it is the true query, keep it for `merge_approximate`."""
+        """Return an object that scores `tokens` for query q `[H, d]`.
+
+        If q is the true query, the object is also stored, because `merge_approximate` needs it.
+        """
         if self._approximate is None:
             return self._keys.ask(layer, q, tokens)
         prepared = self._approximate.ask(layer, q, tokens)

@@ -107,7 +107,10 @@ class PartialKeys:
         data[:, :, target] = data[:, :, source]
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` with query q `[H, d]`. This reads r elements per token and KV head."""
+        """Score `tokens` for query q `[H, d]`. Return an object that selects tokens by these scores.
+
+        This reads r elements per token and KV head.
+        """
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
         return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
 
@@ -138,7 +141,7 @@ class PartialKeys:
         dispatch.append_partial(k, basis.key, storages, slots)
 
     def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
+        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         skewed = basis.skew_queries(q, storages.heads)
         return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
 
@@ -237,9 +240,9 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` with query q `[H, d]`, which is quantised first.
+        """Score `tokens` for query q `[H, d]`. Return an object that selects tokens by these scores.
 
-        This reads bits * d / 8 bytes per token and KV head.
+        The query is quantised first. This reads bits * d / 8 bytes per token and KV head.
         """
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
@@ -276,7 +279,7 @@ class QuantisedKeys:
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
     def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        """Return the scores of the batch's candidates for queries q `[H, B, d]`."""
+        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
         return dispatch.quantised_scores(
             skewed, storages, own.mean, own.step, self._bits, spans.starts, spans.stops, spans.tokens

@@ -70,7 +70,10 @@ class ListedKeys(Protocol):
         ...
 
     def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
-        """Return scores for queries q `[H, B, d]` of a batch; -inf for tokens that are not candidates of their list."""
+        """Score the keys of a batch for queries q `[H, B, d]`, and return the scores.
+
+        Tokens that are not candidates of their list get the score -inf.
+        """
         ...
 
 
@@ -99,7 +102,7 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Prepare query q `[H, d]` for scoring `tokens`. The result is valid until the stored keys change."""
+        """Return an object that scores `tokens` for query q `[H, d]`. It is valid until the stored keys change."""
         ...
 
     def fork(self) -> ScoringKeys:

@@ -50,7 +50,10 @@ class XmlCalls(Scanner):
 
 
 class QwenCoder(XmlCalls):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`."""
+    """Parser of Qwen3-Coder's tool calls.
+
+    The format is `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`.
+    """
 
     marks = (("<function=", "<parameter="),)
 
@@ -75,7 +78,10 @@ class QwenCoder(XmlCalls):
 
 
 class Glm(XmlCalls):
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`."""
+    """Parser of GLM's tool calls.
+
+    The format is `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`.
+    """
 
     marks = (("<arg_key>",),)
 
