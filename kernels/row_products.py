@@ -41,8 +41,8 @@ class RowProducts:
         (outs, ins), x = weight.shape, x.contiguous()
         out = x.new_empty(*x.shape[:-1], outs)
         size = max(1, PART_BYTES // (ins * weight.element_size()))
-        places = [None if each is None else each.data_ptr() for each in (x, weight, bias, out)]
-        call = _Call(*places, x.numel() // ins, outs, ins, size)
+        bias_at = None if bias is None else bias.data_ptr()
+        call = _Call(x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), x.numel() // ins, outs, ins, size)
         threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
         team.run(self.library.linear, call, -(-outs // size), threads)
         return out

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
+from ..models.source import find_source, hub_of
 from .common import add_command, token_count
 from .flags import add_engine_flags, engine_config
 
@@ -17,6 +18,9 @@ def run(args: argparse.Namespace) -> int:
     if context is not None and context < 1:
         raise ConfigError(f"--context {context} must be at least 1 token")
     config = engine_config(args, max_model_len=context)
+    source = find_source(args.model, hub_of(config))  # checked before torch is imported
+    source.check_folder()
+    source.check_reachable()
 
     from rich.console import Console
 
@@ -24,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
     from ..model_runner.cuda_graphs import max_graphs
     from ..models.linear import GGUF_NOTE
     from ..models.shape import load_shape
-    from ..models.source import find_source, hub_of
     from ..planning.device_plan import costs_for, plan_for, requested_placement
     from ..planning.host_memory import kv_memory, snapshot_bytes
     from ..planning.memory_model import SystemMemory, disk_plan, obstacles, requirements

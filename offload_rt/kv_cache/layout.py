@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -96,7 +97,7 @@ class ArenaLayout:
         """Size in bytes of a block: K and V of 64 tokens in all its layers."""
         return 2 * self.layers * self.kv_heads * BLOCK_SIZE * self.row_bytes
 
-    @property
+    @cached_property
     def plane_rows(self) -> int:
         """Number of rows of a plane: K or V of one layer and head in a slab.
 
@@ -104,7 +105,7 @@ class ArenaLayout:
         """
         return self.slab_blocks * BLOCK_SIZE
 
-    @property
+    @cached_property
     def head_rows(self) -> int:
         return 2 * self.plane_rows
 

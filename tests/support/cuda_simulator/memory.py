@@ -65,6 +65,7 @@ class Block:
         queue: Stream of the allocation.
         pool: Memory pool of a graph, or 0.
         users: Streams named by `record_stream`.
+        free: Whether the block can be allocated again.
     """
 
     number: int
@@ -73,6 +74,7 @@ class Block:
     queue: Queue
     pool: int = 0
     users: set[Queue] = field(default_factory=set)
+    free: bool = False
 
 
 @dataclass
@@ -186,7 +188,9 @@ class Memory:
 
         def poison() -> None:
             self.device.poison(block.address, block.size)
-            self._free[block.pool, block.queue, block.size].append(block.address)
+            if not block.free:  # each replay poisons the memory that its capture freed
+                block.free = True
+                self._free[block.pool, block.queue, block.size].append(block.address)
 
         self._engine.submit(block.queue, Poisoning(poison))
 

@@ -172,6 +172,8 @@ def test_a_deleted_session_leaves_the_kv_of_prompts(tmp_path: Path) -> None:
         await last(engine, prompt(130, 3), session="a")
         await last(engine, prompt(130, 5), session="b")
         await last(engine, prompt(130, 7), session="c")
+        assert engine._sessions is not None
+        await asyncio.to_thread(engine._sessions.store.context.saver.flush)
         stored = files(tmp_path)
         assert not await engine.delete_session("unknown") and files(tmp_path) == stored
         await engine.delete_session("a")
