@@ -100,9 +100,9 @@ def write_rows(
 
 
 def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write K and V `[P, d]` of the newest token to position `places[b]` of the resident KV of each sequence.
+    """Write the newest K and V `[P, d]` of each sequence to the resident KV, at position `places[b]`. P = B * Hkv.
 
-    P = B * Hkv. The resident KV of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all
+    The resident KV `kept` of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all
     heads. places is int64 `[B]`. Sequences with negative positions are skipped.
     """
     batch = len(kept.tensors)
@@ -291,9 +291,9 @@ def attend_kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    The resident KV of a list is at positions [start, stop) of its sequence's tensor `[2 * Hkv, capacity, d]`
-    (`keep_rows`). The capacity is the same for all sequences. The fetched KV is the first `counts[p]` entries of k and
-    v `[P, n, d]`.
+    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]` (`keep_rows`). A list attends to positions
+    [start, stop) of it. The capacity is the same for all sequences. The fetched KV is the first `counts[p]` entries of
+    k and v `[P, n, d]`.
     """
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
     place = torch.arange(keys.shape[1], device=q.device)

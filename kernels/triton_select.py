@@ -233,7 +233,7 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select tokens for a batch, in eight launches. See `lists.select_tokens`.
+    """Select tokens for a batch by their scores `found`, in eight launches. See `lists.select_tokens`.
 
     The scores are contiguous float32 `[P, G, N]` with P = B * Hkv. `cap` is at most N.
     """

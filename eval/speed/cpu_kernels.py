@@ -90,9 +90,10 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 
 
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
-    """Yield scores of low-bit keys, selection, and attention over low-bit values.
+    """Yield three cases over `tokens` tokens: scores of low-bit keys, selection, and attention over low-bit values.
 
-    Yields no case without a C compiler.
+    Yields no case without a C compiler. `level` is the instruction set level, from which the least number of
+    instructions follows.
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
@@ -126,7 +127,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield two cases of attention to `tokens` tokens per dtype: decoding and prefill.
 
-    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries.
+    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. `level` is the
+    instruction set level, from which the least number of instructions follows.
     """
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
@@ -152,7 +154,10 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
 
 
 def linear_cases(level: str) -> Iterator[Case]:
-    """Yield a linear layer with one input row."""
+    """Yield one case per dtype: a linear layer with one input row.
+
+    `level` is the instruction set level, from which the least number of instructions follows.
+    """
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.randn(WEIGHT).to(dtype)
         weights = weight.repeat(-(-COLD // weight.nbytes), 1, 1)
@@ -176,7 +181,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _products_at_once(level: str, dtype: torch.dtype) -> int:
-    """Return the number of products that one instruction adds to each element of a vector."""
+    """Return the number of products that one instruction of `level` adds to each element of a vector."""
     return 2 if level == "avx512_bf16" and dtype == torch.bfloat16 else 1
 
 

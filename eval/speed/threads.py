@@ -26,7 +26,7 @@ from ...utils.openmp import WAIT_VARIABLES
 from ..core.report import Column, Report, Row, Say
 
 TURN = 3
-"""Number of tokens that one policy decodes before it is the next policy's turn."""
+"""Number of tokens that a policy decodes before the next policy takes its turn."""
 
 WARM_UP = 4
 """Number of first turns of each policy that are not counted, because `ThreadChoice` makes its measurements in them."""

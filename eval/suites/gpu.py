@@ -96,7 +96,10 @@ def run_part(name: str, job: GpuJob) -> bool:
 
 
 def failures(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of programs that failed, given the results of a part. Timeouts do not count as failures."""
+    """Yield the names of programs that failed, given `found`, the results of a part.
+
+    Timeouts do not count as failures.
+    """
     if found.get("exit_code", 0) not in (0, STOPPED):
         yield "its program"
     for name, own in found.items():

@@ -209,7 +209,7 @@ def process(
 ) -> Iterator[list[dict[str, Any]]]:
     """Process requests in groups of at most `at_once`, and yield the results of each group.
 
-    A failed request gets a result with its error.
+    `defaults` are sampling parameters for requests that do not set them. A failed request gets a result with its error.
     """
     for group in in_groups([one for one in requests if isinstance(one, BatchRequest)], at_once):
         yield process_group(llm, group, defaults)
@@ -227,7 +227,10 @@ def in_groups(requests: Sequence[R], at_once: int) -> list[list[R]]:
 
 
 def process_group(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Process a group of requests. Return a result or an error for each request."""
+    """Process a group of requests. Return a result or an error for each request.
+
+    `defaults` are sampling parameters for requests that do not set them.
+    """
     try:
         return _results_of(llm, group, defaults)
     except OffloadError as error:

@@ -182,7 +182,10 @@ def stats_table(stats: Stats) -> Table:
 
 
 def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequence[int], full: Sequence[int]) -> Table:
-    """Return a table with two texts side by side. The text after the first token that differs is bold."""
+    """Return a table with two texts side by side: `written` by the policy, and `full` by full attention.
+
+    The text after the first token that differs is bold.
+    """
     same = next(
         (i for i, (a, b) in enumerate(zip(written, full, strict=False)) if a != b), min(len(written), len(full))
     )
@@ -204,7 +207,10 @@ Below CLOSE, sampled texts hardly differ; above VISIBLE, they differ visibly.
 
 
 def comparison_table(found: Comparison) -> Table:
-    """Return a table that compares quality, speed, transfers and memory with full attention."""
+    """Return a table of the comparison `found` between a policy and full attention.
+
+    It shows quality, speed, transfers and memory.
+    """
     policy, full = found.policy, found.full
     if found.kl < CLOSE:
         verdict = "practically the same distribution"

@@ -133,7 +133,7 @@ class ArenaLayout:
         return self.rows * self.row_bytes
 
     def row(self, place: int, head: int, kv: int, offset: int = 0) -> int:
-        """Return the row of token slot `offset`, counted from the first row of its slab.
+        """Return the row of token slot `offset` for one KV head, counted from the first row of its slab.
 
         `place` is the index of the layer within a block. `kv` is 0 for K and 1 for V.
         """

@@ -64,10 +64,10 @@ class PrefixCache:
         return count
 
     def insert(self, blocks: BlockTable, full: int, tokens: Sequence[int], provenance_key: str) -> dict[int, int]:
-        """Publish the first `full` blocks of a sequence.
+        """Publish the first `full` blocks of a sequence under a KV provenance key.
 
-        Return the blocks that replace the sequence's blocks, by index. For each returned block, a reference is added
-        for the sequence. The caller drops the references to the replaced blocks.
+        Return the published blocks that replace blocks of the sequence, by block index. For each of them, a reference
+        is added for the sequence. The caller drops the references to the replaced blocks.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
         self._blocks.incref(fresh)
@@ -75,7 +75,10 @@ class PrefixCache:
         return instead
 
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
-        """Cache the window blocks of the published blocks [start, full) of a sequence."""
+        """Cache the window blocks of the published blocks [start, full) of a sequence.
+
+        Published blocks with a window block in `lost` are skipped.
+        """
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):
                 self.windows.keep(blocks.ids[i], blocks.windows[i])

@@ -57,7 +57,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        A reference to each of them is added.
+        Tokens before `floor` are never visible. A reference to each returned block is added.
         """
         if not self._groups.sliding or not blocks:
             return {}
@@ -92,7 +92,10 @@ class WindowBlocks:
             count -= self._groups.sliding
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Assert that all entries belong to published blocks, and that no sequence references idle window blocks."""
+        """Assert that all entries belong to published blocks, and that no sequence references idle window blocks.
+
+        `known(block)` returns whether a block is published.
+        """
         assert self._of == {window[0]: block for block, window in self._kept.items()}
         for block, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}

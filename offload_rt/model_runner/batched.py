@@ -214,7 +214,7 @@ def _attend(
 def _with_sinks(
     batch: DecodeBatch, inputs: StepInputs, layer: int, out: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
-    """Return out `[P, G, d]` as `[B, H * d]`, scaled for the learned attention sinks of the layer, if it has any.
+    """Return out `[P, G, d]` as `[B, H * d]`, after applying the learned attention sinks of the layer, if it has some.
 
     lse `[P, G]` is the log-sum-exp of the scores without sinks; P = B * Hkv.
     """

@@ -28,9 +28,9 @@ class SequenceFetch:
 def enter_fetches(
     batch: DecodeBatch, layer: int, pending_fetches: Seq[PendingFetch], selections: Seq[Selection | None]
 ) -> list[SequenceFetch]:
-    """Record the attended tokens and transferred bytes of `layer` in each sequence's trace.
+    """Record the attended tokens and transferred bytes of `layer` in the trace of each sequence.
 
-    Return the pending fetches.
+    Return the pending fetches, each with the visible tokens and the selection of its sequence.
     """
     fetches = []
     for sequence, visible, pending, selection in zip(

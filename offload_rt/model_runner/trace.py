@@ -223,7 +223,8 @@ class Trace:
     def enter_rows(self, layer: int, visible: VisibleTokens, fetched: int | torch.Tensor) -> None:
         """Record that `layer` attended to `fetched` tokens per KV head in addition to the resident tokens.
 
-        If `fetched` is a tensor (`Selection.counts`), it stays on the device until `settle`.
+        If `fetched` is a tensor (`Selection.counts`), it stays on the device until `settle`. `visible` are the tokens
+        that the layer could attend to.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
@@ -234,9 +235,9 @@ class Trace:
     def enter_selection(
         self, layer: int, visible: VisibleTokens, count: torch.Tensor, transfer_use: TransferUse
     ) -> None:
-        """Record that `layer` selected `count` tokens per KV head, and the transfer.
+        """Record that `layer` selected `count` tokens per KV head, and how many of their bytes are transferred.
 
-        `count` stays on the device until `settle`.
+        `count` stays on the device until `settle`. `visible` are the tokens that the layer could attend to.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         self.pending.append(_PendingCount(step, layer, resident, context, count, transfer_use))

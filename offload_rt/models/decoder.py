@@ -230,7 +230,10 @@ def _rotary_module(decoder: Any) -> Any:
 
 
 def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.Module], at: list[int]) -> None:
-    """Raise ModelError if the model has features that this adapter does not support."""
+    """Raise ModelError if the model has features that this adapter does not support.
+
+    `at` has the indices of the decoder layers with attention.
+    """
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
         raise ModelError(
@@ -319,7 +322,10 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]:
-    """Return the length of the sliding window of each attention layer, or None for full attention."""
+    """Return the length of the sliding window of each attention layer, or None for full attention.
+
+    `at` has the indices of the decoder layers with attention.
+    """
     # Llama's configuration may state a window, but its module does not build a sliding-window mask.
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
@@ -329,9 +335,9 @@ def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]
 
 
 def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
-    """Return which set of rotary frequencies each layer uses, as a key of the rotary module.
+    """Return the set of rotary frequencies of each attention layer, as a key of the rotary module.
 
-    None: no rotary positions.
+    The key is None for layers without rotary positions. `at` has the indices of the decoder layers with attention.
     """
     if rotary is None:
         return [None] * len(attentions)

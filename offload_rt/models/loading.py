@@ -301,7 +301,10 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids of generation configuration, model configuration or tokenizer, the first with any."""
+    """Return the end-of-text ids of a model.
+
+    They come from the generation configuration, the model configuration or the tokenizer: the first that states some.
+    """
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for each in sources:

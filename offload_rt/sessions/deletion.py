@@ -83,7 +83,10 @@ def remove_claims(store: StorageTier, space: str) -> Removed:
 
 
 def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks and sink documents without an owner. The session `document` does not count as an owner."""
+    """Delete all blocks and sink documents without an owner, except the blocks `held`.
+
+    The session `document` does not count as an owner.
+    """
     keys, sinks, unreadable = set(held), set[str](), []
     documents = {key.split("/")[1]: found for key, found in store.documents().items() if key.startswith(f"{space}/")}
     for other, found in documents.items():

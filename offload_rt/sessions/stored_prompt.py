@@ -87,7 +87,7 @@ class PromptKV(SessionKV):
             self._windows = None
 
     def write_rest(self) -> bool:
-        """Enqueue blocks that did not fit in the write buffer before. Return whether any are still to be written."""
+        """Enqueue blocks that did not fit in the write buffer before. Return whether blocks remain to be written."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before

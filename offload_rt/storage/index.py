@@ -86,10 +86,10 @@ class DiskIndex:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
-        """Add existing files, given as (modification time, path, size, access time) in any order.
+        """Add the existing files `found`, given as (modification time, path, size, access time) in any order.
 
-        Files with a modification time in the future count as used now. They are returned, and the caller must update
-        their modification times (`write_stamp`).
+        Files with a modification time in the future count as used now. Return these files; the caller must update their
+        modification times (`write_stamp`).
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):

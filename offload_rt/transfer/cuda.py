@@ -101,7 +101,10 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
-        """Update resident KV and working set after the KV in slot `source` was copied to slot `target`."""
+        """Update the resident KV and working set of sequence `one` after KV was copied within the pool.
+
+        The KV was copied from slot `source` to slot `target`.
+        """
         state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:

@@ -318,7 +318,10 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally` of a fetch, int64 `[B, 2]`."""
+        """Return `PendingBatchFetch.tally` of a fetch, int64 `[B, 2]`, or None if all valid entries were transferred.
+
+        `found` is the look-up in the working sets. `again` marks entries that were fetched for another sequence.
+        """
         if found is None and again is None:
             return None
         if counts is None:

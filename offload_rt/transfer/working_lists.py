@@ -39,7 +39,7 @@ class WorkingLists:
         self._used.update(layers)
 
     def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
-        """Set the working sets of the sequences of a batch.
+        """Set `held`, the working sets of the sequences of a batch.
 
         The last `padding` working sets belong to no sequence. Look-ups do not change them.
         """
@@ -82,7 +82,10 @@ class WorkingLists:
         dispatch.take_rows(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the missing tokens of `rows` `[2, P, n, width]` in their assigned slots. P = B * Hkv."""
+        """Store the KV of tokens that were not `found`, from `rows` `[2, P, n, width]`, in their assigned slots.
+
+        P = B * Hkv.
+        """
         dispatch.put_rows(self._rows(layer), found.into, rows)
 
     def _rows(self, layer: int) -> PointerTable:

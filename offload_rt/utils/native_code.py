@@ -160,7 +160,7 @@ def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CD
 
 @functools.cache
 def _warn_once(level: str) -> None:
-    """Log one warning that C code is missing. If logging is not configured, Python prints it to stderr."""
+    """Log one warning that C code for `level` is missing. If logging is not configured, Python prints it to stderr."""
     why = "could not be compiled" if find_compiler() is not None else "is not in this package, and there is no compiler"
     _log.warning(
         "offload-rt: C code for the processor level %s %s; torch computes instead, slower. Install a wheel for this "
@@ -183,7 +183,7 @@ def library_name(source: Path, flags: Sequence[str], level: str) -> str:
 
 
 def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
-    """Compile `source` to `target` atomically.
+    """Compile `source` to `target` for the instruction set level `level`, atomically.
 
     Raises:
         OSError: There is no compiler, or the folder of `target` cannot be written.

@@ -297,7 +297,10 @@ class _Writer:
         return length >= self._settings.chapter_tokens
 
     def _turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
-        """Write one turn. Return the finish reason if the document is complete, else None."""
+        """Write one turn, which begins with the tokens `kept` of the existing text and the tokens of a heading.
+
+        Return the finish reason if the document is complete, else None.
+        """
         written, new, added = self._written, self._new_tokens, [*kept, *heading]
         before, replaced = written.tokens[:-1], int(bool(written.tokens))
         self._file.append("".join(self._push(token) for token in heading))

@@ -142,9 +142,10 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, known: _Known, most: int) -> None:
-        """Set the looked-up draft tokens, or the number of draft tokens to decode, to at most `most`.
+        """Choose at most `most` draft tokens: set either the looked-up tokens or the number of tokens to decode.
 
-        With the option `adaptive`, choose the source and the number that give the most expected tokens per second.
+        With the option `adaptive`, choose the source and the number that give the most expected tokens per second, from
+        the acceptance rates in `known`.
         """
         options = self._options
         tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []

@@ -125,7 +125,8 @@ class Acceptance:
         """Return the number of draft tokens, at most `most`, with the most expected tokens per second.
 
         n draft tokens give 1 + r + ... + r^n tokens, where r is the probability that a draft token is accepted if all
-        before it were accepted.
+        before it were accepted. `costs` gives the expected time, which depends on whether the draft tokens are
+        `decoded`.
         """
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):

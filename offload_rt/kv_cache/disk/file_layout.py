@@ -102,7 +102,7 @@ class FileLayout:
             yield place, np.flatnonzero(places == place)
 
     def ids_of(self, block: int, place: int) -> range:
-        """Return the ids of all KV entries in one layer of a block."""
+        """Return the ids of all KV entries in the layer at index `place` of a block."""
         first = (block * self.arena.layers + place) * self.layer_pairs
         return range(first, first + self.layer_pairs)
 

@@ -72,9 +72,9 @@ class Importer(Protocol):
 
 
 def format_of(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
-    """Return the format, with zeros, of a layer with `groups` groups in each row.
+    """Return the packed format, with zeros, of a layer with `ins` inputs, `bits`-bit codes and `groups` groups per row.
 
-    Raise CannotPackError if there is none.
+    `permuted` tells whether the inputs are stored in another order. Raise CannotPackError if no format fits.
     """
     group = ins // max(1, groups)
     if groups < 1 or ins % groups:

@@ -85,7 +85,7 @@ class KeyLists:
 
         Returns:
             Token indices int64 `[P, cap]` in ascending order, and counts int32 `[P]`. Only the first `counts[p]`
-            indices of list p are selected. The others are arbitrary indices within the context.
+            indices of list p are selected. The remaining entries are arbitrary indices within the context.
         """
         at = self._at[layer]
         storage = self._storages[at]
