@@ -62,7 +62,7 @@ class DecodeAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with q `[Hkv, G, d]` to KV in blocks of the host pool, without copying KV.
 
-        The result is that of `attend`.
+        Return out and lse like `attend`.
         """
         d, tokens = q.shape[2], rows.tokens.contiguous()
         skipped, step = rows.first * d * rows.k.element_size(), rows.head_rows * d

@@ -246,7 +246,7 @@ class LowBitQuery:
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with the result of `approximate`, as in one softmax over all tokens.
+        """Merge exact attention with `approximate`. The result equals one softmax over all tokens.
 
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.

@@ -77,7 +77,7 @@ def merge_approximate(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact and low-bit attention as in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
+    """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
     `out` and `lse` are the result of exact attention. The low-bit part covers the tokens [start, stop) of each list,
     except the tokens that exact attention covers: the first `counts[p]` (int32) of chosen, int64 `[P, n]`, in ascending

@@ -27,6 +27,9 @@ class SnapKVOptions(BudgetOptions):
 
 
 def register_rivals() -> None:
-    """Register the policies for this process. Called where an evaluation begins, so that no other use lists them."""
+    """Register the policies for this process.
+
+    Only evaluations call this function, so other commands do not list these policies.
+    """
     register_policy("landmarks", f"{RIVALS}:Landmarks")(LandmarkOptions)
     register_policy("snapkv", f"{RIVALS}:SnapKV")(SnapKVOptions)

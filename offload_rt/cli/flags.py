@@ -185,7 +185,7 @@ def _flag(name: str) -> str:
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Return the options of the policies by option name. Each comes with the first class that defines it."""
+    """Return the options of the policies by name, each with the first options class that defines it."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)

@@ -116,7 +116,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def whole_or_none(name: str, value: object, least: int) -> int | None:
-    """Like `whole`, but return None if `value` is None."""
+    """Return None if `value` is None, and the result of `whole` otherwise."""
     return None if value is None else whole(name, value, least)
 
 

@@ -89,8 +89,8 @@ def known_texts(
 ) -> list[str]:
     """Return the text of `tokens` in a list.
 
-    If the text ends in an incomplete character, the texts without the last 1 to 3 tokens follow. `added_text` needs
-    them.
+    If the text ends in an incomplete character, the texts without the last 1 to 3 tokens follow, because `added_text`
+    needs these shorter texts. `special` tells whether special tokens have text.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()

@@ -95,9 +95,9 @@ class DecodeStep:
                     sequence.state.on_moved(layer, *moved)
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> LayerFetch:
-        """Select tokens with the query that results from the predicted `attention_input` `[B, D]`.
+        """Start fetching the tokens that `layer` selects with its predicted query.
 
-        Start fetching them.
+        The query is computed from the predicted `attention_input` `[B, D]`.
         """
         guess = self.batch.policy.correct_guess(layer, attention_input)
         return self.mode.fetch(layer, self.adapter.query(layer, guess, self.positions))

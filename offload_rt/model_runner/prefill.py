@@ -198,9 +198,9 @@ class Prefill:
         return self._slices[-1:] if self._logits_of and self._last else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`. Earlier KV is read once for all of them, block by block.
+        """Compute attention and MLP of `slices`. Earlier KV is read once for all slices, block by block.
 
-        Earlier KV that is not in the policy's state yet is passed to it.
+        Earlier KV that is not in the policy's state yet is passed to the state.
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []

@@ -39,8 +39,8 @@ class ModelAdapter(ABC):
         """Return an adapter whose calls read and update the recurrent state of the sequences in `state`, in its order.
 
         For hybrid models, this must be called before any layer is computed. In each call, all sequences have the same
-        number of consecutive tokens, and every token must pass through each layer exactly once. Other models return
-        themselves.
+        number of consecutive tokens, and every token must pass through each layer exactly once. Adapters of other
+        models return themselves.
         """
         return self
 

@@ -60,7 +60,9 @@ class Conversion(Protocol):
 
 
 def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of a checkpoint whose weights stay packed on `device`. None if transformers loads it.
+    """Return the conversion of a checkpoint whose weights stay packed on `device`.
+
+    Return None if transformers loads the checkpoint.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.

@@ -91,7 +91,7 @@ class LoadedModel:
     def check_weights_unchanged(self) -> None:
         """Raise ModelError if the weights have changed since the fingerprint was computed.
 
-        Stored sessions depend on it.
+        Stored sessions are valid only for weights with this fingerprint.
         """
         if self.weights_provenance():
             raise ModelError(

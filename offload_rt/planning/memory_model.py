@@ -288,7 +288,7 @@ class DiskPlan:
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """Return the plan of the KV cache on disk. None if `config.disk` is not set.
+    """Return the plan of the KV cache on disk, or None if `config.disk` is not set.
 
     Raises:
         MemoryLimitError: If a limit is too large or too small.

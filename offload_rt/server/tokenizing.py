@@ -113,7 +113,7 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer step gives the same words for two parts of a text as for the whole text.
+    """Return whether a pre-tokenizer step may be applied to the two parts of a text separately, with the same words.
 
     The text is split before a space between two letters. `spaces` tells whether the normalized text still contains
     spaces.

@@ -91,7 +91,7 @@ class HostTier:
 
     @property
     def free_bytes(self) -> int:
-        """Host memory in bytes that is free or used only by the prefix tree, which can give it up."""
+        """Host memory in bytes that is free, or that only the prefix tree uses and can therefore be freed."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
@@ -132,7 +132,7 @@ class HostTier:
         """Call `action` and return its result. While the call raises PoolFullError, evict a parked session and retry.
 
         Sessions of this store are evicted first, in eviction order, even if the disk has no room for their KV. After
-        them, sessions of other stores are evicted (`Runner.retry_after_reclaim`). The session that `action` works on
+        that, sessions of other stores are evicted (`Runner.retry_after_reclaim`). The session that `action` works on
         must not be parked.
 
         Raises:

@@ -103,8 +103,8 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find consecutive blocks of full-attention layers on disk, from token `known` on.
 
-        Return them, and the number of tokens whose KV will then be available. The last block may be partly filled. At
-        least one token is left to compute.
+        Return the blocks, and the number of tokens whose KV will then be available. The last block may be partly
+        filled. At least one token is left to compute.
         """
         history = self.history
         # A prefill attends to new KV before rounding it. With a rounded (quantised) format, the stored KV of an

@@ -122,7 +122,10 @@ class SessionKV(SessionBlocks):
             return self.sequence
 
     def end_loading(self) -> float:
-        """Close the loader and record how fast it was. Return the seconds that computation waited for it."""
+        """Close the loader and record how fast it was.
+
+        Return the time in seconds that computation waited for the loader.
+        """
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -374,7 +377,7 @@ class SessionKV(SessionBlocks):
     def leave_host(self) -> None:
         """Write unsaved blocks to disk, and free the session's host memory.
 
-        Also remove the protection of its blocks on disk (pins).
+        The session's blocks on disk are no longer protected from eviction (pins).
         """
         if self.sequence is not None:
             self.write_out()

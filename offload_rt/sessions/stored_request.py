@@ -70,7 +70,10 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
-        """Return the first token that is prefilled although KV of other tokens is cached (see `Stats`)."""
+        """Return the index of the first token that differs from all cached prefixes, or None (`Stats.diverged_at`).
+
+        The first `position` tokens are cached.
+        """
 
     def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
         """Return the number of tokens at the start whose KV was computed before."""

@@ -169,7 +169,7 @@ class FileBlock:
             os.close(handle)
 
     def read_from(self, handle: int, layer: int, into: memoryview) -> bool:
-        """Like `read_layer`, but read from the open file descriptor `handle`."""
+        """Read one layer like `read_layer`, but from the open file descriptor `handle`."""
         try:
             size = os.preadv(handle, [into], self.offset + layer * self.layer_bytes)
         except OSError:

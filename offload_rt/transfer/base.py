@@ -207,7 +207,7 @@ class RowFetch(Protocol):
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching `extra`, the tokens that a repair selects in addition to those of an earlier fetch."""
+        """Start fetching `extra`, the tokens that a repair selects in addition to the tokens of an earlier fetch."""
         ...
 
 

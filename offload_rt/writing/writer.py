@@ -297,7 +297,7 @@ class _Writer:
         return length >= self._settings.chapter_tokens
 
     def _turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
-        """Write one turn, which begins with the tokens `kept` of the existing text and the tokens of a heading.
+        """Write one turn, which begins with the known tokens `kept` and the tokens of a heading (`_next_turn`).
 
         Return the finish reason if the document is complete, else None.
         """

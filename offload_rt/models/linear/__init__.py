@@ -24,7 +24,7 @@ GGUF_NOTE = (
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Let the first backend that supports it compute each plain linear layer of `model` that runs on `device`.
+    """Assign each plain linear layer of `model` that runs on `device` to the first backend that supports the layer.
 
     The layers are changed in place.
     """
@@ -45,7 +45,7 @@ def packing(config: Any) -> str | None:
 
 
 def packing_of(model: Any) -> str | None:
-    """Return the quantisation method of a loaded model. None if its weights are not packed."""
+    """Return the quantisation method of a loaded model, or None if its weights are not packed."""
     if any("packed" in module._parameters for module in model.modules()):
         return PACKED.method
     # The configuration still names GGUF after transformers has dequantised all weights, as it does for most
@@ -55,7 +55,7 @@ def packing_of(model: Any) -> str | None:
 
 
 def backend_of(config: Any) -> LinearBackend | None:
-    """Return the weight format of a packed checkpoint. None if its weights are not packed."""
+    """Return the weight format of a packed checkpoint, or None if its weights are not packed."""
     method = packing(config)
     if method is None:
         return None

@@ -235,7 +235,7 @@ class Scanner:
     def give_up(self, tag: str) -> None:
         """Emit `tag`, which `content` has found, as content too, because no valid call follows it.
 
-        Continue after it.
+        Parsing continues after the tag.
         """
         self._show(self._space + tag)
         self._at = self._mark
