@@ -50,7 +50,10 @@ def mixing(d: int) -> torch.Tensor:
 
 
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
-    """Encode positive steps as uint8: each is rounded up to a float with three fraction bits between 2^-20 and 2^12."""
+    """Encode positive quantisation step sizes as uint8 floats with five exponent bits and three fraction bits.
+
+    Each step is rounded up. Steps outside the range of the format, 2^-20 to 1.875 * 2^11, are clamped.
+    """
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
     return (upper - SMALLEST).clamp_(0, 255).to(torch.uint8)
 

@@ -206,14 +206,14 @@ class Selection:
 class PagedRows:
     """KV entries of one sequence in one layer, in blocks of the host pool.
 
-    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The entries are those of
-    the resident tokens, followed by those of `tokens`.
+    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The entries
+    of the resident tokens come first, then the entries of `tokens`.
 
     Attributes:
         k: K of all entries in the pool, `[R, d]`.
         v: V of all entries in the pool, `[R, d]`.
-        block_rows: int64 `[blocks]`: row of the first token of block i, minus 64 i. The row of a token is this number
-            plus the token index.
+        block_rows: int64 `[blocks]`: row of the first token of block i, minus 64 i, so that a token index can be added.
+            The sum is the token's row before `first` and the offset of the KV head are added.
         first: Offset in rows of the layer within a block.
         head_rows: Distance in rows from one KV head to the next.
         resident: The two ranges of resident token indices: sinks and recent tokens.

@@ -32,8 +32,9 @@ class TunedPolicy:
     Attributes:
         policy, options: Values for `LLM(policy=..., policy_options=...)`.
         fingerprint: Fingerprint of the model.
-        measured: Record of the tuning run, for information only: contract, objective, text, missed attention mass,
-            bytes.
+        measured: Record of the tuning run, for information only: the limit on the missed attention mass, the
+            objective, the calibration text, and the results of the chosen options (missed attention mass and bytes read
+            per decode step).
     """
 
     policy: str

@@ -166,9 +166,10 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """Build a passage of exactly `length` tokens.
+        """Build a passage of exactly `length` tokens that hides a needle of kind `kind`.
 
-        The passage begins at a random sentence of the book. The statements are inserted at random sentence starts.
+        The text begins at a random sentence of the book. The statements of the needle are inserted at random sentence
+        starts, and its questions are appended.
 
         Raises:
             InputError: The needle and its questions do not fit, or the book is too short.

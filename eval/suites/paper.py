@@ -127,9 +127,9 @@ class Paper:
         run_perplexity(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
 
     def _compared(self) -> list[Variant]:
-        """Return every policy at every budget and set of dense layers, and two variants with a quantized KV cache.
+        """Return a variant for each combination of policy, budget and dense layers, and variants with quantized KV.
 
-        The two variants are `full`, and `infinigen` at a budget of 10 %.
+        The latter are `full`, and `infinigen` at a budget of 10 %, for each format in `FORMATS`.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:

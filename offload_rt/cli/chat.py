@@ -83,7 +83,7 @@ class Chat:
     def __init__(
         self, llm: LLM, session: Session, params: SamplingParams, console: Console, *, saved: bool = True
     ) -> None:
-        """Create the conversation. `saved` tells whether the store remains after the chat."""
+        """Create the conversation. `saved`: whether the store is kept after the chat."""
         self._llm, self._session, self._params, self._console = llm, session, params, console
         self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {

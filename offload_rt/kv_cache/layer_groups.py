@@ -64,11 +64,11 @@ class LayerGroups:
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks, over all groups, that a sequence of `tokens` tokens needs."""
+        """Return the most blocks that a sequence of `tokens` tokens can need, summed over all groups."""
         places = -(-tokens // BLOCK_SIZE)
         return self.full * places + self.sliding * min(places, self.window_blocks)
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks, over all groups, that 64 additional tokens of a sequence need."""
+        """Number of blocks that 64 additional tokens of a sequence need, summed over all groups."""
         return self.full + self.sliding

@@ -1,7 +1,8 @@
 """Shared prefixes of the sequences in a batch (ChunkAttention, Hydragen).
 
 The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks that the same
-sequences share. `kernels.segments.attend_runs` attends to segments and private parts and reads shared KV once.
+sequences share. `kernels.segments.attend_runs` attends to the segments and to the unshared rest of each sequence. It
+reads shared KV once.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Sharing:
         """Compute the shared prefixes from block ids.
 
         `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
-        become part of their children, or of the private parts.
+        become part of their children, or of the unshared rest.
         """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
         tables = [block_tables[i].ids for i in order]

@@ -91,13 +91,13 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return only q of `qkv`, `[H, T, d]`. Used for prefill slices and predicted queries (paper §4.3)."""
+        """Like `qkv`, but return only q, `[H, T, d]`. Used for prefill slices and predicted queries (paper §4.3)."""
 
     @abstractmethod
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return only k and v of `qkv`, both `[Hkv, T, d]`."""
+        """Like `qkv`, but return only k and v, both `[Hkv, T, d]`."""
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Return cached keys k `[Hkv, n, d]`, rotated to positions `offset` higher. Only for relative positions (RoPE).

@@ -65,13 +65,13 @@ class GrowingTensor:
 class LayerTensors:
     """Token data of one sequence, layer by layer: a `GrowingTensor` and a token count for each opened layer.
 
-    Each slot of a tensor contains data of `per_slot` tokens.
+    Each slot of a tensor contains the data of up to `per_slot` adjacent tokens.
     """
 
     def __init__(
         self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1, multiple: int = _ROUND
     ) -> None:
-        """Create the object without layers. `dim` and `multiple` are passed to each `GrowingTensor`."""
+        """Start without layers. All arguments except `per_slot` are passed to the `GrowingTensor` of each layer."""
         self._dim, self._dtype, self._device = dim, dtype, device
         self._per_slot, self._multiple = per_slot, multiple
         self._tensors: dict[int, GrowingTensor] = {}

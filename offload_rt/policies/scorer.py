@@ -276,7 +276,7 @@ class ScorerState(PolicyState):
         return Selection(top_tokens(scores, n) + candidates.start)
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Update the stored entries with the attention weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
+        """Let the policy update its stored entries with the attention weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
         keys = self._lists(layer, visible, range(self._entries.length(layer)))
         shape = len(tokens), len(keys.tokens)
         dense = weights.new_zeros(shape).scatter_(1, tokens, weights)

@@ -39,7 +39,7 @@ class NamedBlock:
         return len(self.tokens) // 8
 
     def window(self, group: int) -> NamedBlock:
-        """Return the name of the block with the KV of the same tokens in the sliding-window layers of `group`."""
+        """Return the name of the block with the KV of this block's tokens in the sliding-window layers of `group`."""
         provenance_key = f"{self.provenance_key} window {group}"
         key = block_key(self.key, provenance_key, self.tokens)
         return NamedBlock(self.index, self.key, provenance_key, self.tokens, key, group)

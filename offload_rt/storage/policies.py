@@ -18,7 +18,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Return the prefetch window L_pw = C_mem / S_kv (§3.3.1): how many waiting requests can be prefetched.
+    """Return the prefetch window L_pw = C_mem / S_kv (CachedAttention §3.3.1), in requests.
+
+    The KV of the first L_pw requests in the queue can be prefetched.
 
     Args:
         free_bytes: C_mem, the host memory available for prefetching.
@@ -28,9 +30,9 @@ def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (§3.3.2) as a number of waiting requests.
+    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2), in requests.
 
-    The KV of the first requests of the queue, as many as this, is evicted last.
+    The KV of the first L_ew requests in the queue is evicted last.
 
     Args:
         host_bytes: C_mem, the host memory for KV.

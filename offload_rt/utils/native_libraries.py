@@ -90,9 +90,9 @@ LIBRARIES = {
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` for these macro values and this processor.
+    """Return the library `name`, compiled for this processor with the macros `constants`.
 
-    None if it is missing (see `load_library`).
+    Return None if it cannot be loaded or compiled (see `load_library`).
     """
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)

@@ -101,9 +101,10 @@ class RowBasis:
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
     def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a query q `[H, d]`, scaled and transformed to the basis of the keys, `[Hkv, G, d]`.
+        """Multiply the query q `[H, d]` by the attention scale and transform it to the basis of the keys.
 
-        Also return the mean of the keys, `[Hkv, d]`.
+        Returns:
+            The transformed query `[Hkv, G, d]` and the mean of the keys `[Hkv, d]`.
         """
         return self.basis.skew_query(q), self.mean
 
