@@ -163,7 +163,7 @@ class SequenceManager:
                 sequence, id=next(self._ids), tokens=list(sequence.tokens), blocks=blocks, slots=sequence.slots.fork(),
                 keys=keys, state=sequence.state.fork(keys),
                 trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
-                interrupted=False, forks=0, draft_start=None, drafter=None, parted_at=0, snapshots={},
+                interrupted=False, forks=0, draft_start=None, drafter=None, parted_at=0, snapshots={}, state_slot=-1,
             )  # fmt: skip
             self._register(fork, sequence)
         return fork

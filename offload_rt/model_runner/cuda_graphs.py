@@ -180,7 +180,7 @@ class GraphSteps:
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
         """Capture a step with `inputs`. If there are too many graphs, drop the oldest."""
-        for oldest in list(self._captured)[: len(self._captured) + 1 - self._most]:
+        for oldest in list(self._captured)[: max(0, len(self._captured) + 1 - self._most)]:
             del self._captured[oldest]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured

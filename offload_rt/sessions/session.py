@@ -335,6 +335,8 @@ class Session:
                 forked = host.retry_after_reclaim(lambda: runner.fork(sequence, size))
             finally:
                 host.park(kv)
+        if runner.states is not None:
+            self.context.saver.flush()  # The fork finds snapshots of recurrent state only on disk.
         twin = self._siblings.enter(self.history.fork(name))
         twin.kv.sequence = forked
         twin.kv.save()

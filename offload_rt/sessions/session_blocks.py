@@ -59,7 +59,10 @@ class SessionBlocks:
             if self._states is None or known == blocks.length:
                 return found, known, None
             name = self.names(known)[-1].state()
-            if (snapshot := self._states.load(name)) is not None:
+            snapshot = self._states.take()
+            if snapshot is None:  # The file is intact, and a later turn can read it.
+                return [], blocks.length, None
+            if self._states.load(name, snapshot):
                 self._pin([name.key])
                 return found, known, snapshot
             self._broken.add(name.key)
@@ -137,3 +140,8 @@ class SessionBlocks:
         fresh = set(keys) - self._pinned
         self.context.storage.pin(fresh)
         self._pinned |= fresh
+
+    def _unpin(self, keys: Iterable[bytes]) -> None:
+        unneeded = set(keys) & self._pinned
+        self.context.storage.unpin(unneeded)
+        self._pinned -= unneeded

@@ -302,7 +302,7 @@ class SessionKV(SessionBlocks):
         """Record the names of all blocks in the history. Remove the previous partly filled block from disk."""
         history, names = self.history, self.all_names()
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
-        before = [key for key in (history.tail, *history.tail_windows) if key]
+        before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
         if before and before != tail and not history.tail_shared:
             self._remove([bytes.fromhex(key) for key in before])
         history.tail_shared = history.tail_shared and before == tail
@@ -310,10 +310,20 @@ class SessionKV(SessionBlocks):
         history.tail, history.tail_windows = tail[0] if full else "", tail[full:]
         history.keys = [name.key.hex() for name in names]
         states = [name.key.hex() for name in names if name.group == STATE]
-        if not history.tail_shared:  # snapshots that only this session needed
-            self._remove([bytes.fromhex(key) for key in history.states if key not in states])
+        self._drop_states(states, shared=shared)
         history.states = states
         self._pin(name.key for name in names)
+
+    def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
+        """Drop snapshots that the session does not need any more, all but `needed`. `shared`: a fork may need them."""
+        dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
+        if not dropped:
+            return
+        # Other sessions and prompts may need snapshots of the remaining text, so only eviction deletes these.
+        remaining = {name.state().key for name in self.stored(self.history.computed) if name.count == BLOCK_SIZE}
+        self._unpin(dropped & remaining)
+        if not shared:
+            self._remove(list(dropped - remaining))
 
     def _remove(self, keys: Seq[bytes]) -> None:
         # A pending write that ended after the removal would store the block again.

@@ -77,17 +77,17 @@ class SessionStates:
                 return (name.index + 1) * BLOCK_SIZE
         return start
 
-    def load(self, name: NamedBlock) -> int | None:
-        """Read a snapshot from disk into a slot and return the slot.
+    def take(self) -> int | None:
+        """Reserve a slot for `load` and return it. Return None if all slots are in use."""
+        return self._snapshots.take()
 
-        Return None if no slot is free or it is damaged.
-        """
-        slot = self._snapshots.take()
-        if slot is not None and not self._blocks.load(name, slot):
-            self.release(slot)
-            return None
-        return slot
+    def load(self, name: NamedBlock, slot: int) -> bool:
+        """Read a snapshot from disk into `slot`. If the snapshot is damaged, free the slot and return False."""
+        if loaded := self._blocks.load(name, slot):
+            return loaded
+        self.release(slot)
+        return False
 
     def release(self, slot: int) -> None:
-        """Free a slot that `load` returned."""
+        """Free a slot that `take` returned."""
         self._snapshots.give_back(slot)

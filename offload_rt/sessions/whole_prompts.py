@@ -167,7 +167,7 @@ class WholePrompts:
         """
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
-        for oldest in idle[: len(self._opened) - MOST_OPEN]:
+        for oldest in idle[: max(0, len(self._opened) - MOST_OPEN)]:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
