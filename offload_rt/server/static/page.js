@@ -222,8 +222,13 @@ async function watch() {
 
 async function begin() {
   begun = true;
-  await named(); // first, because answers are labelled with the model name
-  await sessions.begin();
+  try {
+    await named(); // first, because answers are labelled with the model name
+    await sessions.begin();
+  } catch (error) {
+    begun = false; // the next call of statistics() tries again
+    throw error;
+  }
   opened();
 }
 

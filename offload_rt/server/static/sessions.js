@@ -1,5 +1,5 @@
 // The column of conversations: those of the server if it stores sessions, else one in the browser.
-import { $, button, download, make, post, reason, say, server, store, stored } from "./basics.js";
+import { $, button, complain, download, make, post, reason, say, server, store, stored } from "./basics.js";
 import { decoded, encodedAll } from "./conversation.js";
 
 const UNDO = 8000; // milliseconds until a deletion is final
@@ -131,7 +131,12 @@ export class Sessions {
 
   async remove(name, options = {}) {
     clearTimeout(this.deleting.get(name));
-    await server(`v1/sessions/${encodeURIComponent(name)}`, { method: "DELETE", ...options });
+    try {
+      const answer = await server(`v1/sessions/${encodeURIComponent(name)}`, { method: "DELETE", ...options });
+      if (!answer.ok) complain(`The conversation was not deleted. ${reason(await answer.text(), answer.status)}`);
+    } catch {
+      complain("The conversation was not deleted, because the server does not respond.");
+    }
     this.deleting.delete(name);
     $("toast").hidden = this.deleting.size === 0;
     await this.list();
