@@ -103,7 +103,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
     disk = None if config.disk is None else DiskTier(config.disk, on_disk)
     pin = adapter.device.type == "cuda"
     if snapshots := snapshot_slots(config, adapter.geometry, adapter.dtype):
-        states = StatePool(adapter.geometry, adapter.dtype, snapshots, pin=pin)
+        states = StatePool(adapter.geometry, adapter.dtype, snapshots, adapter.device)
         host = memory_limit(host, at_most=LIMITLESS) - states.limit_bytes
     return HostPool(
         adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk, states=states

@@ -265,6 +265,8 @@ class Scheduler(PoolMember):
         """
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
+            if self._swap is not None and swapped is not None:
+                self._swap.discard(swapped)  # the request has failed, so nothing will read it
             return
         if swapped is not None:
             self._swapped_out[request] = swapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..core import BLOCK_SIZE
+from ..errors import MemoryLimitError
 from ..kv_cache.pool import HostPool
 from ..kv_cache.snapshot_table import needed_places
 from ..model_runner.sequence import Sequence
@@ -51,13 +52,17 @@ class SnapshotKeeper:
         return sequence.snapshots.get(place, self._table.of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve a slot for a snapshot that will be read from disk. Return None if all slots are in use."""
-        return self._table.take()
+        """Reserve a slot for a snapshot that will be read from disk. Return None if none can be used."""
+        return self._reserve()
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a slot and return the slot. Return None if all slots are in use."""
-        if (slot := self._table.take()) is not None:
-            self._save(sequence, slot)
+        """Copy the current state of a sequence to a slot and return the slot. Return None if none can be used."""
+        if (slot := self._reserve()) is not None:
+            try:
+                self._save(sequence, slot)
+            except BaseException:
+                self._table.release(slot)  # the caller does not get the slot, so it cannot give it back
+                raise
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -129,7 +134,24 @@ class SnapshotKeeper:
             self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
     def _take(self, sequence: Sequence, place: int) -> bool:
-        """Reserve a snapshot after `place` tokens. Return False if none is free."""
-        if place not in sequence.snapshots and (slot := self._table.take()) is not None:
+        """Reserve a snapshot after `place` tokens. Return False if no slot can be used."""
+        if place not in sequence.snapshots and (slot := self._reserve()) is not None:
             sequence.snapshots[place] = slot
         return place in sequence.snapshots
+
+    def _reserve(self) -> int | None:
+        """Reserve a slot and page-lock it. Return None if all slots are in use or the slot cannot be page-locked.
+
+        The slot is locked before it is entered anywhere. If the lock failed later, in the first `save`, an unwritten
+        slot could be published, and the requests of the step would fail although a snapshot is optional.
+        """
+        if (slot := self._table.take()) is None:
+            return None
+        try:
+            self._states.lock(slot)
+        except BaseException as error:
+            self._table.release(slot)
+            if isinstance(error, MemoryLimitError):
+                return None
+            raise
+        return slot

@@ -116,12 +116,17 @@ class Swap:
             self._saver.flush()
             fresh = fresh[taken:]
         self._users.update(swapped.keys)
-        if runner.states is not None:
-            assert runner.snapshots is not None
-            swapped = replace(swapped, snapshot=runner.snapshots.copy(sequence))
-        stateless = runner.states is not None and swapped.snapshot is None
-        if stateless or any(key not in self._disk for key in swapped.keys):
-            self.discard(swapped)
+        complete = False
+        try:
+            if runner.states is not None:
+                assert runner.snapshots is not None
+                swapped = replace(swapped, snapshot=runner.snapshots.copy(sequence))
+            stateless = runner.states is not None and swapped.snapshot is None
+            complete = not stateless and all(key in self._disk for key in swapped.keys)
+        finally:
+            if not complete:  # also on an error: the caller then has nothing to discard
+                self.discard(swapped)
+        if not complete:
             return None
         if written:
             self._write_seconds_per_byte = (time.perf_counter() - began) / written

@@ -24,11 +24,11 @@ class StatePool:
         geometry: Dimensions of the model, with its recurrent states.
         dtype: Data type of the model.
         slots: Number of slots, at least one.
-        pin: Page-lock each slot for CUDA when it is first used.
+        device: Device of the model. If it is a CUDA device, each slot is page-locked when it is first used.
     """
 
-    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, slots: int, *, pin: bool = False) -> None:
-        self.slots, self._pin = slots, pin
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, slots: int, device: torch.device) -> None:
+        self.slots, self._device, self._pin = slots, device, device.type == "cuda"
         self.slot_bytes = slot_bytes(geometry, dtype)
         huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.limit_bytes
         memory = reserve(self.limit_bytes, "snapshots of recurrent state", huge_from)
@@ -51,7 +51,7 @@ class StatePool:
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
         """Copy the recurrent state and the convolution state of one decoder layer to a slot."""
-        self._lock(slot)
+        self.lock(slot)
         for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=self._pin)
@@ -64,19 +64,29 @@ class StatePool:
 
     def read(self, slot: int) -> bytes:
         """Return the bytes of a slot. Waits for pending copies from the device."""
-        if self._pin:
-            torch.cuda.current_stream().synchronize()
+        self._settle()
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
-        """Replace the bytes of a slot."""
-        self._lock(slot)
+        """Replace the bytes of a slot. Waits for pending copies from and to the device."""
+        self.lock(slot)
+        self._settle()  # a queued copy may still read the slot, or overwrite it later
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
-    def _lock(self, slot: int) -> None:
+    def lock(self, slot: int) -> None:
+        """Page-lock a slot if this is its first use and the device is a CUDA device.
+
+        Raises:
+            MemoryLimitError: The slot cannot be page-locked.
+        """
         if self._pin and slot not in self._locked:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)
+
+    def _settle(self) -> None:
+        """Wait for pending copies from and to the device. The caller's current device may be another one."""
+        if self._pin:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _views(self, slot: int, layer: int) -> list[torch.Tensor]:
         row = self._rows[slot]

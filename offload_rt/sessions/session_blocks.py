@@ -49,6 +49,8 @@ class SessionBlocks:
     def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
         """Find blocks on disk that continue `blocks`.
 
+        If the snapshot at the end of `blocks` is evicted meanwhile, `blocks` is shortened to an earlier snapshot.
+
         Returns:
             found: Blocks on disk, in order.
             known: Number of tokens whose KV will be available when these blocks are loaded.
@@ -66,6 +68,19 @@ class SessionBlocks:
                 self._pin([name.key])
                 return found, known, snapshot
             self._broken.add(name.key)
+            self._shorten(blocks)
+
+    def _shorten(self, blocks: BlockTable) -> None:
+        """Shorten `blocks` to the last place that has a snapshot.
+
+        Reserving a slot for a state from disk may have evicted the snapshot that `_match` found. An earlier place needs
+        other sliding-window blocks than those in `blocks`, so nothing is kept of a model with sliding-window layers.
+        """
+        pool = self.runner.pool
+        assert pool.cached.snapshots is not None
+        count = pool.cached.snapshots.usable(blocks.ids)
+        if count < len(blocks.ids):
+            pool.truncate(blocks, 0 if blocks.windows else count * BLOCK_SIZE)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
         """Find blocks on disk that continue `blocks`.

@@ -176,9 +176,9 @@ class SessionKV(SessionBlocks):
         """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
-        self._host_tokens = blocks.length
         with runner.cache_manager.released_on_error(blocks):
             found, known, snapshot = self._find(blocks)
+            self._host_tokens = blocks.length  # `_find` may have shortened the blocks
             if known < history.computed:
                 self._lose_from(known)
         sequence = self.adopt(blocks, capacity, known, snapshot)

@@ -5,6 +5,7 @@ A request is recomputed if that is cheaper or if the disk fails.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -17,12 +18,13 @@ from support.outputs import completed
 from support.sharing import greedy, make
 from support.tiny_models import tiny_prompt
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, EngineError, SamplingParams
 from offload_rt.config import StoreOptions
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.engine.scheduler import Scheduler
+from offload_rt.engine.snapshot_keeper import SnapshotKeeper
 from offload_rt.engine.swap import FOLDER, Swap
 
 PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
@@ -127,6 +129,47 @@ def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
     llm, swap = tight(tmp_path, limit=2 * make().runner.pool.block_bytes - 1)
     tokens, scheduler = run(llm, swap)
     assert tokens == roomy() and scheduler.restored < scheduler.preemptions
+
+
+def test_a_failed_snapshot_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = LLM(architecture("qwen3_5"), policy="full", host_memory="8MiB", verify="off").runner
+    swap = Swap(runner, tmp_path)
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
+    sequence = runner.new_sequence([*range(1, 81), 5], 81)
+    runner.prefill(sequence, 80)
+
+    def copy(*_: Any) -> None:
+        raise RuntimeError("copy failed")
+
+    monkeypatch.setattr(SnapshotKeeper, "copy", copy)
+    with pytest.raises(RuntimeError, match="copy failed"):
+        swap.swap_out(sequence, 1)
+    assert not swap._users and swap.bytes_used == 0
+    runner.free(sequence)
+
+
+def test_a_preempted_request_that_fails_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, swap = tight(tmp_path)
+    engine = Engine(llm.runner, max_num_seqs=4, swap=swap)
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine.add(prompt, params)
+    swapped: list[Any] = []
+    own = swap.swap_out
+
+    def swap_out(*args: Any) -> Any:
+        swapped.append(own(*args))
+        return swapped[-1]
+
+    def restart(self: Scheduler, request: Request) -> bool:
+        self.fail(request, RuntimeError("not freed"))
+        return False
+
+    monkeypatch.setattr(swap, "swap_out", swap_out)
+    monkeypatch.setattr(Scheduler, "restart", restart)
+    while not engine.idle:
+        with contextlib.suppress(EngineError):  # of the failed requests
+            engine.step()
+    assert any(swapped) and not swap._users and swap.bytes_used == 0
 
 
 def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:

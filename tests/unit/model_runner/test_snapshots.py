@@ -19,6 +19,8 @@ from support.tiny_models import assert_greedy
 from offload_rt import LLM, ConfigError, MemoryLimitError, RequestOutput, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.snapshot_keeper import SnapshotKeeper
+from offload_rt.kv_cache import state_pool
+from offload_rt.kv_cache.state_pool import StatePool
 from offload_rt.model_runner.state_capture import StateCapture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -199,6 +201,50 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
             engine.check_integrity()
     assert engine.scheduler.preemptions and any(restored)
     assert [one.new_tokens for one in requests] == expected
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lock fails, in the prefill or in a decode step of two requests. Only this snapshot is missing."""
+    prompts = [prompt_of(150, seed) for seed in (1, 2)]
+    params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+    expected = [one.token_ids for one in completed(make("qwen3_5")[1].generate(prompts, params))]
+    _, llm = make("qwen3_5")
+    states, table = llm.runner.pool.states, llm.runner.pool.cached.snapshots
+    assert states is not None and table is not None
+    locked: list[torch.Tensor] = []
+
+    def page_lock(slab: torch.Tensor, owner: object) -> None:
+        locked.append(slab)
+        if len(locked) == failing + 1:
+            raise MemoryLimitError("cannot pin")
+
+    monkeypatch.setattr(states, "_pin", True)
+    monkeypatch.setattr(state_pool, "page_lock", page_lock)
+    for _ in range(2):  # the second time from snapshots
+        assert [one.token_ids for one in completed(llm.generate(prompts, params))] == expected
+        llm.runner.check_integrity()
+        assert len(locked) > failing and not table._pending
+
+
+def test_a_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, llm = make("qwen3_5")
+    runner = llm.runner
+    sequence = runner.new_sequence([*prompt_of(70), 5], 71)
+    runner.prefill(sequence, 70)
+    assert runner.snapshots is not None and runner.pool.cached.snapshots is not None
+    used = len(runner.pool.cached.snapshots)
+
+    def save(*_: Any) -> None:
+        raise RuntimeError("copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StatePool, "save", save)
+        with pytest.raises(RuntimeError, match="copy failed"):
+            runner.snapshots.copy(sequence)
+    assert len(runner.pool.cached.snapshots) == used
+    runner.free(sequence)
+    runner.check_integrity()
 
 
 class TestFaults:

@@ -210,6 +210,33 @@ def test_a_flipped_bit_in_a_state_is_never_a_wrong_token(tmp_path: Path) -> None
             session.close()
 
 
+def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All slots are used. To read a state from disk, the snapshot of the cached blocks is evicted; reading fails."""
+    model, llm = make("qwen3_5")
+    session = llm.session("s", tmp_path)
+    answer(session, prompt_of(300, 1), LONG)
+    session.close()
+    _, other = make("qwen3_5")
+    prefix = session.tokens[:130]
+    other.generate([prefix], GREEDY)
+    table = other.runner.pool.cached.snapshots
+    assert table is not None and len(table) == len(table._kept) > 0
+    own, evicted = table.take, list[int]()
+
+    def take() -> int | None:
+        evicted.extend(table._kept)
+        table.forget(list(table._kept))
+        return own()
+
+    monkeypatch.setattr(table, "take", take)
+    monkeypatch.setattr(StateBlocks, "load", lambda *_: False)
+    session, turn = other.session("s", tmp_path), prompt_of(9, 2)
+    before = session.tokens
+    assert_greedy(model, [*before, *turn], answer(session, turn))
+    assert evicted
+    session.close()
+
+
 @pytest.mark.slow
 def test_killed_while_states_are_written(tmp_path: Path) -> None:
     """Kill a process at random times during turns. The session comes back, and continues as its tokens alone."""
