@@ -140,6 +140,7 @@ bench-real: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/structure.py docs/pages/structure.svg
 	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
+	$(BIN)/python docs/figures.py
 	$(MAKE) site
 
 site: $(READY)

@@ -20,34 +20,24 @@ def perplexity() -> str:
     return table(("setting", "exact", "fetched", NAMES["qwen"], NAMES["smollm2"]), rows)
 
 
+DIVERGENCE = {"smollm2/divergence": "float32", "smollm2/divergence_bfloat16": "bfloat16"}
+"""Files of the divergence table, with the dtype of the model."""
+
+
 def divergence() -> str:
-    """Distance of the next-token distribution from full attention on the novel."""
-    return _divergence(NOVEL)
-
-
-def divergence_code() -> str:
-    """Distance of the next-token distribution from full attention on code."""
-    return _divergence("standard library (Python)")
-
-
-def _divergence(text: str) -> str:
-    models = {model: {setting(row): row for row in load(f"{model}/divergence") if row["text"] == text}
-              for model in ("smollm2", "qwen", "gemma")}  # fmt: skip
-    settings = [name for name in dict.fromkeys(name for found in models.values() for name in found) if name != "`full`"]
+    """Distance of SmolLM2's next-token distribution from full attention, on the novel."""
+    found = {dtype: {setting(row): row for row in load(name)} for name, dtype in DIVERGENCE.items()}
     rows = []
-    for name in settings:
-        measured = [found.get(name) for found in models.values()]
-        [first, *_] = [row for row in measured if row is not None]
-        cells = [cell for row in measured for cell in _distance(row)]
-        rows.append([name, f"{first['sparse_link'] or first['link']:.1%}", *cells])
-    head = [f"{NAMES[model]}: {column}" for model in models for column in ("KL", "99th percentile", "same top token")]
+    for name, row in found["float32"].items():
+        if name != "`full`":
+            cells = [cell for own in found.values() for cell in _distance(own[name])]
+            rows.append([name, f"{row['sparse_link'] or row['link']:.1%}", *cells])
+    head = [f"{dtype}: {column}" for dtype in found for column in ("KL", "99th percentile", "same top token")]
     return table(("setting", "fetched", *head), rows)
 
 
-def _distance(row: Row | None) -> list[str]:
-    if row is None:
-        return [""] * 3
-    return [f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}", f"{row['top_1']:.1%}"]
+def _distance(row: Row) -> list[str]:
+    return [f"{row['kl']:.1e}", f"{row['kl_p99']:.1e}", f"{row['top_1']:.1%}"]
 
 
 def texts() -> str:

@@ -12,9 +12,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from quality_tables import ablation, formats, needles, perplexity, questions, reference, ruler, ruler_tasks, texts
+from quality_tables import (
+    ablation,
+    divergence,
+    formats,
+    needles,
+    perplexity,
+    questions,
+    reference,
+    ruler,
+    ruler_tasks,
+    texts,
+)
 from result_rows import DEFAULT, NOVEL, RESULTS, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, avx2, disk, drafts, gpu, lengths, others, selecting, threads
+from speed_tables import DYNAMIC, avx2, disk, drafts, gpu, intel, lengths, others, selecting, threads
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -52,8 +63,8 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, texts, ruler, ruler_tasks, questions, needles, formats, ablation, reference,
-    others, lengths, avx2, threads, selecting, drafts, disk, gpu,
+    perplexity, divergence, texts, ruler, ruler_tasks, questions, needles, formats, ablation, reference,
+    others, lengths, avx2, intel, threads, selecting, drafts, disk, gpu,
 )  # fmt: skip
 
 

@@ -78,6 +78,17 @@ def avx2() -> str:
     return table(("model", "context", "runtime", *head), rows)
 
 
+def intel() -> str:
+    """Time per token compared with transformers on an Intel processor, with all its instructions and with AVX2."""
+    rows = []
+    for level, label in (("native", "AVX512-BF16, AMX"), ("avx2", "AVX2")):
+        for row in load(f"cpu/intel/{level}/real_speed"):
+            cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", row["quarters"], f"{row['step_ratio']:.1f}"]
+            rows.append([label, _runtime(row["runtime"]), *cells])
+    head = ("prompt, s", "ms per token", "quartiles", "times as fast as `DynamicCache`")
+    return table(("instructions", "runtime", *head), rows)
+
+
 def drafts() -> str:
     """Lossless mode by kind of draft."""
     kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`', "sparse": '`exact="sparse"`'}

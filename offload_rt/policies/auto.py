@@ -20,8 +20,9 @@ from .options import AutoOptions
 WORTH_SELECTING = 64 << 20
 """On a CPU, a layer with at most this many bytes of KV per sequence attends to all tokens.
 
-With KV in host memory, selection was slower than full attention at every measured length, up to 24 MiB of KV per layer
-(`eval/results/cpu/threads`). For Qwen2.5-0.5B, extrapolation gives equal times near 25 MiB. For SmolLM2, the time
+With KV in host memory on an AMD EPYC, selection was slower than full attention at every measured length, up to 24 MiB
+of KV per layer (`eval/results/cpu/threads`). On an Intel Xeon, it was faster at 8,000 tokens of SmolLM2
+(`eval/results/cpu/intel`). For Qwen2.5-0.5B, extrapolation gives equal times near 25 MiB. For SmolLM2, the time
 difference does not shrink with length. The value is finite because a KV cache on disk is read far more slowly.
 """
 

@@ -16,7 +16,7 @@ from .session_states import SessionStates
 
 
 class SessionBlocks:
-    """The blocks of one session: their names, and where they are found (prefix tree or store)."""
+    """Names of the blocks of one session, and their locations in the prefix tree or the store."""
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history

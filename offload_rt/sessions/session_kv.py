@@ -165,7 +165,7 @@ class SessionKV(SessionBlocks):
     def end_turn(self) -> None:
         """Prepare the sequence for the time until the next turn. The history must already contain this turn."""
         assert self.sequence is not None
-        if self._recurrent:  # the next turn begins from the snapshot behind the last full block
+        if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
             self.runner.suspend(self.sequence)
             self.recheck()

@@ -247,7 +247,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the time per token, also of a prefill that is given up before its first segment is complete."""
+        """Record the time per token, including prefills that are cancelled before their first segment is complete."""
         layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:

@@ -1,0 +1,87 @@
+"""Draw the figures of `docs/pages/report.md` from `eval/results` into `docs/pages/pictures`. `make docs` runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from result_rows import NAMES, RESULTS, ROOT, Row, load
+from speed_tables import DYNAMIC
+
+from offload_rt.eval.core.plots import lines, picture
+
+PICTURES = ROOT / "docs" / "pages" / "pictures"
+MODELS = ("smollm2", "qwen")
+GPU = {
+    "StaticCache": "transformers, KV on the device",
+    "full": "offload-rt, all KV copied",
+    "infinigen, int4 tail": "offload-rt, default",
+}
+
+
+def quality() -> None:
+    """Draw KL divergence over the share of the KV cache that is fetched per token."""
+    data = _points(load("smollm2/divergence"))
+    with picture(PICTURES / "quality_bytes.png", "Distance from full attention: SmolLM2, novel, float32", data) as [
+        axis
+    ]:
+        lines(axis, data, x="KV fetched per token", y="mean KL divergence, nats", percent="x")
+        axis.set_yscale("log")
+
+
+def _points(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["policy"] != "full":
+            found.setdefault(_series(row), []).append((row["sparse_link"], row["kl"]))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def _series(row: Row) -> str:
+    if "preset" in row["options"]:
+        return "default"
+    if row["policy"] != "infinigen":
+        return str(row["policy"])
+    return "no approximate KV" if row["options"]["approximate_kv"] == "off" else "4-bit approximate KV"
+
+
+def steps() -> None:
+    """Draw the time per token over context length on a CPU and a GPU."""
+    cpu: dict[str, list[tuple[float, float]]] = {}
+    for name in ("qwen/rows_in_c", "qwen/rows_in_c/long"):
+        for row in load(f"{name}/real_speed"):
+            if row["runtime"] in (DYNAMIC, "full", "infinigen"):
+                cpu.setdefault(row["runtime"], []).append((row["context"], row["step"]))
+    measured = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
+    gpu = {label: [(context, ms) for context, ms in measured[name]] for name, label in GPU.items()}
+    data = {"cpu": {name: sorted(points) for name, points in cpu.items()}, "gpu": gpu}
+    with picture(PICTURES / "step_time.png", "Time per token over context length", data, panels=(1, 2)) as axes:
+        lines(axes[0], data["cpu"], x="context, tokens (Qwen 0.5B, one CPU thread)", y="ms per token")
+        lines(axes[1], data["gpu"], x="context, tokens (8B shape, H100, random weights)", y="ms per token")
+        for axis in axes:
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+
+
+def missed() -> None:
+    """Draw the missed attention mass by layer."""
+    data = {NAMES[model]: _layers(RESULTS / model / "missed_by_layer.json") for model in MODELS}
+    title = "Attention mass of the tokens that are not attended exactly, 5% exact"
+    with picture(PICTURES / "missed_mass.png", title, data) as [axis]:
+        lines(axis, data, x="layer", y="missed attention mass", percent="y")
+        axis.set_ylim(bottom=0)
+
+
+def _layers(path: Path) -> list[tuple[int, float]]:
+    """Return (layer, mean missed mass) of the statistics that `offload-rt generate --stats-json` wrote."""
+    rows = [masses for _, masses in json.loads(path.read_text(encoding="utf-8"))["missed_by_step"]]
+    return [(layer, sum(masses) / len(rows)) for layer, masses in enumerate(zip(*rows, strict=True))]
+
+
+if __name__ == "__main__":
+    quality()
+    steps()
+    missed()
