@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.architectures import VOCAB, architecture
+from support.architectures import architecture
+from support.hybrids import answer, computed, make, prompt_of
 from support.tiny_models import assert_greedy
 
-from offload_rt import LLM, AsyncLLM, ModelError, RequestOutput, SamplingParams
+from offload_rt import AsyncLLM, ModelError, RequestOutput, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.session_states import DISK_SLACK
@@ -29,30 +29,6 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 LONG = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
 FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
 KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def make(name: str, **options: Any) -> tuple[Any, LLM]:
-    model = architecture(name)
-    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
-
-
-def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    found = [event.token_id for event in session.send(turn, params)]
-    session.check_integrity()
-    session.kv.runner.check_integrity()
-    states = session.kv.runner.states
-    assert states is not None and states.used == 0, "an idle session holds no state on the device"
-    return found
-
-
-def computed(session: Session) -> int:
-    """Return the number of tokens that the prefill of the last turn computed."""
-    assert session.last_stats is not None
-    return session.last_stats.prompt_tokens - session.last_stats.reused_tokens
 
 
 @pytest.mark.parametrize("restarts", [False, True])
