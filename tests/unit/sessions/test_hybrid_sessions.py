@@ -10,12 +10,13 @@ import os
 import random
 import signal
 import time
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.architectures import architecture
+from support.child_processes import fork_until_killed
 from support.hybrids import answer, computed, make, prompt_of
 from support.tiny_models import assert_greedy
 
@@ -219,7 +220,7 @@ def test_killed_while_states_are_written(tmp_path: Path) -> None:
     rng, model, continued = random.Random(2), architecture("qwen3_5"), 0
     llm = make("qwen3_5")[1]
     for i in range(KILLS):
-        child = fork_talker(tmp_path / str(i))
+        child = fork_until_killed(talk(tmp_path / str(i)))
         time.sleep(rng.random() * 0.6)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -232,24 +233,12 @@ def test_killed_while_states_are_written(tmp_path: Path) -> None:
     assert continued
 
 
-def fork_talker(folder: Path) -> int:
-    """Start a process that takes turns until it is killed. Return its id after the first turn."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork in a multi-threaded process
-        child = os.fork()
-    if child == 0:
-        try:
-            session = make("qwen3_5")[1].session("s", folder)
-            for number in range(80):
-                list(session.send(prompt_of(90, number), GREEDY))
-                os.write(writing, b"x")
-        finally:
-            os._exit(1)
-    os.close(writing)
-    assert os.read(reading, 1) == b"x"
-    os.close(reading)
-    return child
+def talk(folder: Path) -> Iterator[None]:
+    """Take turns. The first step ends after the first turn."""
+    session = make("qwen3_5")[1].session("s", folder)
+    for number in range(80):
+        list(session.send(prompt_of(90, number), GREEDY))
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------- stored prompts
