@@ -263,16 +263,20 @@ def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> 
 def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:
     """Answer a prompt again, continue it, and edit its last message, in a new process each time."""
     model = architecture(name)
-    stem = prompt_of(400, 1)
-    edited = stem[:380] + prompt_of(20, 3)
-    for prompt, cached in ((stem, 0), (stem, 384), (stem + prompt_of(30, 2), 384), (edited, None)):
+    stem, edit = prompt_of(1500, 1), prompt_of(100, 3)
+    edited = stem[: -len(edit)] + edit
+    for prompt, cached in ((stem, 0), (stem, 1472), (stem + prompt_of(30, 2), 1472), (edited, None)):
         [output] = served(tmp_path, name, [prompt], policy=policy)
         if policy == "full":
             assert_greedy(model, prompt, output.outputs[0].token_ids)
         [alone] = served(tmp_path / "other", name, [prompt], policy=policy, enable_prefix_caching=False)
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids
-        assert output.num_cached_tokens == cached or cached is None
-        assert len(prompt) - output.num_cached_tokens <= 2 * 20 + DISK_SLACK
+        if cached is not None:
+            assert output.num_cached_tokens == cached
+        elif name == "lfm3":  # KV of sliding layers is stored only at the end of the text
+            assert output.num_cached_tokens == 0
+        else:
+            assert len(prompt) - output.num_cached_tokens <= 2 * len(edit) + DISK_SLACK
 
 
 class TestFaults:
