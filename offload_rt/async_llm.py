@@ -14,8 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .config import StoreOptions
-from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer
+from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, Totals
 from .engine.checks import salt, sampling, shown, whole_or_none
 from .engine.logits_processors import check_answerable
 from .engine.prompts import PromptLike, one_prompt
@@ -28,6 +27,7 @@ from .sampling_params import SamplingParams
 from .sessions.stored_prompt import StoredPrompt
 from .sessions.stored_request import StoredRequest
 from .sessions.whole_prompts import WholePrompts
+from .storage.options import StoreOptions
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,7 @@ class AsyncLLM:
         self._closed = False
         self._clients: dict[str, Client] = {}  # Only the engine thread changes the following attributes.
         self._by_number: dict[int, Client] = {}
-        # number of reused tokens that came from the prefix tree and that the store does not count
-        self._tree_tokens = 0
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0
+        self._totals = Totals()
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -194,20 +192,20 @@ class AsyncLLM:
             running=len(scheduler.running) + (scheduler.prefilling is not None),
             pool_used_bytes=pool.bytes_held,
             pool_limit_bytes=pool.limit_bytes,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
-            h2d_bytes=self._h2d_bytes,
+            prompt_tokens=self._totals.prompt_tokens,
+            cached_tokens=self._totals.cached_tokens,
+            generated_tokens=self._totals.generated_tokens,
+            h2d_bytes=self._totals.h2d_bytes,
             weight_bytes=runner.model.weight_bytes,
-            device_kv_bytes=self._device_bytes,
+            device_kv_bytes=self._totals.device_bytes,
             kept_bytes=pool.idle_blocks * pool.block_bytes,
-            host_hit_tokens=self._tree_tokens,
+            host_hit_tokens=self._totals.tree_tokens,
         )
         if sessions is None:
             return load
         return replace(
             load,
-            host_hit_tokens=self._tree_tokens + sessions.stats.host_tokens,
+            host_hit_tokens=self._totals.tree_tokens + sessions.stats.host_tokens,
             disk_hit_tokens=sessions.stats.disk_tokens,
             lost_tokens=sessions.stats.computed_tokens,
             store_bytes=sessions.disk_bytes,
@@ -291,7 +289,7 @@ class AsyncLLM:
             except Exception as error:  # The error was not caused by a single request, so no output can be trusted.
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
-            self._device_bytes = self._llm.runner.transfer.device_bytes
+            self._totals.device_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:
@@ -357,7 +355,7 @@ class AsyncLLM:
         """Send the output so far to the client. Remove the request if it has finished."""
         output = self._output(client)
         written = sum(len(completion.token_ids) for completion in output.outputs)
-        self._generated_tokens += written - client.counted
+        self._totals.generated_tokens += written - client.counted
         client.counted = written
         try:
             if output.finished:
@@ -384,12 +382,7 @@ class AsyncLLM:
                     self._sessions.prompt_ended(request)
                 elif client.session is not None:
                     self._sessions.ended(client.session)
-        if not isinstance(request, StoredRequest):
-            self._tree_tokens += request.cached_tokens
-        self._prompt_tokens += len(request.prompt.token_ids)
-        self._cached_tokens += request.cached_tokens
-        ended = (completion.stats for completion in request.completions())
-        self._h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
+        self._totals.add(request, stored=isinstance(request, StoredRequest))
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import EngineConfig, StoreOptions
+from .config import EngineConfig
 from .engine.build import build, build_beside
 from .engine.checks import (
     check_token_ids,
@@ -37,6 +37,7 @@ from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
+from .storage.options import StoreOptions
 from .utils.config_fields import configured
 from .utils.progress import Progress
 from .utils.units import format_size

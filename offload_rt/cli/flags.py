@@ -10,10 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size, StoreOptions
+from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size
 from ..errors import ConfigError
 from ..policies.registry import PolicyOptions, options_class, parse_options, policy_names
 from ..sampling_params import SamplingParams
+from ..storage.options import StoreOptions
 from ..utils.config_fields import configured, field_types, from_mapping, option_of
 
 if TYPE_CHECKING:

@@ -53,6 +53,35 @@ class EngineLoad:
     store_bytes: int = 0
 
 
+@dataclass
+class Totals:
+    """Totals of the requests that have ended.
+
+    Attributes:
+        prompt_tokens: Number of prompt tokens.
+        cached_tokens: Number of prompt tokens whose KV was cached.
+        tree_tokens: Number of cached tokens that came from the prefix tree and that a session store does not count.
+        generated_tokens: Number of generated tokens, including those of running requests.
+        h2d_bytes: KV copied from host to device, in bytes.
+        device_bytes: Size of the KV on the device after the latest step, in bytes.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tree_tokens: int = 0
+    generated_tokens: int = 0
+    h2d_bytes: int = 0
+    device_bytes: int = 0
+
+    def add(self, request: Request, *, stored: bool) -> None:
+        """Add a request that has ended. `stored`: a session store counts its cached tokens."""
+        self.prompt_tokens += len(request.prompt.token_ids)
+        self.cached_tokens += request.cached_tokens
+        self.tree_tokens += 0 if stored else request.cached_tokens
+        ended = (completion.stats for completion in request.completions())
+        self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
+
+
 class Mailbox:
     """Pass the latest output of a request to the event loop of its client.
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from ..config import StoreOptions
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
@@ -26,6 +25,7 @@ from ..storage.folder import spaces
 from ..storage.loader import BlockLoader, DamagedBlockError
 from ..storage.nameless_store import NamelessStore
 from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.options import StoreOptions
 from ..storage.saver import Saver, layer_bytes
 from .runner import Runner
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from errno import ELOOP
 from pathlib import Path
 
-from ..config import StoreOptions
 from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
 from .files import read_claim, read_document, write_claim
 from .index import BEFORE, DOCUMENTS, DiskIndex
+from .options import StoreOptions
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files, and of damaged documents, which are renamed and kept."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from offload_rt.config import StoreOptions
 from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
+from offload_rt.storage.options import StoreOptions
 
 LAYERS, LAYER_BYTES = 3, 512
 FILE_BYTES = 4096 + LAYERS * LAYER_BYTES

@@ -19,13 +19,13 @@ from support.sharing import greedy, make
 from support.tiny_models import tiny_prompt
 
 from offload_rt import LLM, EngineError, SamplingParams
-from offload_rt.config import StoreOptions
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.engine.snapshot_keeper import SnapshotKeeper
 from offload_rt.engine.swap import FOLDER, Swap
+from offload_rt.storage.options import StoreOptions
 
 PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
 PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]

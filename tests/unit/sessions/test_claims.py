@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.disk_blocks import LAYER_BYTES, block_files, blocks_of, fill, load, open_store, save, tokens_of
 
-from offload_rt.config import StoreOptions
 from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.sessions.deletion import remove_claims, remove_session
 from offload_rt.sessions.history import History, document_name
 from offload_rt.storage.block_file import CLAIM
 from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
 from offload_rt.storage.files import read_claim, write_claim
+from offload_rt.storage.options import StoreOptions
 
 NAMES = ("a", "b", "c")
 NUMBERS = st.sets(st.integers(0, 7), max_size=4)
