@@ -36,7 +36,7 @@ class Session:
     Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
     """
 
-    def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings) -> None:
+    def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings[Session]) -> None:
         self.context, self.kv, self.host = kv.context, kv, host
         self._siblings = siblings
         self._answers: weakref.WeakSet[Generator[TokenOutput]] = weakref.WeakSet()
