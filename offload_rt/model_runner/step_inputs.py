@@ -124,10 +124,10 @@ class StepInputs:
 
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
         """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
-        found = [places(seen, sinks, recent) for seen in visible for _ in range(self._heads)]
-        spans = [span for span in found if span is not None]
-        assert len(spans) == len(found), "DecodeBatch.adjacent"
-        return [[span.start for span in spans], [span.stop for span in spans]]
+        spans = [span for seen in visible if (span := places(seen, sinks, recent)) is not None]
+        assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`DecodeBatch.adjacent`)"
+        each = [span for span in spans for _ in range(self._heads)]
+        return [[span.start for span in each], [span.stop for span in each]]
 
     def attended(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor

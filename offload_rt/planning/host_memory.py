@@ -31,8 +31,8 @@ def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.d
     limit = host // SNAPSHOTS_SHARE if config.snapshot_memory is None else config.snapshot_memory
     if limit >= host:
         raise MemoryLimitError(
-            f"snapshot_memory={format_size(limit)} leaves no KV cache, because it is a part of host_memory, which is "
-            f"{format_size(host)}: lower it"
+            f"snapshot_memory={format_size(limit)} must be less than host_memory={format_size(host)}, of which it is a "
+            "part: lower snapshot_memory"
         )
     return min(limit // slot_bytes(geometry, dtype), MOST_SNAPSHOTS)
 
