@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, Totals
+from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, Totals, call_in_thread
 from .engine.checks import salt, sampling, shown, whole_or_none
 from .engine.logits_processors import check_answerable
 from .engine.prompts import PromptLike, one_prompt
@@ -152,29 +152,14 @@ class AsyncLLM:
             SessionBusyError: The session is answering a request.
             StoreError: A file cannot be deleted.
         """
-        sessions, loop = self._sessions, asyncio.get_running_loop()
-        if sessions is None or not self._names_sessions:
+        if (sessions := self._sessions) is None or not self._names_sessions:
             raise InputError("there is no session store for writing: create AsyncLLM(llm, store=folder)")
-        done: asyncio.Future[bool] = loop.create_future()
 
-        def resolve(error: Exception | None, known: bool) -> None:
-            if not done.done():  # The client may have been cancelled.
-                done.set_exception(error) if error else done.set_result(known)
+        def delete() -> bool:
+            with self._llm.runner.pool.lock:
+                return sessions.delete(name)
 
-        def delete() -> None:
-            error, known = None, False
-            try:
-                with self._llm.runner.pool.lock:
-                    known = sessions.delete(name)
-            except Exception as found:
-                error = found
-            with suppress(RuntimeError):  # The client's event loop may be closed.
-                loop.call_soon_threadsafe(resolve, error, known)
-
-        with self._lock:
-            self._check_open()
-            self._calls.put(delete)
-        return await done
+        return await call_in_thread(self._post, delete)
 
     async def reset_prefix_cache(self) -> bool:
         """Free the KV of prefixes that are not used by a request or an open session.
@@ -185,31 +170,8 @@ class AsyncLLM:
 
     def load(self) -> EngineLoad:
         """Return the current load and the totals since the start."""
-        scheduler, runner, sessions = self._engine.scheduler, self._llm.runner, self._sessions
-        pool = runner.pool
-        load = EngineLoad(
-            waiting=self._arriving + len(scheduler.waiting),
-            running=len(scheduler.running) + (scheduler.prefilling is not None),
-            pool_used_bytes=pool.bytes_held,
-            pool_limit_bytes=pool.limit_bytes,
-            prompt_tokens=self._totals.prompt_tokens,
-            cached_tokens=self._totals.cached_tokens,
-            generated_tokens=self._totals.generated_tokens,
-            h2d_bytes=self._totals.h2d_bytes,
-            weight_bytes=runner.model.weight_bytes,
-            device_kv_bytes=self._totals.device_bytes,
-            kept_bytes=pool.idle_blocks * pool.block_bytes,
-            host_hit_tokens=self._totals.tree_tokens,
-        )
-        if sessions is None:
-            return load
-        return replace(
-            load,
-            host_hit_tokens=self._totals.tree_tokens + sessions.stats.host_tokens,
-            disk_hit_tokens=sessions.stats.disk_tokens,
-            lost_tokens=sessions.stats.computed_tokens,
-            store_bytes=sessions.disk_bytes,
-        )
+        load = self._totals.load(self._engine, self._arriving)
+        return load if self._sessions is None else self._sessions.add_load(load)
 
     async def close(self) -> None:
         """Abort running requests, stop the engine thread and close the runtime. Closing twice has no effect."""
@@ -255,9 +217,7 @@ class AsyncLLM:
             name = request_id or f"request-{next(self._ids)}"
             tracer = RequestTracer(len(ids), self._llm.geometry.layers) if trace else None
             client = Client(name, text, ids, params, Mailbox(), session, tracer, cache_salt=cache_salt)
-            with self._lock:
-                self._check_open()  # After `close`, the engine thread ignores queued calls.
-                self._calls.put(lambda: self._join(client))
+            self._post(lambda: self._join(client))
             handed = True
             return client
         finally:
@@ -267,6 +227,12 @@ class AsyncLLM:
     def _arrived(self) -> None:
         with self._lock:
             self._arriving -= 1
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Queue a call for the engine thread. Raise InputError after `close`, because the call would be ignored."""
+        with self._lock:
+            self._check_open()
+            self._calls.put(call)
 
     def _check_open(self) -> None:
         if self._closed:
