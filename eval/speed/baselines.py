@@ -30,6 +30,7 @@ from ...models.registry import adapter_for
 from ...policies.base import Policy
 from ...policies.full import Full
 from ...transfer.base import Transfer
+from .resident import Resident
 from .synthetic_kv import RESIDENT, SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
@@ -307,6 +308,14 @@ def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Baseline]:
     return lambda field: field.ours(name, "infinigen", SELECTION | options)
 
 
+def _default(field: Field) -> Baseline:
+    return field.ours("infinigen, default", "infinigen", {})
+
+
+def _resident(field: Field) -> Baseline:
+    return Resident(field.model, field.synthetic.length, field.tokens)
+
+
 def _full(field: Field) -> Baseline:
     return field.ours("full", "full", {})
 
@@ -345,6 +354,7 @@ class _Blank(Peer):
 
 MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "static": _static,
+    "resident": _resident,
     "dynamic": _dynamic,
     "offloaded": _offloaded,
     "quantized": _quantized,
@@ -352,6 +362,7 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "h2o": _h2o,
     "int4": _int4,
     "infinigen": _infinigen(),
+    "infinigen-default": _default,
     "infinigen-paper": _infinigen("paper", preset="paper"),
     "infinigen-dense0": _infinigen("layer 0 dense", dense_layers=(0,)),
     "infinigen-residual": _infinigen("residual", source="residual"),

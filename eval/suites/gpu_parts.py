@@ -6,6 +6,7 @@ therefore keeps its results. An `exit_code` other than 0 in the results counts a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from ..speed.baselines import SHAPES
 from ..speed.bench import BenchConfig, run_bench
 from ..speed.kernels import KernelSize
 from . import programs
+from .gpu_trace import POINTS, TracePoint, run_trace
+from .gpu_trained import run_trained
 from .programs import CLI, ROOT, TOLD
 
 LIMIT = 570
@@ -34,6 +37,9 @@ LIMIT = 570
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
 """Environment variable with which tests run without the packages of this project's extras."""
+
+MODELS = Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
+"""Folder with the trained models of the part "trained"."""
 
 Results = dict[str, Any]
 
@@ -56,13 +62,13 @@ class GpuSize:
     """Sizes and settings of all parts of the GPU suite.
 
     Attributes:
-        tests: Paths to pass to pytest. Empty means all tests.
+        tests: Arguments of pytest. The server has no GPU tests.
         decode: Settings of the part "decode"; its shape is also used by the parts "prefill" and "sessions".
         host_memory: Limit on host memory for prefills and sessions. None means half of the free memory.
         policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
     """
 
-    tests: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ("tests/unit", "--ignore=tests/unit/server")
     kernels: KernelSize = KernelSize()  # noqa: RUF009 - frozen
     decode: BenchConfig = DECODE
     prompts: tuple[int, ...] = (8_192, 32_768, 65_536, 131_072)
@@ -73,6 +79,15 @@ class GpuSize:
     policies: tuple[str, ...] = ("--policies", "full,infinigen,h2o,quest,streaming", "--budgets", "0.05,0.1")
     perplexity: tuple[str, ...] = ("--context", "1024")
     needles: tuple[str, ...] = ("--lengths", "1k")
+    traced: tuple[TracePoint, ...] = POINTS
+    traced_steps: int = 20
+    trained: tuple[Path, ...] = tuple(MODELS / name for name in ("smollm2", "qwen"))
+    text: Path = ROOT / "offload_rt" / "data" / "black_arrow.txt"
+    trained_prompts: tuple[int, ...] = (1_024, 7_168)
+    trained_tokens: int = 128
+    trained_perplexity: tuple[str, ...] = ("--context", "8k", "--windows", "4", "--decode-from", "7680")
+    trained_needles: tuple[str, ...] = ("--lengths", "8k", "--passages", "4")
+    trained_limit: float = 120
 
 
 SMALL = GpuSize(
@@ -87,6 +102,13 @@ SMALL = GpuSize(
     policies=(),
     perplexity=("--context", "256", "--windows", "1"),
     needles=("--lengths", "256", "--passages", "1"),
+    traced=(TracePoint(512, 2, 0.1, ("infinigen-default", "resident")),),
+    traced_steps=1,
+    trained=GpuSize.models[:1],
+    trained_prompts=(256,),
+    trained_tokens=8,
+    trained_perplexity=("--context", "256", "--windows", "1"),
+    trained_needles=("--lengths", "256", "--passages", "1"),
 )
 """Tiny sizes, to check on a machine without a GPU that all parts run. The measured numbers have no meaning."""
 
@@ -143,12 +165,12 @@ def run_decode(job: GpuJob) -> Iterator[Results]:
 
 
 def run_prefill(job: GpuJob) -> Iterator[Results]:
-    """Measure time and peak device memory of a prefill with `full`, for an 8B shape and 8k to 128k tokens."""
+    """Measure time and peak device memory of prefills for an 8B shape and 8k to 128k tokens, by policy."""
     shape, lengths = SHAPES[job.size.decode.shape[0]], job.size.prompts
     model = shape.model(max(lengths) + 64, job.device)
     rows = []
-    for length in lengths:
-        llm = LLM(model, policy="full", host_memory=job.size.host_memory, enable_prefix_caching=False)
+    for policy, length in itertools.product(("full", "infinigen"), lengths):
+        llm = LLM(model, policy=policy, host_memory=job.size.host_memory, enable_prefix_caching=False)
         prompt = torch.randint(1, shape.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
         llm.generate(prompt[:64], SamplingParams(max_tokens=1, temperature=0))  # warm-up
         if job.cuda:
@@ -160,7 +182,7 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
         stats = output.outputs[0].stats
         assert stats is not None
         rows.append(
-            {"tokens": length, "seconds": seconds, "tokens_per_second": length / seconds}
+            {"policy": policy, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds}
             | {"peak_device_bytes": stats.peak_device_bytes, "weight_bytes": stats.weight_bytes}
             | {"d2h_bytes": stats.d2h_bytes}
         )
@@ -211,10 +233,12 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
+    "trace": Part(run_trace, 4),
     "tests": Part(run_tests, 9),
     "kernels": Part(run_kernels, 2),
     "decode": Part(run_decode, 8),
     "prefill": Part(run_prefill, 4),
+    "trained": Part(run_trained, 4),
     "accuracy": Part(run_accuracy, 9),
     "sessions": Part(run_sessions, 3),
 }

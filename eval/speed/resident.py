@@ -1,0 +1,102 @@
+"""Baseline that keeps all KV on the device and reads all of it in each step, in a CUDA graph.
+
+It is the fair comparison for exact attention if the KV cache fits into device memory. StaticCache of transformers adds
+a mask, copies the KV of grouped heads, and launches every kernel from the host.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache
+
+from ...core import KVPart
+from ...model_runner.cuda_graphs import CudaGraph
+
+ATTENTION = "offload_rt_resident"
+"""Name of the attention function in transformers. A model with a function of its own gets no mask."""
+
+
+def _attend(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, scaling: float, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend to all of k and v `[B, Hkv, N, d]` with q `[B, H, 1, d]`. Return `[B, 1, H, d]`."""
+    assert mask is None
+    return scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+
+class _Fixed(DynamicCache):
+    """Cache of constant length. Each new token replaces the last one."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length, self._kv = length, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def fill(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Append the KV `[B, Hkv, N, d]` of the next layer."""
+        self._kv.append((k, v))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace the last token of a layer. Return the KV of all tokens."""
+        k, v = self._kv[layer_idx]
+        k[:, :, -1:], v[:, :, -1:] = key_states, value_states
+        return k, v
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens."""
+        return self._length
+
+
+class Resident:
+    """Baseline: transformers' model with all KV on the device, torch's attention, and one CUDA graph per step."""
+
+    name = "resident"
+
+    def __init__(self, model: Any, length: int, tokens: torch.Tensor) -> None:
+        """Create the baseline. `tokens` `[B, 1]`, on the compute device, are decoded in every step."""
+        AttentionInterface.register(ATTENTION, _attend)
+        self._model = copy.copy(model)
+        self._before = model.config._attn_implementation
+        self._cache, self._tokens = _Fixed(length), tokens
+        self._positions = torch.full_like(tokens, length - 1)
+        self._graph: CudaGraph | None = None
+        self._steps = 0
+
+    def fill(self, layer: int, kv: KVPart) -> None:
+        """Copy K and V to the device, once per sequence."""
+        batch = len(self._tokens)
+        k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
+        self._cache.fill(k, v)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Run one forward pass. The second step on a CUDA device is captured, and later ones replay it."""
+        self._steps += 1
+        if self._graph is None and self._steps > 1 and self._tokens.is_cuda:
+            self._graph = CudaGraph(torch.cuda.graph_pool_handle())
+            self._graph.capture(self._forward)
+        if self._graph is None:
+            self._forward()
+        else:
+            self._graph.replay()
+
+    def _forward(self) -> tuple[torch.Tensor, ...]:
+        config = self._model.config
+        config._attn_implementation = ATTENTION  # the model is shared with other baselines
+        try:
+            output = self._model(
+                input_ids=self._tokens, position_ids=self._positions, past_key_values=self._cache, use_cache=True
+            )
+        finally:
+            config._attn_implementation = self._before
+        return (output.logits,)
+
+    def facts(self) -> dict[str, Any]:
+        """Return an attended fraction of 1."""
+        return {"exact_fraction": 1.0}
