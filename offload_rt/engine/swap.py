@@ -110,19 +110,19 @@ class Swap:
         seconds = written * self._write_seconds_per_byte + read * self._read_seconds_per_byte
         if seconds >= self._recompute_seconds(sequence, batch):
             return None
-        began = time.perf_counter()
-        while fresh:
-            taken = self._saver.save(sequence.blocks, fresh)
-            self._saver.flush()
-            fresh = fresh[taken:]
+        if runner.states is not None:
+            assert runner.snapshots is not None
+            if (snapshot := runner.snapshots.copy(sequence)) is None:
+                return None
+            swapped = replace(swapped, snapshot=snapshot)
+        began, complete = time.perf_counter(), False
         self._users.update(swapped.keys)
-        complete = False
         try:
-            if runner.states is not None:
-                assert runner.snapshots is not None
-                swapped = replace(swapped, snapshot=runner.snapshots.copy(sequence))
-            stateless = runner.states is not None and swapped.snapshot is None
-            complete = not stateless and all(key in self._disk for key in swapped.keys)
+            while fresh:
+                taken = self._saver.save(sequence.blocks, fresh)
+                self._saver.flush()
+                fresh = fresh[taken:]
+            complete = all(key in self._disk for key in swapped.keys)
         finally:
             if not complete:  # also on an error: the caller then has nothing to discard
                 self.discard(swapped)
