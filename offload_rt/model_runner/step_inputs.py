@@ -76,6 +76,7 @@ class StepInputs:
         # One layer of each window size, and of each group of layers whose KV is in the same blocks.
         self._by_window = {geometry.windows[layer]: layer for layer in layers}
         self._by_group = {rows.group(layer): layer for layer in layers}
+        self._layers = {self._selecting, *self._by_window.values(), *self._by_group.values()}
         self._sizes = {w: geometry.resident(layer, policy.sinks, policy.recent) for w, layer in self._by_window.items()}
         self.keys = KeyLists(rule, selecting, size, capacity, device)
         rows.keep_working_sets(selecting)
@@ -117,10 +118,6 @@ class StepInputs:
             bounds += self._resident(seen, *self._sizes[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
-
-    @property
-    def _layers(self) -> set[int]:
-        return {self._selecting, *self._by_window.values(), *self._by_group.values()}
 
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
         """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
