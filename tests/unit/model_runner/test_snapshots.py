@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import RECURRENT, VOCAB, architecture
+from support.architectures import RECURRENT, VOCAB
+from support.hybrids import make, prompt_of
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -25,15 +26,6 @@ from offload_rt.model_runner.state_capture import StateCapture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def make(name: str, **options: Any) -> tuple[Any, LLM]:
-    model = architecture(name)
-    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 
 def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
