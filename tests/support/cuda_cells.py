@@ -338,7 +338,8 @@ _CELLS = [
     Cell("sessions, tail", "infinigen", session, TAIL),
     Cell("prompts", "infinigen", stored, SPARSE),
     Cell("default, windows, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="qwen2"),
-    Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"], GRAPHS, model="qwen2"),
+    # The only layer without a window selects. Otherwise nothing is captured.
+    Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"] | {"dense_layers": ()}, GRAPHS, model="qwen2"),
     Cell("default, gpt-oss, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="gpt_oss"),
     Cell("default, mixtral, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="mixtral"),
     Cell("prompts, a window", "full", stored, model="qwen2"),
@@ -399,6 +400,7 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "windows, full": ("late write-back",),
     "a window, full": ("late prefetch", "seed 1"),
     "default, windows, graphs": ("late write-back",),
+    "a window, graphs": ("late prefetch",),
     "default, gpt-oss, graphs": ("seed 0",),
     "forks, full": ("late write-back",),
     "sessions, full": ("late write-back", "seed 0"),
