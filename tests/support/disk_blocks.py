@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from offload_rt.config import StoreOptions
 from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
+from offload_rt.storage.options import StoreOptions
 
 from .child_processes import fork_until_killed
 

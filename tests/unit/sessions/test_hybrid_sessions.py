@@ -24,6 +24,7 @@ from offload_rt import AsyncLLM, ModelError, RequestOutput, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.session_states import DISK_SLACK
+from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.state_blocks import StateBlocks
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -211,6 +212,33 @@ def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pyt
     before = session.tokens
     assert_greedy(model, [*before, *turn], answer(session, turn))
     assert evicted
+    session.close()
+
+
+def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing a snapshot raises. `flush` raises the error, and the thread then writes the next snapshot."""
+    llm = make("qwen3_5")[1]
+    session = llm.session("s", tmp_path)
+    answer(session, prompt_of(300, 1))
+    context, snapshots = session.context, llm.runner.snapshots
+    name = session.kv.names(BLOCK_SIZE)[0].state()
+    assert context.states is not None and snapshots is not None and name.key not in context.storage
+    slot = snapshots.take()
+    assert slot is not None
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no writer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "begin", fails)
+        assert context.states.save(name, slot, 300)
+        with pytest.raises(RuntimeError, match="no writer"):
+            context.saver.flush()
+    assert context.states._waiting == 0
+    assert context.states.save(name, slot, 300)
+    context.saver.flush()
+    assert name.key in context.storage and context.states.load(name, slot)
+    snapshots.give_back(slot)
     session.close()
 
 

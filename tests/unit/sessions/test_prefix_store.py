@@ -15,11 +15,11 @@ from support.tiny_models import VOCAB, tiny_model
 
 from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams
 from offload_rt.cli import main
-from offload_rt.config import StoreOptions
 from offload_rt.errors import StoreInUseError
 from offload_rt.sessions import context
 from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.storage.folder import StoreFolder
+from offload_rt.storage.options import StoreOptions
 from offload_rt.storage.saver import Saver
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
