@@ -15,7 +15,7 @@ LINK = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     """A kernel or copy: name, stream, and start and stop in µs."""
 
     name: str
@@ -42,36 +42,36 @@ def trace(step: Callable[[], None], steps: int) -> dict[str, Any]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    return summary(_spans(recorded), steps)
+    return summary(_intervals(recorded), steps)
 
 
-def _spans(recorded: Any) -> list[Span]:
+def _intervals(recorded: Any) -> list[Interval]:
     """Return the kernels and copies that a profiler recorded."""
     events = (event for event in recorded.events() if event.device_type.name == "CUDA")
-    return [Span(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in events]
+    return [Interval(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in events]
 
 
-def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
-    """Summarize the spans of `steps` steps, per step. The result is described in `trace`."""
+def summary(intervals: Sequence[Interval], steps: int) -> dict[str, Any]:
+    """Summarize the intervals of `steps` steps, per step. The result is described in `trace`."""
     kernels: dict[str, list[float]] = defaultdict(list)
     streams: dict[int, list[float]] = defaultdict(list)
-    for span in spans:
-        kernels[span.name].append(span.stop - span.start)
-        streams[span.stream].append(span.stop - span.start)
+    for each in intervals:
+        kernels[each.name].append(each.stop - each.start)
+        streams[each.stream].append(each.stop - each.start)
     rows = [{"kernel": name, "launches": len(us) / steps, "us": sum(us) / steps} for name, us in kernels.items()]
     return {
         "kernels": sorted(rows, key=lambda row: -float(row["us"])),
         "streams": {str(name): {"launches": len(us) / steps, "us": sum(us) / steps} for name, us in streams.items()},
-        "wall": (max(s.stop for s in spans) - min(s.start for s in spans)) / steps if spans else 0.0,
-        "device busy": covered(spans) / steps,
-        "link busy": covered([span for span in spans if span.over_link]) / steps,
+        "wall": (max(s.stop for s in intervals) - min(s.start for s in intervals)) / steps if intervals else 0.0,
+        "device busy": covered(intervals) / steps,
+        "link busy": covered([each for each in intervals if each.over_link]) / steps,
     }
 
 
-def covered(spans: Sequence[Span]) -> float:
-    """Return the time in µs in which at least one of the spans runs."""
+def covered(intervals: Sequence[Interval]) -> float:
+    """Return the time in µs in which at least one of the intervals runs."""
     total, end = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.stop - max(span.start, end))
-        end = max(end, span.stop)
+    for each in sorted(intervals, key=lambda each: each.start):
+        total += max(0.0, each.stop - max(each.start, end))
+        end = max(end, each.stop)
     return total
