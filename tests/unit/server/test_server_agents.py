@@ -23,8 +23,7 @@ from support.agents import AGENTS, AgentRequest
 from support.serving import TEMPLATE, served
 from support.tiny_models import tiny_checkpoint
 
-from offload_rt import LLM, AsyncLLM
-from offload_rt.config import StoreOptions
+from offload_rt import LLM, AsyncLLM, StoreOptions
 
 BLOCK = 64
 SCRIPT = Path(__file__).parents[3] / "scripts" / "stateless_client.py"
