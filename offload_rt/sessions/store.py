@@ -242,6 +242,7 @@ class SessionStore:
 
         Raises StoreError if a file cannot be deleted.
         """
+        self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
         return remove_session(storage, storage.root.hex(), document_name(name), held)

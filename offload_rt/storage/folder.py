@@ -179,8 +179,8 @@ class StoreFolder:
         """Record in block files that a prompt without a session name uses them. Unknown files are ignored."""
         if self.read_only:
             return
-        with self.mutex:
-            for path in paths:
+        for path in paths:
+            with self.mutex:  # other threads may use the index between two files
                 file = self.index.files.get(path)
                 if file is not None and not self.is_claimed(path):
                     with contextlib.suppress(OSError):  # then a deletion removes the block, which is computed again
