@@ -113,7 +113,7 @@ def _score(
     stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
     blocks: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
@@ -131,7 +131,9 @@ def _score(
         own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
         keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
         step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
-        acc = (_products(low, high, keys, WIDEN) - centre[:, None]) * step[None, :] * scale[:, None] + shift[:, None]
+        acc = (_products(low, high, keys, INTERPRETED) - centre[:, None]) * step[None, :] * scale[:, None] + shift[
+            :, None
+        ]
     store_scores(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
@@ -156,7 +158,8 @@ def scores(
     _score[(lists, blocks)](
         q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
-        G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED, WIDEN=not q.is_cuda,
+        G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
+        INTERPRETED=not q.is_cuda,
     )  # fmt: skip
     return Scores(out, maxima, sums)
 
