@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from .h2d_copy import to_device
 from .lists import Scores
@@ -89,21 +90,21 @@ def _weights(
 
 
 @triton.jit
-def _half(packed: tl.tensor, FIELD: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
+def _half(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Return the lower (FIELD 0) or the upper four bits of each byte as int8."""
-    if WIDEN:
+    if INTERPRETED:
         return ((packed >> (4 * FIELD)) & 15).to(tl.int8)
     return tl.inline_asm_elementwise(_nibbles(FIELD), "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
-def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Return int8 query weights times the codes of packed keys `[K, n]`, summed over channels.
 
     The results are integers, as float32 `[GROUP, n]`.
     """
-    sums = tl.dot(low, _half(keys, 0, WIDEN), out_dtype=tl.int32)
-    sums += tl.dot(high, _half(keys, 1, WIDEN), out_dtype=tl.int32)
+    sums = tl.dot(low, _half(keys, 0, INTERPRETED), out_dtype=tl.int32)
+    sums += tl.dot(high, _half(keys, 1, INTERPRETED), out_dtype=tl.int32)
     return sums.to(tl.float32)
 
 
@@ -159,7 +160,7 @@ def scores(
         q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
         G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
-        INTERPRETED=not q.is_cuda,
+        INTERPRETED=knobs.runtime.interpret,
     )  # fmt: skip
     return Scores(out, maxima, sums)
 
@@ -188,23 +189,26 @@ def _exclude(
 
 
 @triton.jit
-def _levels(raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
+def _levels(
+    raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr
+) -> tl.tensor:
     """Unpack field FIELD of packed values. The result is centred on 0, and exact in bfloat16."""
-    if WIDEN:
-        return ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
+    if INTERPRETED:
+        codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
+        return codes if WIDEN else codes.to(tl.bfloat16)
     return tl.inline_asm_elementwise(_centred(BITS, FIELD), "=&r,=&r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
 def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
-    FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
+    FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Scale the accumulator acc `[GROUP, V]` by kept `[GROUP]`, and add the values in field FIELD of packed bytes.
 
     The values are weighted by weights `[GROUP, 64]`.
     """
-    return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
+    return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee")
 
 
 @triton.jit
@@ -232,7 +236,8 @@ def _attend(
     stops: tl.tensor, excluded: tl.tensor, outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
     lists: tl.tensor, softcap: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr, CAPPED: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
@@ -257,7 +262,7 @@ def _attend(
             keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
             steps = own + _BLOCK * (KEYS + VALUES) + token
             scores = (
-                (_products(low, high, keys, WIDEN) - centre[:, None])
+                (_products(low, high, keys, INTERPRETED) - centre[:, None])
                 * decoded_steps(tl.load(steps))[None, :]
                 * scale[:, None]
             )
@@ -275,11 +280,11 @@ def _attend(
                 share = share.to(tl.bfloat16)
             values = own + _BLOCK * KEYS
             raw = tl.load(values + token[:, None] * VALUES + column[None, :], mask=(column < VALUES)[None, :], other=0)
-            acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN)
-            acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN)
+            acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN, INTERPRETED)
+            acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN, INTERPRETED)
             if BITS == 2:
-                acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN)
-                acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN)
+                acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN, INTERPRETED)
+                acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN, INTERPRETED)
             peak = higher
         some = tl.maximum(total, 1e-30)
         _store_field(outs, first, acc0, some, d, VALUES, V, 0, G, GROUP)
@@ -426,6 +431,6 @@ def _parts(
         *addressed(table), q, mean, starts, stops, excluded, outs, lses, table.heads, every, lists, softcap or 0.0,
         d=d, **padded_sizes(layout), BITS=layout.value_bits,
         G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,
-        WIDEN=not q.is_cuda, CAPPED=softcap is not None,
+        WIDEN=not q.is_cuda, INTERPRETED=knobs.runtime.interpret, CAPPED=softcap is not None,
     )  # fmt: skip
     return outs, lses
