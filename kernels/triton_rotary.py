@@ -40,8 +40,9 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     assert cos.shape == sin.shape == (1, tokens, d) and cos.is_contiguous() and sin.is_contiguous()
     assert x.stride(2) == 1 and d % 2 == 0
     out = torch.empty(heads, tokens, d, dtype=x.dtype, device=x.device)
+    # A fused multiply-add would not round the first product.
     _rotate[(heads, tokens)](
         x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=triton.next_power_of_2(d),
-        ROUNDED=cos.dtype == x.dtype != torch.float32, num_warps=1,
+        ROUNDED=cos.dtype == x.dtype != torch.float32, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
