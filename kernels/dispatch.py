@@ -114,4 +114,6 @@ def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layou
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
+    if _compiled(rows):
+        from . import triton_low_bit_rows as module
     module.store_rows(pages, layout, rows, start, values=values)

@@ -292,6 +292,8 @@ def _tail(bits: int, d: int) -> None:
     k, basis = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(KV_HEADS, d, d)
     slots = torch.zeros(lists, dtype=torch.int64)
     triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, slots)
+    for values in (False, True):
+        triton_low_bit_rows.store_rows(table.pages[0], layout, torch.empty(KV_HEADS, 200, d), 70, values=values)
     triton_low_bit.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
     chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
     triton_low_bit.merge_approximate(
