@@ -1,8 +1,10 @@
 """Write low-bit KV in Triton, and compute addresses of low-bit blocks.
 
-`append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed. Memory traffic per KV head: 4 * d^2 bytes each for the
-basis of keys and the mixing of values (shared by all sequences), d elements each of key and value, and d * (4 + bits) /
-8 + 2 bytes written. `store_rows` stores the vectors of a prompt, which have been multiplied already. References:
+`append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed.
+Memory traffic per KV head: 4 * d^2 bytes each for the basis of keys and the mixing of values (shared by all sequences),
+d elements each of key and value, and d * (4 + bits) / 8 + 2 bytes written.
+
+`store_rows` stores the vectors of a prompt, which torch has multiplied already. References:
 `low_bit_lists.append_rows`, `low_bit.store_rows`.
 """
 

@@ -276,9 +276,10 @@ def _model() -> None:
     """Launch norms and rotary embeddings."""
     from offload_rt.kernels import triton_norm, triton_rotary
 
-    hidden, turns = torch.empty(BATCH, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, BATCH, D)
-    triton_norm.rms_norm(hidden, hidden[0], 1e-5)
-    triton_rotary.rotate_halves(hidden.view(BATCH, -1, D).transpose(0, 1), turns, turns)
+    for tokens in (BATCH, 100):
+        hidden, turns = torch.empty(tokens, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, tokens, D)
+        triton_norm.rms_norm(hidden, hidden[0], 1e-5)
+        triton_rotary.rotate_halves(hidden.view(tokens, -1, D).transpose(0, 1), turns, turns)
 
 
 def _tail(bits: int, d: int) -> None:

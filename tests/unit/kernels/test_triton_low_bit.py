@@ -102,7 +102,10 @@ def test_a_prompt_is_stored_as_defined(
     layout = Layout(d, value_bits)
     pages = stored_rows(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
     want = copied(pages)
-    rows = torch.randn(2, count, d, device=kernel_device) * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
+    rows = (
+        torch.randn(2, count, d, device=kernel_device)
+        * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
+    )
     rows[:, :1], rows[:, 1:2, ::2] = 0, -1e5
     rows[:, 2:3] = torch.linspace(-1, 1, d, device=kernel_device)
     store_rows(pages, layout, rows, start, values=values)
