@@ -13,7 +13,8 @@
 #                day (sessions come and go for ten minutes: DAY_SECONDS),
 #                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
 #                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
-#                agents (requests of coding agents and a chat page: cached tokens, before and after a restart),
+#                agents (requests of coding agents and a chat page: cached tokens, before and after a restart,
+#                a store that is too small, the script of a client without sessions),
 #                attack (half-open connections and clients that do not read, beside normal traffic),
 #                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
 #                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed),

@@ -16,7 +16,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .config import EngineConfig, StoreOptions
+from .config import EngineConfig
 from .errors import (
     ArtifactError,
     ConfigError,
@@ -33,6 +33,7 @@ from .errors import (
 )
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .sampling_params import SamplingParams, StructuredOutputs
+from .storage.options import StoreOptions
 from .utils.control_groups import processor_limit
 
 if TYPE_CHECKING:

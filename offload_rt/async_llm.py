@@ -14,8 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .config import StoreOptions
-from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer
+from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, Totals, call_in_thread
 from .engine.checks import salt, sampling, shown, whole_or_none
 from .engine.logits_processors import check_answerable
 from .engine.prompts import PromptLike, one_prompt
@@ -28,6 +27,7 @@ from .sampling_params import SamplingParams
 from .sessions.stored_prompt import StoredPrompt
 from .sessions.stored_request import StoredRequest
 from .sessions.whole_prompts import WholePrompts
+from .storage.options import StoreOptions
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,7 @@ class AsyncLLM:
         self._closed = False
         self._clients: dict[str, Client] = {}  # Only the engine thread changes the following attributes.
         self._by_number: dict[int, Client] = {}
-        # number of reused tokens that came from the prefix tree and that the store does not count
-        self._tree_tokens = 0
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._h2d_bytes = self._device_bytes = 0
+        self._totals = Totals()
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -154,29 +152,14 @@ class AsyncLLM:
             SessionBusyError: The session is answering a request.
             StoreError: A file cannot be deleted.
         """
-        sessions, loop = self._sessions, asyncio.get_running_loop()
-        if sessions is None or not self._names_sessions:
+        if (sessions := self._sessions) is None or not self._names_sessions:
             raise InputError("there is no session store for writing: create AsyncLLM(llm, store=folder)")
-        done: asyncio.Future[bool] = loop.create_future()
 
-        def resolve(error: Exception | None, known: bool) -> None:
-            if not done.done():  # The client may have been cancelled.
-                done.set_exception(error) if error else done.set_result(known)
+        def delete() -> bool:
+            with self._llm.runner.pool.lock:
+                return sessions.delete(name)
 
-        def delete() -> None:
-            error, known = None, False
-            try:
-                with self._llm.runner.pool.lock:
-                    known = sessions.delete(name)
-            except Exception as found:
-                error = found
-            with suppress(RuntimeError):  # The client's event loop may be closed.
-                loop.call_soon_threadsafe(resolve, error, known)
-
-        with self._lock:
-            self._check_open()
-            self._calls.put(delete)
-        return await done
+        return await call_in_thread(self._post, delete)
 
     async def reset_prefix_cache(self) -> bool:
         """Free the KV of prefixes that are not used by a request or an open session.
@@ -187,31 +170,8 @@ class AsyncLLM:
 
     def load(self) -> EngineLoad:
         """Return the current load and the totals since the start."""
-        scheduler, runner, sessions = self._engine.scheduler, self._llm.runner, self._sessions
-        pool = runner.pool
-        load = EngineLoad(
-            waiting=self._arriving + len(scheduler.waiting),
-            running=len(scheduler.running) + (scheduler.prefilling is not None),
-            pool_used_bytes=pool.bytes_held,
-            pool_limit_bytes=pool.limit_bytes,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
-            h2d_bytes=self._h2d_bytes,
-            weight_bytes=runner.model.weight_bytes,
-            device_kv_bytes=self._device_bytes,
-            kept_bytes=pool.idle_blocks * pool.block_bytes,
-            host_hit_tokens=self._tree_tokens,
-        )
-        if sessions is None:
-            return load
-        return replace(
-            load,
-            host_hit_tokens=self._tree_tokens + sessions.stats.host_tokens,
-            disk_hit_tokens=sessions.stats.disk_tokens,
-            lost_tokens=sessions.stats.computed_tokens,
-            store_bytes=sessions.disk_bytes,
-        )
+        load = self._totals.load(self._engine, self._arriving)
+        return load if self._sessions is None else self._sessions.add_load(load)
 
     async def close(self) -> None:
         """Abort running requests, stop the engine thread and close the runtime. Closing twice has no effect."""
@@ -257,9 +217,7 @@ class AsyncLLM:
             name = request_id or f"request-{next(self._ids)}"
             tracer = RequestTracer(len(ids), self._llm.geometry.layers) if trace else None
             client = Client(name, text, ids, params, Mailbox(), session, tracer, cache_salt=cache_salt)
-            with self._lock:
-                self._check_open()  # After `close`, the engine thread ignores queued calls.
-                self._calls.put(lambda: self._join(client))
+            self._post(lambda: self._join(client))
             handed = True
             return client
         finally:
@@ -269,6 +227,12 @@ class AsyncLLM:
     def _arrived(self) -> None:
         with self._lock:
             self._arriving -= 1
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Queue a call for the engine thread. Raise InputError after `close`, because the call would be ignored."""
+        with self._lock:
+            self._check_open()
+            self._calls.put(call)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -291,7 +255,7 @@ class AsyncLLM:
             except Exception as error:  # The error was not caused by a single request, so no output can be trusted.
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
-            self._device_bytes = self._llm.runner.transfer.device_bytes
+            self._totals.device_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:
@@ -357,7 +321,7 @@ class AsyncLLM:
         """Send the output so far to the client. Remove the request if it has finished."""
         output = self._output(client)
         written = sum(len(completion.token_ids) for completion in output.outputs)
-        self._generated_tokens += written - client.counted
+        self._totals.generated_tokens += written - client.counted
         client.counted = written
         try:
             if output.finished:
@@ -384,12 +348,7 @@ class AsyncLLM:
                     self._sessions.prompt_ended(request)
                 elif client.session is not None:
                     self._sessions.ended(client.session)
-        if not isinstance(request, StoredRequest):
-            self._tree_tokens += request.cached_tokens
-        self._prompt_tokens += len(request.prompt.token_ids)
-        self._cached_tokens += request.cached_tokens
-        ended = (completion.stats for completion in request.completions())
-        self._h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
+        self._totals.add(request, stored=isinstance(request, StoredRequest))
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.

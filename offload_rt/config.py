@@ -1,4 +1,4 @@
-"""Configuration of the engine and of session stores: frozen dataclasses that validate their fields."""
+"""Configuration of the engine: frozen dataclasses that validate their fields."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from .utils.config_fields import check, check_choice, check_mapping, check_types, from_mapping, option
-from .utils.units import parse_duration, parse_size
+from .utils.units import parse_size
 
 Source = Literal["attention_input", "normed_input", "residual"]
 SkewMethod = Literal["svd", "balanced"]
 KVFormatName = Literal["auto", "int8", "int4", "int2"]
-Overflow = Literal["truncate", "error"]
 EvictionName = Literal["fifo", "lru", "counter"]
 DraftName = Literal["sparse", "lookup", "both", "model", "lookup+model"]
 Protected = Literal["window", "none"]
@@ -369,48 +368,3 @@ def _parsed_exact(exact: DraftOptions | bool | str | Mapping[str, Any] | None, p
         "draft model, or policy 'infinigen'",
     )
     return found
-
-
-LIVE_POLICIES = ("lookahead", "lru", "fifo")
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """Options of a session store: memory and disk tiers for conversations (CachedAttention §3.3).
-
-    `limit` may be a string such as "50GiB", and `ttl` a string such as "7d".
-
-    Attributes:
-        limit: Hard limit on the total size of the store's files in bytes; None means no limit.
-        policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
-            recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
-        ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
-        free_host: Fraction of the KV cache in host memory that is kept free, so that loading a session does not wait
-            for evictions.
-        overflow: Action if a turn would exceed the model's maximum length: "truncate" drops the oldest half of the
-            conversation except its first tokens, without recomputation; "error" refuses the turn. Conversations of
-            models with absolute positions are never truncated.
-    """
-
-    limit: Size | None = option(
-        None, help="limit on the store's files, such as 50GiB (default: none)", flag="--store-limit", group="store"
-    )
-    policy: Literal["lookahead", "lru", "fifo"] = option(
-        "lookahead", help="eviction policy of the store (default: lookahead)", flag="--store-policy", group="store"
-    )
-    ttl: Duration | None = option(
-        None, help="delete KV that was not used for this time, such as 7d or 12h", flag="--store-ttl", group="store"
-    )
-    free_host: float = option(0.1, help="fraction of the host KV cache kept free for loading, [0, 1)", metavar="F")
-    overflow: Overflow = option(
-        "truncate", help="if a turn would outgrow the model: drop the oldest half (default), or fail",
-        group="store",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "limit", _parsed_size(self.limit, "limit"))
-        object.__setattr__(self, "ttl", None if self.ttl is None else parse_duration(self.ttl, "ttl"))
-        check_types(self)
-        check_choice("store policy", self.policy, LIVE_POLICIES)
-        check_choice("overflow", self.overflow, get_args(Overflow))
-        check(0 <= self.free_host < 1, f"free_host={self.free_host} must be in [0, 1)")

@@ -12,11 +12,9 @@ from weakref import WeakValueDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import EngineConfig, StoreOptions
+from .config import EngineConfig
 from .engine.build import build, build_beside
 from .engine.checks import (
-    check_token_ids,
-    folder_path,
     max_length,
     salt,
     sampling,
@@ -25,18 +23,22 @@ from .engine.checks import (
     whole_or_none,
 )
 from .engine.engine import Engine
-from .engine.prompts import PromptLike, each_prompt, one_prompt
+from .engine.offline import run_all
+from .engine.prompts import PromptLike, each_prompt
 from .engine.request import Request, request_output
 from .engine.runner import Runner
 from .engine.scoring import Score, score
 from .engine.swap import Swap
-from .errors import InputError, OffloadError
+from .errors import InputError
 from .outputs import RequestOutput, Stats, TokenOutput
 from .sampling_params import SamplingParams
-from .sessions.chat_render import Message, Tool, encode_rendered, render_chat
+from .sessions.chat_render import Message, Tool
+from .sessions.open_stores import OpenStores
+from .sessions.prompt_encoder import PromptEncoder
 from .sessions.session import Session
 from .sessions.store import SessionStore
 from .sessions.turn_queue import TurnQueue
+from .storage.options import StoreOptions
 from .utils.config_fields import configured
 from .utils.progress import Progress
 from .utils.units import format_size
@@ -92,7 +94,7 @@ class LLM:
         own = folder if folder is None or not number else folder / f"under-{number}"
         self._swap = None if own is None else Swap(runner, own)
         self._last: Request | None = None
-        self._stores: dict[Path, SessionStore] = {}
+        self._stores, self._encoder = OpenStores(runner), PromptEncoder(runner.model)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -119,8 +121,7 @@ class LLM:
         with ExitStack() as ends:
             if self._swap is not None:
                 ends.callback(self._swap.close)
-            for store in self._stores.values():
-                ends.callback(store.close)
+            ends.callback(self._stores.close)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -256,45 +257,25 @@ class LLM:
         Raises:
             InputError: There is no chat template, or it rejects the conversation. See also `generate`.
         """
-        listed = messages if isinstance(messages, Sequence) else ()
-        several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
-        prompts = [
-            self.chat_prompt(
-                one,  # type: ignore[arg-type]
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            for one in (messages if several else [messages])
-        ]
+        prompts = self._encoder.each_chat(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         texts = [text for text, _ in prompts]
         return self._generate([ids for _, ids in prompts], texts, sampling_params, salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
         """Return the rendered text of one conversation and its token ids. For options and errors, see `chat`."""
-        if self.tokenizer is None:
-            raise InputError(f"{self.name} has no tokenizer: pass token ids to generate, or set tokenizer=")
-        text = render_chat(self.tokenizer, messages, **options)
-        return text, encode_rendered(self.tokenizer, text)
+        return self._encoder.chat(messages, **options)
 
     def _generate(
         self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object, cache_salt: str
     ) -> list[RequestOutput]:
         each, self._last = sampling_of_each(sampling_params, len(encoded), self.runner.model.sampling), None
-        for prompt, one in zip(encoded, each, strict=True):
-            self.runner.cache_manager.check(len(prompt), len(prompt) + one.max_tokens)
-        engine = self.make_engine()
-        requests = [engine.add(prompt, one, cache_salt=cache_salt) for prompt, one in zip(encoded, each, strict=True)]
-        try:
-            with self._progress.items("generate", sum(one.n for one in each)) as on_done:
-                while not engine.idle:
-                    for event in engine.step():
-                        if event.finish_reason is not None:
-                            on_done()
-        finally:
-            for request in requests:
-                engine.cancel(request)
+        requests = run_all(self.make_engine(), encoded, each, cache_salt, self._progress)
         given = zip(requests, encoded, texts, strict=True)
         return [request_output(request, ids, text) for request, ids, text in given]
 
@@ -361,20 +342,8 @@ class LLM:
             ConfigError: An option is invalid, the policy's KV cannot be restored, or `eviction` is set.
             StoreError: The store cannot be opened or is in use by another process.
         """
-        with self.runner.pool.lock:
-            known = self.session_store(store, options, **fields)
-            try:
-                session = known.open(name)
-            except OffloadError:
-                known.close_if_idle()
-                raise
-        if system is not None:
-            try:
-                session.instruct(system)
-            except OffloadError:
-                session.close()
-                raise
-        return session
+        self._check_open()
+        return self._stores.open_session(name, store, options, fields, system)
 
     def turns(
         self,
@@ -402,15 +371,7 @@ class LLM:
         The store is closed with its last session. For the arguments, see `session` and `SessionStore.on_disk`.
         """
         self._check_open()
-        folder = folder_path("store", store).resolve()
-        known = self._stores.get(folder)
-        if known is None or known.closed:
-            chosen = configured(StoreOptions, options, fields)
-            known = self._stores[folder] = SessionStore.on_disk(self.runner, folder, chosen, read_only=read_only)
-        elif known.read_only is not read_only:
-            kind = "for reading only" if known.read_only else "for writing"
-            raise InputError(f"the store {str(folder)!r} is already open {kind}: close its sessions and engines first")
-        return known
+        return self._stores.open(store, options, fields, read_only=read_only)
 
     def reset_prefix_cache(self) -> bool:
         """Free the KV of prefixes that are not used by a request or an open session.
@@ -428,12 +389,4 @@ class LLM:
             InputError: `prompt` is empty, is neither text nor token ids, or contains an id that is not in the
                 vocabulary.
         """
-        ids = one_prompt(prompt)
-        if isinstance(ids, str):
-            if self.tokenizer is None:
-                raise InputError(f"{self.name} has no tokenizer: pass token ids, or set tokenizer=")
-            ids = encode_rendered(self.tokenizer, ids, special_tokens=special_tokens)
-        if not ids:
-            raise InputError("the prompt is empty: it needs at least one token")
-        check_token_ids(ids, self.runner.model)
-        return ids
+        return self._encoder.encode(prompt, special_tokens=special_tokens)

@@ -18,7 +18,7 @@ from ...core import KVPart
 from ...model_runner.cuda_graphs import CudaGraph
 
 ATTENTION = "offload_rt_resident"
-"""Name of the attention function in transformers. A model with a function of its own gets no mask."""
+"""Name of the attention function in transformers, which creates no mask for custom attention functions."""
 
 
 def _attend(

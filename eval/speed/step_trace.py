@@ -15,7 +15,7 @@ LINK = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
 
 
 @dataclass(frozen=True)
-class Span:
+class DeviceEvent:
     """A kernel or copy: name, stream, and start and stop in µs."""
 
     name: str
@@ -34,44 +34,44 @@ def trace(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
     Returns:
         "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by
-        stream. "wall": from the first kernel to the end of the last one. "link busy": µs in which a kernel or copy
-        uses the link. "device busy": µs in which any kernel runs.
+        stream. "wall": from the first kernel to the end of the last one. "link busy": µs while a kernel or copy
+        uses the link. "device busy": µs while any kernel runs.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    return summary(_spans(recorded), steps)
+    return summary(_events(recorded), steps)
 
 
-def _spans(recorded: Any) -> list[Span]:
+def _events(recorded: Any) -> list[DeviceEvent]:
     """Return the kernels and copies that a profiler recorded."""
-    events = (event for event in recorded.events() if event.device_type.name == "CUDA")
-    return [Span(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in events]
+    found = (event for event in recorded.events() if event.device_type.name == "CUDA")
+    return [DeviceEvent(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in found]
 
 
-def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
-    """Summarize the spans of `steps` steps, per step. The result is described in `trace`."""
+def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
+    """Summarize the events of `steps` steps, per step. The result is described in `trace`."""
     kernels: dict[str, list[float]] = defaultdict(list)
     streams: dict[int, list[float]] = defaultdict(list)
-    for span in spans:
-        kernels[span.name].append(span.stop - span.start)
-        streams[span.stream].append(span.stop - span.start)
+    for event in events:
+        kernels[event.name].append(event.stop - event.start)
+        streams[event.stream].append(event.stop - event.start)
     rows = [{"kernel": name, "launches": len(us) / steps, "us": sum(us) / steps} for name, us in kernels.items()]
     return {
         "kernels": sorted(rows, key=lambda row: -float(row["us"])),
         "streams": {str(name): {"launches": len(us) / steps, "us": sum(us) / steps} for name, us in streams.items()},
-        "wall": (max(s.stop for s in spans) - min(s.start for s in spans)) / steps if spans else 0.0,
-        "device busy": covered(spans) / steps,
-        "link busy": covered([span for span in spans if span.over_link]) / steps,
+        "wall": (max(s.stop for s in events) - min(s.start for s in events)) / steps if events else 0.0,
+        "device busy": covered(events) / steps,
+        "link busy": covered([event for event in events if event.over_link]) / steps,
     }
 
 
-def covered(spans: Sequence[Span]) -> float:
-    """Return the time in µs in which at least one of the spans runs."""
+def covered(events: Sequence[DeviceEvent]) -> float:
+    """Return the time in µs in which at least one of the events runs."""
     total, end = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.stop - max(span.start, end))
-        end = max(end, span.stop)
+    for event in sorted(events, key=lambda event: event.start):
+        total += max(0.0, event.stop - max(event.start, end))
+        end = max(end, event.stop)
     return total

@@ -27,7 +27,8 @@ import torch
 from ...errors import ConfigError, MemoryLimitError
 from ..core.report import environment, write_atomic
 from ..speed.kernels import bandwidth
-from .gpu_parts import LIMIT, PARTS, SMALL, GpuJob, GpuSize, Results
+from .gpu_job import SMALL, GpuJob, GpuSize, Results
+from .gpu_parts import LIMIT, PARTS
 from .programs import CLI, ROOT, STOPPED, run_program
 
 QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",

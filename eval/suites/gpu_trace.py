@@ -5,40 +5,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from ..speed.baselines import MAKERS, SHAPES, Baseline, Field
 from ..speed.bench import make_field
 from ..speed.step_trace import trace
-
-if TYPE_CHECKING:
-    from .gpu_parts import GpuJob, Results
+from .gpu_job import GpuJob, Results
 
 WARM_UP = 4
 """Number of untimed steps. The first ones compile kernels and capture CUDA graphs."""
 
 ROOM = 192
 """Capacity for new tokens of each baseline."""
-
-
-@dataclass(frozen=True)
-class TracePoint:
-    """A context to trace: tokens per sequence, number of sequences, planted fraction, and baselines."""
-
-    context: int
-    batch: int
-    fraction: float
-    baselines: tuple[str, ...]
-
-
-POINTS = (
-    TracePoint(131_072, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full")),
-    TracePoint(8_192, 1, 0.05, ("infinigen-default", "infinigen", "resident")),
-    TracePoint(32_768, 8, 0.05, ("infinigen-default", "infinigen")),
-)
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ...llm import LLM
 from ...sampling_params import SamplingParams
 from . import programs
+from .gpu_job import GpuJob, Results
 from .programs import CLI, TOLD
-
-if TYPE_CHECKING:
-    from .gpu_parts import GpuJob, Results
 
 
 def run_trained(job: GpuJob) -> Iterator[Results]:

@@ -23,10 +23,14 @@ def run(args: argparse.Namespace) -> int:
     """List packed weights in the cache, delete those of one checkpoint, shrink the cache, or clear it. Weights are
     converted again when their checkpoint is loaded."""
     check_choice("action", args.action, ACTIONS)
-    if (args.name is not None) != (args.action == "delete"):
-        raise InputError("cache delete needs a NAME from cache list; the other actions take none")
-    if (args.limit is not None) != (args.action == "shrink"):
-        raise InputError("cache shrink needs --limit SIZE, such as 20GiB; the other actions take none")
+    for action, what, value, example in (
+        ("delete", "NAME", args.name, "as `offload-rt cache list` shows it"),
+        ("shrink", "--limit", args.limit, "such as 20GiB"),
+    ):
+        if args.action == action and value is None:
+            raise InputError(f"cache {action} needs {what}, {example}")
+        if args.action != action and value is not None:
+            raise InputError(f"cache {args.action} takes no {what}; only cache {action} does")
 
     from ..models.packed_cache import packed_home  # imports rich, which errors do not need
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size, StoreOptions
+from ..config import DraftOptions, Duration, EngineConfig, EvictionOptions, Size
 from ..errors import ConfigError
 from ..policies.registry import PolicyOptions, options_class, parse_options, policy_names
 from ..sampling_params import SamplingParams
+from ..storage.options import StoreOptions
 from ..utils.config_fields import configured, field_types, from_mapping, option_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def add_option(
         arguments["metavar"] = metavar or option.metavar or "|".join(map(str, get_args(kind)))
     else:
         arguments |= {"metavar": metavar or option.metavar or _UNITS.get(kind), "type": _reader(kind)}
-    group.add_argument(option.flag or f"--{field.name.replace('_', '-')}", **arguments)
+    group.add_argument(flag_of(field), **arguments)
 
 
 def _default_text(field: Field[Any], help: str) -> str:
@@ -173,15 +174,16 @@ def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineC
 
 def _check_policy_options(policy: str, options: Iterable[str]) -> None:
     """Raise ConfigError, with the names of flags, if `policy` lacks one of the options."""
-    known = [field.name for field in fields(options_class(policy))]
+    known = {field.name: flag_of(field) for field in fields(options_class(policy))}
     for wrong in options:
-        if wrong not in (*known, "preset"):
-            its = ", ".join(map(_flag, known)) or "none"
-            raise ConfigError(f"policy {policy!r} has no option {_flag(wrong)} (its options: {its})")
+        if wrong not in known and wrong != "preset":
+            flag, its = flag_of(_options_of(policy_names())[wrong][1]), ", ".join(known.values()) or "none"
+            raise ConfigError(f"policy {policy!r} has no option {flag} (its options: {its})")
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def flag_of(field: Field[Any]) -> str:
+    """Return the flag of a field of a configuration."""
+    return option_of(field).flag or f"--{field.name.replace('_', '-')}"
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:

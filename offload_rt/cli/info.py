@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.linear import GGUF_NOTE
     from ..models.shape import load_shape
     from ..planning.device_plan import costs_for, plan_for, requested_placement
-    from ..planning.host_memory import kv_memory, snapshot_bytes
+    from ..planning.host_memory import divided_host_memory
     from ..planning.memory_model import SystemMemory, disk_plan, obstacles, requirements
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
@@ -41,19 +41,18 @@ def run(args: argparse.Namespace) -> int:
     context = context or shape.geometry.max_positions
     config = replace(config, max_model_len=context)
     disk, geometry = disk_plan(config, shape), shape.geometry
-    machine = SystemMemory.here(
-        kv_memory(config, geometry, shape.dtype), shape.device, None if disk is None else disk.limit
-    )
+    host = divided_host_memory(config, geometry, shape.dtype)
+    machine = SystemMemory.here(host.kv, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
     shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # A growing sequence captures one graph for each length bucket. Buckets up to 512 tokens have one block each.
     graphs = min(-(-context // BLOCK_SIZE), max_graphs(config, shape.device, streams=bool(placement)))
     needed = requirements(costs, shape.weight_bytes if plan is None else plan.weights, context, graphs)
-    needed = replace(needed, snapshots=snapshot_bytes(config, geometry, shape.dtype))
+    needed = replace(needed, snapshots=host.snapshots)
     Console().print(requirements_table(args.model, config.policy, needed, machine, plan, disk, shape))
     found, notes = obstacles(needed, machine, shape.host_bytes if plan is None else plan.host_bytes), []
-    if find_source(args.model).gguf is not None and shape.packing is None:
+    if source.gguf is not None and shape.packing is None:
         notes.append(f"Note: {GGUF_NOTE}.")
     if context > geometry.max_positions:
         length = f"The context length of the model is {geometry.max_positions:,} tokens"

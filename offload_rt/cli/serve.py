@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig, StoreOptions
+from ..config import EngineConfig
 from ..errors import ConfigError, StoreError, StoreInUseError
 from ..server.options import ServerOptions
+from ..storage.options import StoreOptions
 from ..utils.config_fields import option_of
 from ..utils.extras import install_command
 from .common import add_command, check_before_loading, default_store

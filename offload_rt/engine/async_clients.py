@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +15,10 @@ import torch
 from ..model_runner.trace import Trace
 from ..outputs import RequestOutput, RequestTrace
 from ..sampling_params import SamplingParams
+from .engine import Engine
 from .request import Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,79 @@ class EngineLoad:
     disk_hit_tokens: int = 0
     lost_tokens: int = 0
     store_bytes: int = 0
+
+
+@dataclass
+class Totals:
+    """Totals of the requests that have ended.
+
+    Attributes:
+        prompt_tokens: Number of prompt tokens.
+        cached_tokens: Number of prompt tokens whose KV was cached.
+        tree_tokens: Number of cached tokens that came from the prefix tree and that a session store does not count.
+        generated_tokens: Number of generated tokens, including those of running requests.
+        h2d_bytes: KV copied from host to device, in bytes.
+        device_bytes: Size of the KV on the device after the latest step, in bytes.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tree_tokens: int = 0
+    generated_tokens: int = 0
+    h2d_bytes: int = 0
+    device_bytes: int = 0
+
+    def add(self, request: Request, *, stored: bool) -> None:
+        """Add a request that has ended. `stored`: a session store counts its cached tokens."""
+        self.prompt_tokens += len(request.prompt.token_ids)
+        self.cached_tokens += request.cached_tokens
+        self.tree_tokens += 0 if stored else request.cached_tokens
+        ended = (completion.stats for completion in request.completions())
+        self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
+
+    def load(self, engine: Engine, arriving: int) -> EngineLoad:
+        """Return these totals and the current load of `engine`. `arriving` prompts are not in its queue yet."""
+        scheduler, pool = engine.scheduler, engine.runner.pool
+        return EngineLoad(
+            waiting=arriving + len(scheduler.waiting),
+            running=len(scheduler.running) + (scheduler.prefilling is not None),
+            pool_used_bytes=pool.bytes_held,
+            pool_limit_bytes=pool.limit_bytes,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            h2d_bytes=self.h2d_bytes,
+            weight_bytes=engine.runner.model.weight_bytes,
+            device_kv_bytes=self.device_bytes,
+            kept_bytes=pool.idle_blocks * pool.block_bytes,
+            host_hit_tokens=self.tree_tokens,
+        )
+
+
+async def call_in_thread(post: Callable[[Callable[[], None]], None], function: Callable[[], T]) -> T:
+    """Run `function` on the engine thread. Return its result, or raise its error.
+
+    `post` passes a call to the engine thread, or raises an error. If the caller is cancelled, `function` runs anyway.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def resolve(settle: Callable[[], None]) -> None:
+        if not done.done():  # the caller may have been cancelled
+            settle()
+
+    def call() -> None:
+        try:
+            result = function()
+        except Exception as error:
+            settle = partial(done.set_exception, error)
+        else:
+            settle = partial(done.set_result, result)
+        with suppress(RuntimeError):  # the caller's event loop may be closed
+            loop.call_soon_threadsafe(resolve, settle)
+
+    post(call)
+    return await done
 
 
 class Mailbox:

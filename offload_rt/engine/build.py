@@ -19,7 +19,7 @@ from ..kv_cache.arena import read_in_place
 from ..kv_cache.disk.disk_tier import DiskTier
 from ..kv_cache.machine import memory_limit
 from ..kv_cache.pool import HostPool
-from ..kv_cache.state_pool import StatePool
+from ..kv_cache.state_pool import StatePool, slot_bytes
 from ..models.checkpoint import resolve_device
 from ..models.loading import LoadedModel, load_model
 from ..models.shape import load_shape
@@ -96,18 +96,16 @@ def _load(
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
     """Return a KV cache for the model. Its memory limit is the fraction `share` of the configured memory."""
-    adapter, host, on_disk, states = loaded.adapter, config.host_memory, config.disk_limit, None
-    if share < 1:
-        host = int(memory_limit(host, at_most=LIMITLESS) * share)
-        on_disk = None if on_disk is None else int(on_disk * share)
+    adapter, host = loaded.adapter, config.host_memory
+    geometry, dtype = adapter.geometry, adapter.dtype
+    snapshots = snapshot_slots(config, geometry, dtype)
+    if share < 1 or snapshots:
+        host = int(memory_limit(host, at_most=LIMITLESS) * share) - snapshots * slot_bytes(geometry, dtype)
+    states = StatePool(geometry, dtype, snapshots, adapter.device) if snapshots else None
+    on_disk = None if config.disk_limit is None else int(config.disk_limit * share)
     disk = None if config.disk is None else DiskTier(config.disk, on_disk)
     pin = adapter.device.type == "cuda"
-    if snapshots := snapshot_slots(config, adapter.geometry, adapter.dtype):
-        states = StatePool(adapter.geometry, adapter.dtype, snapshots, adapter.device)
-        host = memory_limit(host, at_most=LIMITLESS) - states.limit_bytes
-    return HostPool(
-        adapter.geometry, adapter.dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk, states=states
-    )
+    return HostPool(geometry, dtype, host, kv_cache_dtype=config.kv_cache_dtype, pin=pin, disk=disk, states=states)
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:

@@ -95,7 +95,7 @@ class SequenceManager:
         sequence = self._create(blocks, tokens, known=known, exact=known, shift=0, provenance=provenance)
         sequence.trace.diverged_at = diverged_at
         if self.snapshots is not None:
-            self.snapshots.note_parting(sequence, reuse if diverged_at is None else diverged_at)
+            self.snapshots.note_shared_tokens(sequence, reuse if diverged_at is None else diverged_at)
         return sequence
 
     def check_fits(self, tokens: int) -> None:
@@ -163,7 +163,8 @@ class SequenceManager:
                 sequence, id=next(self._ids), tokens=list(sequence.tokens), blocks=blocks, slots=sequence.slots.fork(),
                 keys=keys, state=sequence.state.fork(keys),
                 trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
-                interrupted=False, forks=0, draft_start=None, drafter=None, parted_at=0, snapshots={}, state_slot=-1,
+                interrupted=False, forks=0, draft_start=None, drafter=None, shared_tokens=0, snapshots={},
+                state_slot=-1,
             )  # fmt: skip
             self._register(fork, sequence)
         return fork

@@ -27,10 +27,10 @@ class SnapshotKeeper:
         assert pool.cached.snapshots is not None and pool.states is not None
         self._slots, self._states, self._table, self._cached = slots, pool.states, pool.cached.snapshots, pool.cached
 
-    def note_parting(self, sequence: Sequence, cached: int) -> None:
+    def note_shared_tokens(self, sequence: Sequence, cached: int) -> None:
         """Record that the KV of the first `cached` tokens was in the prefix cache when the sequence began."""
-        sequence.parted_at = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
-        sequence.trace.recomputed_tokens = max(0, sequence.parted_at - sequence.position)
+        sequence.shared_tokens = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        sequence.trace.recomputed_tokens = max(0, sequence.shared_tokens - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
         """Copy a snapshot to the recurrent state of a new sequence.
@@ -80,8 +80,8 @@ class SnapshotKeeper:
             self._table.release(sequence.snapshots.pop(place))
         ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
         wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
-        if start < sequence.parted_at < stop and sequence.parted_at not in wanted:
-            wanted.insert(1, sequence.parted_at)
+        if start < sequence.shared_tokens < stop and sequence.shared_tokens not in wanted:
+            wanted.insert(1, sequence.shared_tokens)
         self._touch(path, stop)  # before other snapshots are evicted
         for place in wanted:
             self._take(sequence, place)

@@ -66,18 +66,24 @@ class Fractions:
         )
 
 
+def _memory(runner: Runner) -> tuple[int, int, int]:
+    """Return the sizes of all weights, of the weights on the device, and of the peak use of device memory, in bytes."""
+    draft, weights, device = runner.draft, runner.weights, runner.adapter.device
+    total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
+    on_device = total if weights is None else total - weights.host_bytes + weights.device_bytes
+    if device.type == "cpu":
+        return total, on_device, on_device + runner.transfer.device_bytes + runner.scoring_bytes
+    return total, on_device, torch.accelerator.max_memory_allocated(device)
+
+
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     """Return the statistics of a sequence up to now. Call this before the sequence is freed."""
     trace, adapter, pool, config = sequence.trace, runner.adapter, runner.pool, runner.config
-    draft, weights, dense = runner.draft, runner.weights, runner.policy.dense_layers
+    draft, dense = runner.draft, runner.policy.dense_layers
     trace.settle()
     shares = Fractions.of(trace, dense)
     missed, worst = layer_means(trace, dense)
-    weight_bytes = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
-    on_device = weight_bytes if weights is None else weight_bytes - weights.host_bytes + weights.device_bytes
-    peak = on_device + runner.transfer.device_bytes + runner.scoring_bytes
-    if adapter.device.type != "cpu":
-        peak = torch.accelerator.max_memory_allocated(adapter.device)
+    weight_bytes, on_device, peak = _memory(runner)
     held = pool.bytes_of(sequence.blocks)
     if draft is not None and sequence.drafter is not None:
         held += draft.pool.bytes_of(sequence.drafter.blocks)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from ..config import StoreOptions
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
@@ -26,6 +25,7 @@ from ..storage.folder import spaces
 from ..storage.loader import BlockLoader, DamagedBlockError
 from ..storage.nameless_store import NamelessStore
 from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.options import StoreOptions
 from ..storage.saver import Saver, layer_bytes
 from .runner import Runner
 
@@ -110,19 +110,19 @@ class Swap:
         seconds = written * self._write_seconds_per_byte + read * self._read_seconds_per_byte
         if seconds >= self._recompute_seconds(sequence, batch):
             return None
-        began = time.perf_counter()
-        while fresh:
-            taken = self._saver.save(sequence.blocks, fresh)
-            self._saver.flush()
-            fresh = fresh[taken:]
+        if runner.states is not None:
+            assert runner.snapshots is not None
+            if (snapshot := runner.snapshots.copy(sequence)) is None:
+                return None
+            swapped = replace(swapped, snapshot=snapshot)
+        began, complete = time.perf_counter(), False
         self._users.update(swapped.keys)
-        complete = False
         try:
-            if runner.states is not None:
-                assert runner.snapshots is not None
-                swapped = replace(swapped, snapshot=runner.snapshots.copy(sequence))
-            stateless = runner.states is not None and swapped.snapshot is None
-            complete = not stateless and all(key in self._disk for key in swapped.keys)
+            while fresh:
+                taken = self._saver.save(sequence.blocks, fresh)
+                self._saver.flush()
+                fresh = fresh[taken:]
+            complete = all(key in self._disk for key in swapped.keys)
         finally:
             if not complete:  # also on an error: the caller then has nothing to discard
                 self.discard(swapped)

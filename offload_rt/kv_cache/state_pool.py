@@ -13,6 +13,9 @@ from .arena import page_lock, reserve
 ALIGNED = 64  # alignment of each tensor in bytes
 HUGE_PAGE = 1 << 21
 
+_Part = tuple[slice, tuple[int, ...], torch.dtype]
+"""A tensor in a slot: its bytes, its shape (empty if there is no such tensor), and its data type."""
+
 
 class StatePool:
     """Host memory for snapshots. A slot contains the recurrent state of all layers of one sequence.
@@ -29,20 +32,11 @@ class StatePool:
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, slots: int, device: torch.device) -> None:
         self.slots, self._device, self._pin = slots, device, device.type == "cuda"
-        self.slot_bytes = slot_bytes(geometry, dtype)
+        self._parts, self.slot_bytes = _layout(geometry, dtype)
         huge_from = 0 if self.slot_bytes >= HUGE_PAGE else self.limit_bytes
         memory = reserve(self.limit_bytes, "snapshots of recurrent state", huge_from)
         self._rows = torch.frombuffer(memory, dtype=torch.uint8).view(slots, self.slot_bytes)
         self._locked: set[int] = set()
-        self._parts: dict[int, tuple[tuple[slice, tuple[int, ...], torch.dtype], ...]] = {}
-        at = 0
-        for shape in geometry.states:
-            parts = []
-            for one, kind in ((shape.recurrent, torch.float32), (shape.conv, dtype)):
-                size = math.prod(one) * kind.itemsize if one else 0
-                parts.append((slice(at, at + size), one, kind))
-                at += -(-size // ALIGNED) * ALIGNED
-            self._parts[shape.layer] = tuple(parts)
 
     @property
     def limit_bytes(self) -> int:
@@ -94,6 +88,20 @@ class StatePool:
 
 
 def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one slot. Each tensor is aligned, and a slot has a whole number of memory pages."""
-    sizes = (size for shape in geometry.states for size in shape.sizes(dtype))
-    return -(-sum(-(-size // ALIGNED) * ALIGNED for size in sizes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    """Return the size in bytes of one slot."""
+    return _layout(geometry, dtype)[1]
+
+
+def _layout(geometry: ModelGeometry, dtype: torch.dtype) -> tuple[dict[int, list[_Part]], int]:
+    """Return the tensors in a slot by decoder layer, and the size of the slot in bytes.
+
+    Each tensor is aligned, and a slot has a whole number of memory pages.
+    """
+    parts, at = dict[int, list[_Part]](), 0
+    for shape in geometry.states:
+        parts[shape.layer] = []
+        for one, kind in ((shape.recurrent, torch.float32), (shape.conv, dtype)):
+            size = math.prod(one) * kind.itemsize if one else 0
+            parts[shape.layer].append((slice(at, at + size), one, kind))
+            at += -(-size // ALIGNED) * ALIGNED
+    return parts, -(-at // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -135,7 +135,10 @@ class GraphSteps:
         self._eager: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step. The first step of each batch size is eager. Return float32 logits `[B, V]`."""
+        """Run a decode step. Return float32 logits `[B, V]`.
+
+        The first step of each shape is eager. Shapes that differ only in capacity count as one.
+        """
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
         inputs = self._modes.load(batch, padded_batch(sequences)) if capturable else None

@@ -41,7 +41,7 @@ class Sequence:
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
-        parted_at: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
+        shared_tokens: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
         keeps_decoded: Whether a session with recurrent state continues after the last full block. Snapshots are then
             also taken after decode steps, although their state may be approximate, and the sliding windows at the end
             of this block are kept.
@@ -69,7 +69,7 @@ class Sequence:
     drafter: Sequence | None = None
     state_slots: StateSlots | None = None
     state_slot: int = -1
-    parted_at: int = 0
+    shared_tokens: int = 0
     keeps_decoded: bool = False
     snapshots: dict[int, int] = field(default_factory=dict)
 

@@ -76,6 +76,7 @@ class StepInputs:
         # One layer of each window size, and of each group of layers whose KV is in the same blocks.
         self._by_window = {geometry.windows[layer]: layer for layer in layers}
         self._by_group = {rows.group(layer): layer for layer in layers}
+        self._layers = {self._selecting, *self._by_window.values(), *self._by_group.values()}
         self._sizes = {w: geometry.resident(layer, policy.sinks, policy.recent) for w, layer in self._by_window.items()}
         self.keys = KeyLists(rule, selecting, size, capacity, device)
         rows.keep_working_sets(selecting)
@@ -118,16 +119,12 @@ class StepInputs:
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
-    @property
-    def _layers(self) -> set[int]:
-        return {self._selecting, *self._by_window.values(), *self._by_group.values()}
-
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
         """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
-        found = [places(seen, sinks, recent) for seen in visible for _ in range(self._heads)]
-        spans = [span for span in found if span is not None]
-        assert len(spans) == len(found), "DecodeBatch.adjacent"
-        return [[span.start for span in spans], [span.stop for span in spans]]
+        spans = [span for seen in visible if (span := places(seen, sinks, recent)) is not None]
+        assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`DecodeBatch.adjacent`)"
+        each = [span for span in spans for _ in range(self._heads)]
+        return [[span.start for span in each], [span.stop for span in each]]
 
     def attended(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor

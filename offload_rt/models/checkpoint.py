@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -169,6 +169,18 @@ def read_weights(
             output_loading_info=True,
             **_format_options(source),
         )
+    _check_report(source, model, report)
+    if source.gguf is not None and hasattr(model.config, "quantization_config"):
+        # The configuration describes the file, but these weights have been dequantised.
+        del model.config.quantization_config
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    if (backend := backend_of(loaded.config)) is not None:
+        backend.prepare(loaded, dtype, moved)
+    return loaded
+
+
+def _check_report(source: ModelSource, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Raise ModelError if weights were missing or had the wrong shape. Warn of weights that the model does not use."""
     absent = sorted(report["missing_keys"])
     shapes = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     for what, keys in (("lacks", absent), ("has another shape for", shapes)):
@@ -177,16 +189,9 @@ def read_weights(
     modules = unused_modules(model)
     surplus = sorted(key for key in report["unexpected_keys"] if not any(belongs_to(module, key) for module in modules))
     if surplus:
-        warnings.warn(f"{source}: unused weights {_some(surplus)}", stacklevel=3)
+        warnings.warn(f"{source}: unused weights {_some(surplus)}", stacklevel=4)
     if modules:
-        warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=3)
-    if source.gguf is not None and hasattr(model.config, "quantization_config"):
-        # The configuration describes the file, but these weights have been dequantised.
-        del model.config.quantization_config
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    if (backend := backend_of(loaded.config)) is not None:
-        backend.prepare(loaded, dtype, moved)
-    return loaded
+        warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=4)
 
 
 def _format_options(source: ModelSource) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..models.weights import Placement
 from ..policies.registry import memory_demand
 from ..transfer.weights.streamed import BUFFERS
 from ..utils.units import format_size
-from .host_memory import kv_memory
+from .host_memory import divided_host_memory
 from .memory_model import DeviceCosts
 
 
@@ -145,7 +145,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """
     assert config.device_memory is not None
     geometry = shape.geometry
-    pool = kv_memory(config, geometry, shape.dtype)
+    pool = divided_host_memory(config, geometry, shape.dtype).kv
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
     held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))

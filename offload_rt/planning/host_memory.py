@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..config import EngineConfig
@@ -17,6 +19,26 @@ SNAPSHOTS_SHARE = 8
 MOST_SNAPSHOTS = 1 << 14  # Small states would allow many more. 16 Ki snapshots are enough for a thousand texts.
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """Division of the host memory, in bytes.
+
+    Attributes:
+        kv: Memory for the KV cache.
+        snapshots: Memory for snapshots of recurrent state.
+    """
+
+    kv: int
+    snapshots: int
+
+
+def divided_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
+    """Return the division of the host memory. Raise MemoryLimitError like `snapshot_slots`."""
+    host = _host_memory(config)
+    snapshots = _slots(host, config, geometry, dtype) * slot_bytes(geometry, dtype)
+    return HostMemory(host - snapshots, snapshots)
+
+
 def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Return the number of snapshots of recurrent state that fit the host memory reserved for them.
 
@@ -25,26 +47,19 @@ def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.d
     Raises:
         MemoryLimitError: `snapshot_memory` is not smaller than `host_memory`.
     """
+    return _slots(_host_memory(config), config, geometry, dtype)
+
+
+def _slots(host: int, config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
     if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
         return 0
-    host = _host_memory(config)
     limit = host // SNAPSHOTS_SHARE if config.snapshot_memory is None else config.snapshot_memory
     if limit >= host:
         raise MemoryLimitError(
-            f"snapshot_memory={format_size(limit)} leaves no KV cache, because it is a part of host_memory, which is "
-            f"{format_size(host)}: lower it"
+            f"snapshot_memory={format_size(limit)} must be less than host_memory={format_size(host)}, of which it is a "
+            "part: lower snapshot_memory"
         )
     return min(limit // slot_bytes(geometry, dtype), MOST_SNAPSHOTS)
-
-
-def snapshot_bytes(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of host memory for snapshots. Raise MemoryLimitError like `snapshot_slots`."""
-    return snapshot_slots(config, geometry, dtype) * slot_bytes(geometry, dtype)
-
-
-def kv_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of host memory for the KV cache. Raise MemoryLimitError like `snapshot_slots`."""
-    return _host_memory(config) - snapshot_bytes(config, geometry, dtype)
 
 
 def _host_memory(config: EngineConfig) -> int:

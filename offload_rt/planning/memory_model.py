@@ -27,7 +27,7 @@ from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
-from .host_memory import kv_memory
+from .host_memory import divided_host_memory
 
 CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch for two streams, on the largest devices
 
@@ -303,7 +303,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     """
     if config.disk is None:
         return None
-    host = kv_memory(config, shape.geometry, shape.dtype)
+    host = divided_host_memory(config, shape.geometry, shape.dtype).kv
     format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = FileLayout.fit(limit, replace(shape.geometry, head_dim=format.width), format)

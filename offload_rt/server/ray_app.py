@@ -20,9 +20,10 @@ from starlette.routing import Mount
 from starlette.types import Message
 
 from ..async_llm import AsyncLLM
-from ..config import EngineConfig, StoreOptions
+from ..config import EngineConfig
 from ..errors import ConfigError, StoreError
 from ..llm import LLM
+from ..storage.options import StoreOptions
 from .app import make_app
 from .options import ServerOptions
 from .proxy import ForwardedRequest, Proxy, Upstream

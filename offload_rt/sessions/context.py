@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import StoreOptions
 from ..core import BLOCK_SIZE
 from ..engine.runner import Runner
 from ..storage.block_store import StorageTier
 from ..storage.loader import read_buffer_layers
+from ..storage.options import StoreOptions
 from ..storage.saver import Saver
 from ..storage.state_blocks import StateBlocks
 

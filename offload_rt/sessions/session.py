@@ -7,57 +7,23 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Self
 
 from ..engine.checks import sampling
 from ..engine.engine import Engine
-from ..engine.prompts import token_ids
-from ..errors import InputError, ModelError
+from ..errors import InputError
 from ..outputs import Stats, TokenOutput
 from ..sampling_params import SamplingParams
-from .chat_template import TurnTokens, turn_tokens
+from .chat_template import TurnTokens
 from .deletion import Removed
 from .history import History
 from .host_tier import HostTier
 from .names import check_name
 from .session_kv import SessionKV
-from .truncate import SINKS, tokens_after, truncate
-from .turn import Turn, WholeTurn, check_turn, said
-
-T = TypeVar("T")
-P = ParamSpec("P")
-
-
-class Siblings(Protocol):
-    """Interface to the session store, with the operations that a session needs."""
-
-    def exists(self, name: str) -> bool:
-        """Return whether a session `name` is open or stored."""
-        ...
-
-    def enter(self, history: History) -> Session:
-        """Open a session with this history, register it in the store, and return it."""
-        ...
-
-    def forget(self, name: str) -> Removed:
-        """Delete a stored session and all blocks without another owner."""
-        ...
-
-    def left(self, session: Session) -> None:
-        """Remove a closed session from the open sessions of the store."""
-        ...
-
-
-def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Decorate a method to hold the lock of the session's pool while it runs."""
-
-    @wraps(method)
-    def in_turn(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
-        with session.kv.runner.pool.lock:
-            return method(session, *args, **named)
-
-    return in_turn
+from .siblings import Siblings, in_turn
+from .truncate import SINKS, truncate
+from .turn import Turn, WholeTurn, said
+from .turn_tokens import check_fits, tokens_of_turn
 
 
 class Session:
@@ -70,7 +36,7 @@ class Session:
     Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
     """
 
-    def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings) -> None:
+    def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings[Session]) -> None:
         self.context, self.kv, self.host = kv.context, kv, host
         self._siblings = siblings
         self._answers: weakref.WeakSet[Generator[TokenOutput]] = weakref.WeakSet()
@@ -183,43 +149,9 @@ class Session:
             InputError: A parameter is not supported in sessions, or the prompt is invalid.
             ModelError, PoolFullError: The turn with `max_tokens` generated tokens does not fit.
         """
-        tokens = self._tokens(prompt)
-        self._check_fits(tokens, params)
+        tokens = tokens_of_turn(self.kv, prompt)
+        check_fits(self.kv, tokens, params)
         return tokens
-
-    def _check_fits(self, tokens: TurnTokens, params: SamplingParams) -> None:
-        """Check whether a turn with these tokens fits. Raises ModelError or PoolFullError, as `encode`."""
-        check_turn(params, self.kv.runner.model)
-        new = len(tokens.added) + params.max_tokens
-        self._check_overflow(new - tokens.dropped)
-        left = tokens_after(self.kv, new - tokens.dropped)
-        if tokens.dropped > 1 and left < tokens.held:
-            raise InputError(
-                f"the chat template rewrites earlier turns of session {self.name!r}, which would outgrow the model's "
-                "positions and cannot be truncated and rewritten at once: use another template, or a new session"
-            )
-        self.kv.runner.check_fits(left + new)
-
-    def _check_overflow(self, new: int) -> None:
-        """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
-        most, held = self.kv.runner.adapter.geometry.max_positions, len(self.history.tokens)
-        if self.context.options.overflow == "error" and held + new > most:
-            raise ModelError(
-                f"session {self.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
-                f"and {self.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
-                "store with overflow='truncate'"
-            )
-
-    def _tokens(self, prompt: str | Seq[int]) -> TurnTokens:
-        runner = self.kv.runner
-        if isinstance(prompt, str):
-            if runner.model.tokenizer is None:
-                raise InputError(f"{runner.model.name} has no tokenizer: give token ids, or pass tokenizer=")
-            return turn_tokens(runner.model.tokenizer, self.history, prompt, runner.model.eos_token_ids)
-        added, vocab = token_ids(prompt), runner.adapter.geometry.vocab
-        if not added or any(not 0 <= token < vocab for token in added):
-            raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
-        return TurnTokens(len(self.history.tokens), 0, tuple(added))
 
     def _send(
         self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams, on_prefill: Callable[[int], None]
@@ -254,9 +186,9 @@ class Session:
             InputError, ModelError, PoolFullError: See `send`.
         """
         self.check_idle()
-        added = self._tokens(tokens).added
+        added = tokens_of_turn(self.kv, tokens).added
         turn = TurnTokens(len(self.history.tokens), replaced, added)
-        self._check_fits(turn, params)
+        check_fits(self.kv, turn, params)
         events = self._run(WholeTurn(self.kv, self.host, next(self._ids), "", turn, params), on_prefill)
         self._answers.add(events)
         return events
@@ -276,7 +208,7 @@ class Session:
             finally:
                 self.busy = False
 
-    @_in_turn
+    @in_turn
     def prefetch(self) -> None:
         """Start to load the session's KV from disk into host memory, for a turn that will come soon.
 
@@ -292,7 +224,7 @@ class Session:
 
     # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
 
-    @_in_turn
+    @in_turn
     def save(self) -> None:
         """Write the whole session to disk and wait for the writes. Warn if part of the KV cannot be stored.
 
@@ -316,7 +248,7 @@ class Session:
                 stacklevel=3,
             )
 
-    @_in_turn
+    @in_turn
     def fork(self, name: str) -> Session:
         """Return a new session `name` with the same history. Both share their KV until one of them changes it.
 
@@ -343,7 +275,7 @@ class Session:
         self.host.park(twin.kv)
         return twin
 
-    @_in_turn
+    @in_turn
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
         """Remove tokens from the conversation without computing the KV of the other tokens again.
 
@@ -372,7 +304,7 @@ class Session:
             self.kv.save()
         return gone
 
-    @_in_turn
+    @in_turn
     def undo(self) -> str:
         """Remove the last turn, which is the user's message and the response. Return the user's message.
 
@@ -396,7 +328,7 @@ class Session:
         self.kv.save()
         return text
 
-    @_in_turn
+    @in_turn
     def close(self) -> None:
         """Save the session and free its memory. It can be opened again later.
 
@@ -416,7 +348,7 @@ class Session:
         finally:
             self._leave()
 
-    @_in_turn
+    @in_turn
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 

@@ -298,9 +298,9 @@ class SessionKV(SessionBlocks):
         finally:
             self._enqueued.clear()
 
-    def enter_names(self) -> None:
-        """Record the names of all blocks in the history. Remove the previous partly filled block from disk."""
-        history, names = self.history, self.all_names()
+    def enter_names(self, names: Seq[NamedBlock]) -> None:
+        """Record `names`, those of all blocks, in the history. Remove the previous partly filled block from disk."""
+        history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
         if before and before != tail and not history.tail_shared:
@@ -338,9 +338,9 @@ class SessionKV(SessionBlocks):
 
     def hand_over(self) -> None:
         """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
-        if self.loader is None:
-            self.enqueue(self.all_names())
-        self.enter_names()
+        names = self.all_names()
+        self.enqueue(names)
+        self.enter_names(names)
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:

@@ -42,7 +42,7 @@ class SessionStates:
         known = [
             place
             for place, name in states.items()
-            if name.key in self._context.storage or self._snapshots.find(sequence, place) is not None
+            if self._snapshots.find(sequence, place) is not None or name.key in self._context.storage
         ]
         needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
         again = max((place for place in known if place <= start), default=None)

@@ -12,7 +12,7 @@ from typing import Protocol, Self, get_args
 
 import torch
 
-from ..config import DType, KVFormatName, StoreOptions
+from ..config import DType, KVFormatName
 from ..engine.cache_manager import Holding
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
@@ -21,6 +21,7 @@ from ..storage.block_file import LAYOUT_VERSION
 from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
+from ..storage.options import StoreOptions
 from ..storage.saver import Saver
 from ..storage.state_blocks import StateBlocks
 from .context import SessionContext
@@ -241,6 +242,7 @@ class SessionStore:
 
         Raises StoreError if a file cannot be deleted.
         """
+        self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.needed(answering=session.busy)}
         return remove_session(storage, storage.root.hex(), document_name(name), held)

@@ -49,11 +49,15 @@ class PromptKV(SessionKV):
         return False
 
     def claim(self) -> None:
-        """Claim all stored blocks of the prompt, so that they are kept if a session with the same text is deleted."""
+        """Queue a claim of all stored blocks of the prompt for writing.
+
+        Claimed blocks are kept if a session with the same text is deleted.
+        """
         names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
         states = (name.state() for name in names if self._states is not None)
-        self.context.storage.claim([name.key for name in (*names, *windows, *states)])
+        keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
+        self.context.saver.notify(lambda: storage.claim(keys))  # opens a file per block, so not on this thread
 
     def keep(self, computed: int) -> None:
         """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""

@@ -75,7 +75,7 @@ class StoredRequest(SampledRequest):
         The first `position` tokens are cached.
         """
 
-    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+    def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
         """Return the number of tokens at the start whose KV was computed before."""
         return len(tokens) if diverged_at is None else diverged_at
 
@@ -114,8 +114,8 @@ class StoredRequest(SampledRequest):
             raise
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
         diverged_at = self._diverged_at(tokens, sequence.position)
-        parted_at = self._parted_at(tokens, diverged_at)
-        return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, parted_at)
+        shared_tokens = self._shared_tokens(tokens, diverged_at)
+        return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, shared_tokens)
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
         """Return the sequence of the request. Its KV may still be loading, unless the KV cache is quantised."""
@@ -158,7 +158,7 @@ class StoredRequest(SampledRequest):
         self.kv.persist()
 
     def _begin_prefill(
-        self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, parted_at: int
+        self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, shared_tokens: int
     ) -> Prefill:
         """Begin the prefill of `sequence` up to token `stop`.
 
@@ -167,7 +167,7 @@ class StoredRequest(SampledRequest):
             stop: Number of tokens to prefill.
             in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
             diverged_at: See `Stats`.
-            parted_at: Number of tokens at the start whose KV was computed before.
+            shared_tokens: Number of tokens at the start whose KV was computed before.
         """
         sequence = self.sequence
         assert sequence is not None
@@ -175,7 +175,7 @@ class StoredRequest(SampledRequest):
         self._start, self._stop = position, stop
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
         if runner.snapshots is not None:
-            runner.snapshots.note_parting(sequence, parted_at)
+            runner.snapshots.note_shared_tokens(sequence, shared_tokens)
         self._count_on(sequence)
         sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds

@@ -128,7 +128,7 @@ class Turn(StoredRequest):
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         return position
 
-    def _parted_at(self, tokens: Seq[int], diverged_at: int | None) -> int:
+    def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
         return len(self._kept)
 
     def _leave(self, *, untouched: bool) -> None:

@@ -10,7 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 
+from ..engine.async_clients import EngineLoad
 from ..engine.cache_manager import salt_provenance
 from ..engine.checks import check_token_ids
 from ..engine.logits_processors import check_answerable
@@ -62,9 +64,15 @@ class WholePrompts:
     def stats(self) -> TierStats:
         return self.store.host.stats
 
-    @property
-    def disk_bytes(self) -> int:
-        return self.store.context.storage.bytes_used
+    def add_load(self, load: EngineLoad) -> EngineLoad:
+        """Return `load` with the store's totals."""
+        return replace(
+            load,
+            host_hit_tokens=load.host_hit_tokens + self.stats.host_tokens,
+            disk_hit_tokens=self.stats.disk_tokens,
+            lost_tokens=self.stats.computed_tokens,
+            store_bytes=self.store.context.storage.bytes_used,
+        )
 
     def keeps(self, params: SamplingParams) -> bool:
         """Return whether the store keeps the KV of a request without a session name.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..config import StoreOptions
 from ..core import BLOCK_SIZE
 from ..kv_cache.disk.direct_file import BlockFile, write_all
 from ..kv_cache.disk.extents import StoredExtent
@@ -21,6 +20,7 @@ from .block_file import BlockHeader, FileBlock, FileBlockWriter, data_offset
 from .documents import NamespaceDocuments
 from .files import open_regular, read_header
 from .folder import BLOCKS, StoreFolder, block_paths
+from .options import StoreOptions
 
 
 class DiskBlock(FileBlock):

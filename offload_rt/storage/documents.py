@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
-from ..config import StoreOptions
 from ..errors import StoreError
 from ..utils.units import format_size
 from .block_store import Document
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
+from .options import StoreOptions
 
 
 class NamespaceDocuments:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from errno import ELOOP
 from pathlib import Path
 
-from ..config import StoreOptions
 from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
 from .files import read_claim, read_document, write_claim
 from .index import BEFORE, DOCUMENTS, DiskIndex
+from .options import StoreOptions
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
@@ -167,22 +167,22 @@ class StoreFolder:
             claimed: Whether the temporary file contains a claim.
         """
         with self.mutex:
-            before = self.index.files.get(path)
+            was_claimed = self.is_claimed(path)
             os.replace(temporary, path)
             self.index.reserved -= size
             self.index.enter(path, size, cost)
             self.index.files[path].claimed = claimed
-            if before is not None and before.claimed:
+            if was_claimed:
                 self.claim([path])
 
     def claim(self, paths: Iterable[Path]) -> None:
         """Record in block files that a prompt without a session name uses them. Unknown files are ignored."""
         if self.read_only:
             return
-        with self.mutex:
-            for path in paths:
+        for path in paths:
+            with self.mutex:  # other threads may use the index between two files
                 file = self.index.files.get(path)
-                if file is not None and not file.claimed:
+                if file is not None and not self.is_claimed(path):
                     with contextlib.suppress(OSError):  # then a deletion removes the block, which is computed again
                         write_claim(path, True)
                         file.claimed = True
@@ -192,11 +192,12 @@ class StoreFolder:
         """Return whether a prompt without a session name uses the block in this file."""
         with self.mutex:
             file = self.index.files.get(path)
-            if file is None or file.claimed:
-                return file is not None
-            found = read_claim(path)
-            self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
-            return found
+            if file is None:
+                return False
+            if file.claimed is None:
+                file.claimed = read_claim(path)
+                self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+            return file.claimed
 
     def disclaim(self, paths: Iterable[Path]) -> None:
         """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""

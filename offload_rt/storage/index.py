@@ -37,14 +37,13 @@ class _File:
         size: Size in bytes.
         used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
         keep: Rank in the eviction order: the time of the last use, plus a delay if the KV is costly to compute again.
-        claimed: Whether the file contains the claim of a prompt (`files.read_claim`), as far as this process knows.
-            Claims of earlier processes are not known.
+        claimed: Whether the file contains the claim of a prompt (`files.read_claim`). None if this is not known yet.
     """
 
     size: int
     used: int
     keep: int
-    claimed: bool = False
+    claimed: bool | None = None
 
 
 class DiskIndex:

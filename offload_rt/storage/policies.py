@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from ..config import LIVE_POLICIES
 from ..utils.config_fields import check_choice
+from .options import LIVE_POLICIES
 
 K = TypeVar("K", bound=Hashable)
 

@@ -262,7 +262,10 @@ class Saver:
             self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
-        """Call `written` on the worker thread when all layers that are complete now are written. It must not raise."""
+        """Call `written` on the worker thread when all layers that are complete now are written.
+
+        `flush` raises an error of `written`.
+        """
         self._jobs.put(written)
 
     def close(self) -> None:
@@ -275,9 +278,15 @@ class Saver:
             if isinstance(job, tuple):
                 self._try_to_write(*job)
             else:
-                job()
+                self._call(job)
             self._jobs.task_done()
         self._jobs.task_done()
+
+    def _call(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # `flush` raises this error; the worker thread goes on
+            self._failure = error
 
     def _try_to_write(self, saving: Saving, layer: int) -> None:
         try:

@@ -51,14 +51,17 @@ class StateBlocks:
 
     def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
         """Write a snapshot, on the saver's thread. If this fails, the state is computed again later."""
-        writer = self._store.begin(name.parent, name.provenance_key, name.tokens, self._part, cost, claim=claim)
-        if writer is not None:
-            for layer in range(self._store.layers):
-                part = data[layer * self._part : (layer + 1) * self._part]
-                writer.write(layer, memoryview(part.ljust(self._part, b"\0")))
-            writer.commit()
-        with self._mutex:
-            self._waiting -= self._states.slot_bytes
+        try:
+            writer = self._store.begin(name.parent, name.provenance_key, name.tokens, self._part, cost, claim=claim)
+            if writer is not None:
+                for layer in range(self._store.layers):
+                    part = memoryview(data)[layer * self._part : (layer + 1) * self._part]
+                    whole = len(part) == self._part
+                    writer.write(layer, part if whole else memoryview(bytes(part).ljust(self._part, b"\0")))
+                writer.commit()
+        finally:
+            with self._mutex:
+                self._waiting -= self._states.slot_bytes
 
     def load(self, name: NamedBlock, slot: int) -> bool:
         """Read a snapshot into a slot. Return False if it is not in the store or is damaged."""

@@ -123,10 +123,10 @@ class RowLists:
             rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
             copy_into(torch.tensor([[entry(own) for own in layer] for layer in rows]), self._tables)
             self._resident = [PointerTable(tuple(own), table) for own, table in zip(rows, self._tables, strict=True)]
+            if self._working is not None:
+                with self._prefetch.behind_compute():
+                    self._working.hold([one.working for one in sequences if one.working is not None], padding)
             self._open = sequences
-        if self._working is not None:
-            with self._prefetch.behind_compute():
-                self._working.hold([one.working for one in sequences if one.working is not None], padding)
 
     def release(self) -> None:
         """Drop all references to sequences. `hold` must be called before the next use."""

@@ -29,7 +29,6 @@ class WorkingLists:
         self._used: set[int] = set()
         self._sets: dict[int, list[LayerSet]] = {}
         self._held: Sequence[WorkingSet] = ()
-        self._padding = 0
 
     def use(self, layers: Iterable[int]) -> None:
         """Announce `layers`, whose working sets will be looked up.
@@ -43,10 +42,7 @@ class WorkingLists:
 
         The last `padding` working sets belong to no sequence. Look-ups do not change them.
         """
-        same = len(held) == len(self._held) and all(new is old for new, old in zip(held, self._held, strict=True))
-        if same and padding == self._padding:
-            return
-        self._held, self._padding = held, padding
+        self._held = held
         counts = [self._entries] * (len(held) - padding) + [0] * padding
         copy_into(torch.tensor(counts, dtype=torch.int32), self._counts)
         self._bind()

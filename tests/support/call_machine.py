@@ -332,7 +332,7 @@ class Calls(RuleBasedStateMachine):
         for one in self.streams:
             one.events.close()  # type: ignore[attr-defined]
         self.streams = []
-        stores = list(self.llm._stores.values())
+        stores = list(self.llm._stores)
         self.llm.close()
         for name in NAMES:
             self.closed(name)

@@ -186,6 +186,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Mixtures of experts. gpt-oss has attention sinks, and a sliding window in the first layer."""
 
+HYBRIDS = ("qwen3_5", "falcon_h1", "lfm2")
+"""Models with recurrent state: the gated delta rule, Mamba-2 beside attention, and short convolutions."""
+
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
@@ -257,7 +260,9 @@ class Cell:
 
 
 def _model(name: str) -> PreTrainedModel:
-    """Return a tiny model of two layers."""
+    """Return a tiny model of two layers, or of three or four if it has recurrent state."""
+    if name in HYBRIDS:
+        return architecture(name, vocab_size=VOCAB)
     if name in EXPERTS:
         return architecture(name, num_hidden_layers=LAYERS, vocab_size=VOCAB, **EXPERTS[name])
     return tiny_model(name, num_hidden_layers=LAYERS, **WINDOWS.get(name, {}))
@@ -338,7 +343,8 @@ _CELLS = [
     Cell("sessions, tail", "infinigen", session, TAIL),
     Cell("prompts", "infinigen", stored, SPARSE),
     Cell("default, windows, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="qwen2"),
-    Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"], GRAPHS, model="qwen2"),
+    # The only layer without a window selects. Otherwise nothing is captured.
+    Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"] | {"dense_layers": ()}, GRAPHS, model="qwen2"),
     Cell("default, gpt-oss, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="gpt_oss"),
     Cell("default, mixtral, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="mixtral"),
     Cell("prompts, a window", "full", stored, model="qwen2"),
@@ -358,6 +364,14 @@ _CELLS = [
     Cell("exact, windows", "oracle", slid, POLICIES["oracle"], {"exact": DRAFTS}, model="qwen2"),
     Cell("exact, streamed", "infinigen", single, SPARSE, {"exact": DRAFTS}, streamed=0),
     Cell("exact, graphs", "infinigen", drafted, SPARSE, GRAPHS | {"exact": DRAFTS}),
+    Cell("hybrid, full", "full", ragged, model="falcon_h1"),
+    Cell("hybrid", "infinigen", ragged, SPARSE, model="lfm2"),
+    Cell("hybrid, default", "infinigen", ragged, LOW_BITS, model="qwen3_5"),
+    Cell("hybrid, shared", "full", shared, model="qwen3_5"),
+    Cell("hybrid, forks", "full", forked, model="falcon_h1"),
+    Cell("hybrid, sessions", "full", session, model="qwen3_5"),
+    Cell("hybrid, sessions, sparse", "infinigen", session, SPARSE, model="falcon_h1"),
+    Cell("hybrid, prompts", "full", stored, model="qwen3_5"),
     Cell("graphs", "infinigen", replayed, SPARSE, GRAPHS),
     Cell("graphs, batch sizes", "infinigen", growing, SPARSE, GRAPHS),
 ]
@@ -399,7 +413,10 @@ _DAILY: dict[str, tuple[str, ...]] = {
     "windows, full": ("late write-back",),
     "a window, full": ("late prefetch", "seed 1"),
     "default, windows, graphs": ("late write-back",),
+    "a window, graphs": ("late prefetch",),
     "default, gpt-oss, graphs": ("seed 0",),
+    "hybrid, default": ("late prefetch",),
+    "hybrid, shared": ("late compute",),
     "forks, full": ("late write-back",),
     "sessions, full": ("late write-back", "seed 0"),
     "sessions, tail": ("late prefetch",),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offload_rt.config import StoreOptions
 from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
+from offload_rt.storage.options import StoreOptions
+
+from .child_processes import fork_until_killed
 
 LAYERS, LAYER_BYTES = 3, 512
 FILE_BYTES = 4096 + LAYERS * LAYER_BYTES
@@ -72,20 +74,11 @@ def open_store(
 
 def fork_saver(folder: Path, start: int) -> int:
     """Fork a process that saves blocks from `start` on until it is killed. Return its id after the store is open."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        # A fork with running threads warns, but the child starts none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            store = open_store(folder, 40 * FILE_BYTES)
-            os.write(writing, b"x")
-            for number in itertools.count(start):
-                save(store, number)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    assert os.read(reading, 1) == b"x"
-    os.close(reading)
-    return child
+
+    def steps() -> Iterator[None]:
+        store = open_store(folder, 40 * FILE_BYTES)
+        yield
+        for number in itertools.count(start):
+            save(store, number)
+
+    return fork_until_killed(steps())

@@ -46,12 +46,14 @@ class ScriptedEngine:
     """Replace `AsyncLLM` in server tests.
 
     Every answer is the text `say(prompt)`, one token every `pause` seconds. `begun` and `aborted` count requests.
+    `fails` is raised after `fails_after` tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], str], pause: float = 0.0) -> None:
         self.say, self.pause = say, pause
         self.begun = self.aborted = 0
         self.fails: Exception | None = None
+        self.fails_after = 0
         self.params = SamplingParams()
         self.closed = False
         self.session: str | None = None
@@ -78,7 +80,7 @@ class ScriptedEngine:
         trace: bool = False,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        if self.fails is not None:
+        if self.fails is not None and not self.fails_after:
             raise self.fails
         self.begun, self.params, self.session = self.begun + 1, sampling_params, session
         self.cache_salt = cache_salt
@@ -94,6 +96,8 @@ class ScriptedEngine:
         try:
             for end in range(1, length + 1):
                 await asyncio.sleep(self.pause)
+                if self.fails is not None and end > self.fails_after:
+                    raise self.fails
                 last = end == length
                 each = [
                     self._output(i, tokenizer, ids[:end], reason if last else None) for i in range(sampling_params.n)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -225,12 +224,11 @@ class SpeculativeDecoder:
         for sequence, draft in batch:
             sequence.trace.decode_seconds += seconds
             draft.alone = self._alone(draft, seconds / len(batch)) * len(batch)
-        of_requests = iter(rows)
+        logits, start = torch.cat(rows), 0
+        best = best_tokens(logits)
         for draft in drafts:
-            draft.logits = torch.cat([next(of_requests) for _ in draft.request.sequences])
-        best = iter(best_tokens(torch.cat([draft.logits for draft in drafts])))
-        for draft in drafts:
-            draft.best = list(islice(best, len(draft.logits)))
+            stop = start + (len(draft.tokens) + 1) * len(draft.request.sequences)
+            draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
     def _alone(self, draft: Draft, seconds: float) -> float:
         """Return the seconds per sequence of the fastest pass without draft tokens, or infinity if there was none.

@@ -42,14 +42,18 @@ class MXFP4Experts(Importer):
         if "blocks" not in shapes:
             return None
         groups, size = shapes["blocks"][2:]
-        if 2 * size != _GROUP or groups * _GROUP != ins or not PackedFormat.fits(ins, 5, _GROUP):
-            raise CannotPackError(f"{groups} groups of {2 * size} for {ins} inputs; supported are groups of {_GROUP}")
+        if 2 * size != _GROUP:
+            raise CannotPackError(f"groups of {2 * size} inputs; groups of {_GROUP} are supported")
+        if groups * _GROUP != ins or not PackedFormat.fits(ins, 5, _GROUP):
+            raise CannotPackError(f"{groups} groups of {_GROUP} do not cover {ins} inputs")
         return PackedFormat(ins, 5, _GROUP, offset=_ZERO)
 
     def pack(self, tensors: Mapping[str, torch.Tensor], form: PackedFormat, options: Options) -> PackedLayer:
         blocks, stored = tensors["blocks"], tensors["scales"]
         if blocks.shape[:-1] != stored.shape:
-            raise CannotPackError(f"scales {tuple(stored.shape)} for blocks {tuple(blocks.shape)}")
+            raise CannotPackError(
+                f"scales of shape {tuple(stored.shape)} do not match blocks of shape {tuple(blocks.shape)}"
+            )
         if int(stored.max()) == _NOT_FINITE:
             raise CannotPackError("scales that are not finite")
         whole = torch.tensor([_ZERO + sign * half for sign in (1, -1) for half in _HALVES], dtype=torch.uint8)

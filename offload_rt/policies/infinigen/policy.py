@@ -38,11 +38,7 @@ class InfiniGenState(PolicyState):
     """The scoring keys and the approximate KV of one sequence."""
 
     def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
-        """Create a state with scoring keys `keys`.
-
-        If approximate KV is enabled, its 4-bit keys are the scoring keys. `keys` and `approximate` are then the same
-        object.
-        """
+        """Create a state. With approximate KV, `keys` and `approximate` are the same object: its keys score tokens."""
         self._policy, self._keys, self._approximate = policy, keys, approximate
         self._prepared: LowBitQuery | None = None
         """The prepared true query of the current layer, kept from `select` until `merge_approximate` uses it."""

@@ -27,9 +27,11 @@ const chat = new Conversation({
     run(() => chat.open(before));
   },
   proceed() {
-    const answer = chat.messages.at(-1), { finish } = answer;
+    const answer = chat.messages.at(-1);
     answer.traces ??= [];
-    run(() => { answer.finish = finish; chat.draw(); }, true);
+    const { content, thought, finish, failed } = answer, traces = [...answer.traces];
+    delete answer.failed; // else the request would not contain the answer
+    run(() => { Object.assign(answer, { content, thought, finish, failed, traces }); chat.draw(); }, true);
   },
   sources(message, body) {
     sources.show(message, body);
@@ -74,11 +76,11 @@ function body(messages) {
   };
 }
 
-// Answer the last question, or continue the last answer. `restore` is called if the server refuses the request.
+// Answer the last question, or continue the last answer. `restore` is called if there is no answer, or no whole continuation.
 function run(restore, continues = false) {
   const answer = chat.messages.at(-1), trace = new Trace(answer.content.length), begun = performance.now();
   const usage = { tokens: 0, read: 0, cached: 0 };
-  let first = 0, asked;
+  let first = 0, failure = "", asked;
   try {
     asked = body(continues ? chat.messages : chat.messages.slice(0, -1));
   } catch {
@@ -95,7 +97,7 @@ function run(restore, continues = false) {
   say("Sending…");
 
   const take = (data) => {
-    if (data.error) answer.failed = data.error.message;
+    if (data.error) failure = data.error.message;
     if (data.trace) { trace.take(data.trace, answer.content.length); progress(trace); sources.refresh(); }
     if (data.usage) Object.assign(usage, { tokens: data.usage.completion_tokens, read: data.usage.prompt_tokens, cached: data.usage.prompt_tokens_details.cached_tokens });
     for (const { delta, finish_reason: finish } of data.choices || []) {
@@ -107,19 +109,24 @@ function run(restore, continues = false) {
       grow();
     }
   };
+  // A continued answer stays as it was before. A new answer is marked: it is not part of later requests.
+  const failed = (message) => {
+    if (continues) restore();
+    else answer.failed = message;
+    ended(answer, continues ? "The answer was not continued." : message, "session" in asked);
+    if (continues) complain(message);
+  };
   abort = send(asked, {
     uploading: (share) => say(share < 1 ? `Sending… ${Math.round(100 * share)} %` : "Reading…"),
     event: take,
-    done: () => ended(answer, answer.failed || summary(usage, begun, first), "session" in asked),
+    done: () => (failure ? failed(failure) : ended(answer, summary(usage, begun, first), "session" in asked)),
     stopped: () => ended(answer, "Stopped.", "session" in asked),
     lost() {
-      if (first) answer.failed = "The connection was lost.";
-      if (!first) restore();
-      ended(answer, "", "session" in asked);
+      if (first) failed("The connection was lost.");
+      else { restore(); ended(answer, "", "session" in asked); }
       complain("The server does not respond.");
     },
     refused(message) {
-      answer.traces.pop();
       restore();
       ended(answer, "The request was refused.", true);
       complain(message);

@@ -57,9 +57,10 @@ def test_the_cache_is_shrunk_and_cleared(cached: tuple[Path, Path], cli: Cli, tm
 
 
 def test_wrong_arguments_are_refused(cli: Cli) -> None:
-    cli("cache", "delete").fails_with("needs a NAME")
-    cli("cache", "clear", "x").fails_with("take none")
-    cli("cache", "shrink").fails_with("--limit SIZE")
+    cli("cache", "delete").fails_with("needs NAME")
+    cli("cache", "clear", "x").fails_with("cache clear takes no NAME")
+    cli("cache", "list", "--limit", "1GiB").fails_with("cache list takes no --limit")
+    cli("cache", "shrink").fails_with("needs --limit")
     cli("cache", "shrink", "--limit", "many").fails_with("--limit", "is not a size")
     cli("cache", "burn").fails_with("'burn' is unknown")
 

@@ -328,6 +328,7 @@ def test_prompt_over_the_positions_of_a_table(cli: Cli, pages: Path, tmp_path: P
         ("--policy infinigin", ("infinigin", "did you mean 'infinigen'")),
         ("--policy full --budget 0.1", ("policy 'full' has no option --budget (its options: none)",)),
         ("--policy h2o --alpha 3", ("policy 'h2o' has no option --alpha (its options: --budget, --sinks",)),
+        ("--policy h2o --skew-method svd", ("policy 'h2o' has no option --skew-method (",)),
         ("--policy quest --page 0", ("--page 0",)),
         ("--policy infinigen --page 8", ("policy 'infinigen' has no option --page (", "--approximate-kv")),
         ("--policy infinigen --partial-ratio 1.5", ("--partial-ratio 1.5", "(0, 1]")),

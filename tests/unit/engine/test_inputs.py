@@ -20,12 +20,13 @@ from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoTokenizer, BatchEncoding
 
 from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
-from offload_rt.config import EngineConfig, StoreOptions
+from offload_rt.config import EngineConfig
 from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
 from offload_rt.models.source import find_source
 from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.sessions.chat_render import encode_rendered
 from offload_rt.sessions.session import Session
+from offload_rt.storage.options import StoreOptions
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from support.sharing import greedy, make
 from support.tiny_models import tiny_prompt
 
 from offload_rt import LLM, EngineError, SamplingParams
-from offload_rt.config import StoreOptions
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.request import Request
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.engine.snapshot_keeper import SnapshotKeeper
 from offload_rt.engine.swap import FOLDER, Swap
+from offload_rt.model_runner.sequence import Sequence
+from offload_rt.storage.options import StoreOptions
 
 PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
 PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
@@ -132,11 +133,7 @@ def test_a_full_disk_means_computing_again(tmp_path: Path) -> None:
 
 
 def test_a_failed_snapshot_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = LLM(architecture("qwen3_5"), policy="full", host_memory="8MiB", verify="off").runner
-    swap = Swap(runner, tmp_path)
-    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
-    sequence = runner.new_sequence([*range(1, 81), 5], 81)
-    runner.prefill(sequence, 80)
+    swap, sequence = hybrid(tmp_path)
 
     def copy(*_: Any) -> None:
         raise RuntimeError("copy failed")
@@ -145,7 +142,44 @@ def test_a_failed_snapshot_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: p
     with pytest.raises(RuntimeError, match="copy failed"):
         swap.swap_out(sequence, 1)
     assert not swap._users and swap.bytes_used == 0
-    runner.free(sequence)
+
+
+def hybrid(folder: Path) -> tuple[Swap, Sequence]:
+    """Return a swap folder, and a sequence of a hybrid model that is worth swapping."""
+    runner = LLM(architecture("qwen3_5"), policy="full", host_memory="8MiB", verify="off").runner
+    swap = Swap(runner, folder)
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
+    sequence = runner.new_sequence([*range(1, 81), 5], 81)
+    runner.prefill(sequence, 80)
+    return swap, sequence
+
+
+def test_without_a_free_snapshot_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap, sequence = hybrid(tmp_path)
+
+    def save(*_: Any) -> int:
+        raise AssertionError("KV is written")
+
+    monkeypatch.setattr(SnapshotKeeper, "copy", lambda *_: None)
+    monkeypatch.setattr(swap._saver, "save", save)
+    assert swap.swap_out(sequence, 1) is None
+    assert not swap._users and swap.bytes_used == 0
+
+
+def test_a_failed_write_frees_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap, sequence = hybrid(tmp_path)
+    own = swap._saver.flush
+
+    def flush() -> None:
+        own()
+        raise RuntimeError("write failed")
+
+    monkeypatch.setattr(swap._saver, "flush", flush)
+    with pytest.raises(RuntimeError, match="write failed"):
+        swap.swap_out(sequence, 1)
+    assert not swap._users and swap.bytes_used == 0
+    table = swap._runner.pool.cached.snapshots
+    assert table is not None and not table._pending - {*sequence.snapshots.values()}
 
 
 def test_a_preempted_request_that_fails_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

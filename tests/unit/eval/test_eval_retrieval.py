@@ -44,8 +44,10 @@ def haystack(tested: ModelUnderTest) -> Haystack:
     return Haystack(tested, BOOK)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_needles_stand_where_they_are_said_to(tested: ModelUnderTest, haystack: Haystack, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "asked_facts"), [*zip(KINDS, (1, 1, 3, 4, 3), strict=True)])
+def test_needles_stand_where_they_are_said_to(
+    tested: ModelUnderTest, haystack: Haystack, kind: str, asked_facts: int
+) -> None:
     tokenizer: Any = tested.loaded.tokenizer
     for seed in range(10):
         passage = haystack.hide(np.random.default_rng(seed), kind, 512)
@@ -56,8 +58,11 @@ def test_needles_stand_where_they_are_said_to(tested: ModelUnderTest, haystack: 
         asked = tokenizer.decode(text.tokens[text.scored_from :])
         told = tokenizer.decode(text.tokens[: text.scored_from])
         assert whole == told + asked
-        for sentence in asked.split(". ")[:-1]:
-            assert f"{sentence.strip()}." in told  # the question uses the words of the statement
+        *sentences, rest = asked.split(".")
+        assert len(sentences) == asked_facts and rest == ""
+        for sentence in sentences:
+            assert f"{sentence}." in told  # the question uses the words of the statement
+        assert len(passage.questions) == (4 if kind == "several queries" else 1)
         for question in passage.questions:
             first = question.answers[0]
             answer = tokenizer.decode([text.tokens[i] for i in question.answers[:1]])

@@ -30,12 +30,12 @@ from support.disk_blocks import (
     tokens_of,
 )
 
-from offload_rt.config import LIVE_POLICIES
 from offload_rt.errors import StoreError
 from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.storage.block_file import BlockHeader
 from offload_rt.storage.block_store import Document
 from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.options import LIVE_POLICIES
 
 
 class StoreAgainstModel(RuleBasedStateMachine):

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import RECURRENT, RUNS, VOCAB, architecture
+from support.architectures import RECURRENT, RUNS, architecture
+from support.hybrids import make, prompt_of
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
 from offload_rt import LLM, ConfigError, InputError, OffloadedCache, SamplingParams, offload
 from offload_rt.config import EngineConfig
 from offload_rt.core import StateShape
+from offload_rt.engine.runner import Runner
 from offload_rt.engine.swap import Swap
+from offload_rt.errors import DeviceFullError
 from offload_rt.models.recurrent import RecurrentState, StateSlots
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.shape import load_shape
@@ -28,15 +31,6 @@ from offload_rt.planning.device_plan import costs_for
 FAMILIES = ("qwen3_5", "granite_hybrid", "lfm3", "falcon_h1", "nemotron_h")
 """One family of each kind of state; Qwen 3.5 and Nemotron-H have heads of 32 numbers."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def make(name: str, **options: Any) -> tuple[Any, LLM]:
-    model = architecture(name)
-    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 
 def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
@@ -237,6 +231,23 @@ def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
         assert slots.used == 1
         assert slots.take(first) != first and slots.used == 2
         assert slots.conv[0].eq(7).all() and all(len(seen) == len(slots.conv[0]) for seen in slots.seen.values())
+
+
+def test_a_fork_without_device_memory_leaves_the_state_of_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make("qwen3_5")[1].runner
+    sequence = runner.new_sequence(prompt_of(30), 40)
+    runner.prefill(sequence, 29)
+
+    def full(self: Runner) -> None:
+        raise DeviceFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_check_device", full)
+        with pytest.raises(DeviceFullError):
+            runner.fork(sequence, 40)
+    runner.check_integrity()
+    runner.free(sequence)
+    runner.check_integrity()
 
 
 def test_all_hybrids_are_named() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import RECURRENT, VOCAB, architecture
+from support.cuda_simulator import Late, simulated
+from support.hybrids import make, prompt_of
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -25,15 +27,6 @@ from offload_rt.model_runner.state_capture import StateCapture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def make(name: str, **options: Any) -> tuple[Any, LLM]:
-    model = architecture(name)
-    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 
 def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
@@ -245,6 +238,23 @@ def test_a_failed_copy_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(runner.pool.cached.snapshots) == used
     runner.free(sequence)
     runner.check_integrity()
+
+
+def test_the_host_waits_for_copies_of_a_snapshot() -> None:
+    """A snapshot is read after it has been saved, and overwritten after it has been restored. The device is late."""
+    with simulated(Late((0,))):
+        llm = LLM(architecture("lfm2").to("cuda"), policy="full", host_memory="8MiB", verify="off")
+        states, slots = llm.runner.pool.states, llm.runner.states
+        assert states is not None and slots is not None
+        source, target = slots.take(), slots.take()
+        recurrent, conv = slots.of_layer(0, source)
+        conv.fill_(1.5)
+        states.save(0, 0, recurrent, conv)
+        saved = states.read(0)
+        assert torch.frombuffer(bytearray(saved), dtype=conv.dtype)[: conv.numel()].eq(1.5).all()
+        states.restore(0, 0, *slots.of_layer(0, target))
+        states.write(0, memoryview(bytearray(len(saved))))
+        assert slots.of_layer(0, target)[1].cpu().eq(1.5).all()
 
 
 class TestFaults:

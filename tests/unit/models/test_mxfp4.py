@@ -73,8 +73,8 @@ def test_weights_and_tokens_are_those_of_the_format(tmp_path: Path) -> None:
     ("part", "change", "message"),
     [
         ("scales", lambda each: each.fill_(255), "scales that are not finite"),
-        ("scales", lambda each: each[..., :1].contiguous(), "scales .* for blocks"),
-        ("blocks", lambda each: each[..., :8].contiguous(), "2 groups of 16 for 64 inputs"),
+        ("scales", lambda each: each[..., :1].contiguous(), "scales of shape .* do not match blocks"),
+        ("blocks", lambda each: each[..., :8].contiguous(), "groups of 16 inputs; groups of 32 are supported"),
     ],
 )
 def test_damaged_experts_are_one_error(part: str, change: Any, message: str, tmp_path: Path) -> None:

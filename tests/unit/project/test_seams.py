@@ -18,7 +18,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import main
 from offload_rt.cli.flags import add_engine_flags, engine_config
-from offload_rt.config import EngineConfig, EvictionOptions, Size, StoreOptions
+from offload_rt.config import EngineConfig, EvictionOptions, Size
 from offload_rt.core import ModelGeometry, Selection, VisibleTokens
 from offload_rt.errors import ConfigError
 from offload_rt.models import registry as model_registry
@@ -30,6 +30,7 @@ from offload_rt.policies.demand import MemoryDemand
 from offload_rt.policies.options import BudgetOptions
 from offload_rt.policies.registry import memory_demand, options_class, parse_options, policy_names, register_policy
 from offload_rt.policies.scorer import ScorerPolicy
+from offload_rt.storage.options import StoreOptions
 from offload_rt.utils.config_fields import check, option, option_of
 
 # ------------------------------------------------------------------------------------------------------ a toy policy

@@ -17,7 +17,9 @@ import pytest
 from support.serving import ScriptedEngine, answering, served
 from transformers import PreTrainedTokenizerBase
 
+from offload_rt.errors import InputError
 from offload_rt.server.app import make_app
+from offload_rt.server.options import ServerOptions
 from offload_rt.server.run import Loading
 from offload_rt.utils.progress import report
 
@@ -26,7 +28,7 @@ if not os.environ.get("OFFLOAD_RT_STRESS"):
 if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
     pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from support.browser import (
     DESKTOP,
     NAME,
@@ -159,6 +161,70 @@ def test_search_rename_export_and_undo(browser: Browser, url: str) -> None:
         page.get_by_role("button", name="Delete The letter").click()
         page.reload()  # a deletion is final when the page is closed
         expect(titles).to_have_count(1)
+
+
+def test_a_page_that_could_not_begin_tries_again(browser: Browser, url: str) -> None:
+    with page_of(browser, url, allowed="net::ERR_FAILED") as page:
+        refused: list[Route] = []
+        page.route("**/v1/models", lambda route: (refused.append(route), route.abort())[1], times=1)
+        page.reload()
+        expect(page.locator("#model")).to_have_text("scripted")
+        assert refused
+
+
+@pytest.mark.parametrize("status", [500, None], ids=["refused", "no connection"])
+def test_a_failed_deletion_is_reported(browser: Browser, url: str, status: int | None) -> None:
+    def fail(route: Route) -> None:
+        if route.request.method != "DELETE":
+            route.continue_()
+        elif status is None:
+            route.abort()
+        else:
+            route.fulfill(status=status, json={"error": {"message": "a file cannot be deleted"}})
+
+    with page_of(browser, url, allowed="Failed to load resource") as page:
+        ask(page, "Who wrote?")
+        done(page)
+        page.route("**/v1/sessions/*", fail)
+        page.get_by_role("button", name="Delete Who wrote?").click()
+        expect(page.locator("#session-list .title")).to_have_count(0)
+        reason = "because the server does not respond" if status is None else "a file cannot be deleted"
+        expect(page.locator("#problem")).to_contain_text("The conversation was not deleted")
+        expect(page.locator("#problem")).to_contain_text(reason)
+        expect(page.locator("#session-list .title")).to_have_count(1)
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["connection lost", "engine failed"])
+def test_an_answer_stays_if_its_continuation_fails(
+    browser: Browser, engine: Engine, tmp_path: Path, lost: bool
+) -> None:
+    prompts: list[str] = []
+    engine.say = lambda prompt: prompts.append(prompt) or "It was a dark night."  # type: ignore[func-returns-value]
+    options = ServerOptions(port=0, grace=5, documents=tmp_path / "server")
+    with (
+        answering(make_app(engine, options), options) as (url, server),  # type: ignore[arg-type]
+        page_of(browser, url, allowed="net::ERR_") as page,
+    ):
+        ask(page, "What of the night?", 3)
+        done(page)
+        answer = page.locator("article.assistant .text")
+        before = answer.inner_text()
+        engine.pause, engine.fails_after = 2, 1
+        engine.fails = None if lost else InputError("the disk is full")
+        action(page, "assistant", "Continue the answer")
+        if lost:
+            expect(page.locator("#status")).to_have_text("Answering…")
+            for connection in list(server.server_state.connections):
+                connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+        expect(page.locator("#status")).to_have_text("The answer was not continued.")
+        expect(page.locator("#problem")).to_have_text("The server does not respond." if lost else "the disk is full")
+        assert answer.inner_text() == before
+        expect(page.locator("article.failed")).to_have_count(0)
+        engine.fails, engine.pause = None, 0
+        action(page, "assistant", "Continue the answer")
+        done(page)
+        assert prompts[-1].endswith(before)
+        assert answer.inner_text().startswith(before) and answer.inner_text() != before
 
 
 def exported(page: Page, button: str) -> tuple[str, ...]:

@@ -1,13 +1,15 @@
 """Replay requests of agents: every request finds the longest beginning that an earlier request has.
 
-`make stress PART=agents` replays all agents, restarts the server, replays them again, and prints a table. With
-OFFLOAD_RT_AGENTS_MODEL it uses that model.
+`make stress PART=agents` replays all agents, restarts the server, replays them again, and prints a table. It repeats
+this with a store that is too small for all prompts. With OFFLOAD_RT_AGENTS_MODEL it uses that model.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +23,10 @@ from support.agents import AGENTS, AgentRequest
 from support.serving import TEMPLATE, served
 from support.tiny_models import tiny_checkpoint
 
-from offload_rt import LLM, AsyncLLM
+from offload_rt import LLM, AsyncLLM, StoreOptions
 
 BLOCK = 64
+SCRIPT = Path(__file__).parents[3] / "scripts" / "stateless_client.py"
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
 NAMES = list(AGENTS) if STRESS else ["opencode"]
 
@@ -54,15 +57,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return os.environ.get("OFFLOAD_RT_AGENTS_MODEL") or str(tiny_checkpoint(folder, "llama", **sizes))
 
 
+@dataclass(frozen=True)
+class Service:
+    """A client of a server, the server's engine, and its store."""
+
+    http: httpx2.Client
+    engine: AsyncLLM
+    store: Path
+
+    @property
+    def disk_bytes(self) -> int:
+        storage: Any = self.engine._sessions.store.context.storage  # type: ignore[union-attr]
+        with storage._index.mutex:  # else a file could be deleted and another one written between two calls of stat
+            return size_of(self.store)
+
+
+def size_of(store: Path) -> int:
+    """Return the size of the files with KV and sessions, including temporary files."""
+    spaces = (folder for folder in store.iterdir() if folder.is_dir() and folder.name != "server")
+    return sum(path.stat().st_size for space in spaces for path in space.rglob("*") if path.is_file())
+
+
 @contextmanager
-def serving(model: str, store: Path) -> Iterator[httpx2.Client]:
+def serving(model: str, store: Path, limit: int | None = None) -> Iterator[Service]:
     """Serve a new model, as a restarted process would."""
     llm = LLM(model, policy="full", verify="off", host_memory="1GiB")
     if not getattr(llm.tokenizer, "chat_template", None):
         llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
-    engine = AsyncLLM(llm, store=store)
+    engine = AsyncLLM(llm, store=store, store_options=StoreOptions(limit=limit))
     with served(engine, documents=store / "server") as url, httpx2.Client(base_url=url, timeout=600) as http:
-        yield http
+        yield Service(http, engine, store)
 
 
 def known_tokens(prompt: list[int], earlier: list[list[int]]) -> int:
@@ -92,6 +116,10 @@ def replay(http: httpx2.Client, agent: str, request: AgentRequest, earlier: list
     return Row(agent, request.kind, len(prompt), known, cached, first)
 
 
+def requests() -> Iterator[tuple[str, AgentRequest]]:
+    return ((name, request) for name in NAMES for request in AGENTS[name]())
+
+
 def table(title: str, rows: list[Row]) -> str:
     lines = [
         f"\n{title}\n\n| agent | request | prompt | known | cached | first token (s) |",
@@ -104,13 +132,51 @@ def table(title: str, rows: list[Row]) -> str:
 
 def test_agents_find_their_prefixes(model: str, tmp_path: Path) -> None:
     """A restarted server finds the whole prompts on disk."""
-    requests = [(name, request) for name in NAMES for request in AGENTS[name]()]
     earlier: list[list[int]] = []
     for title in ("Before the restart", "After the restart"):
-        with serving(model, tmp_path) as http:
-            rows = [replay(http, name, request, earlier) for name, request in requests]
+        with serving(model, tmp_path) as service:
+            rows = [replay(service.http, name, request, earlier) for name, request in requests()]
         print(table(title, rows))
         for row in rows:
             # Whole blocks are shared. The last token of a prompt is always computed.
             assert row.cached >= min(row.known, row.prompt - 1) // BLOCK * BLOCK, row
     assert all(row.known == row.prompt for row in rows)
+
+
+def test_the_store_stays_within_its_limit(model: str, tmp_path: Path) -> None:
+    """Replay with a third of the space that all prompts need."""
+    earlier: list[list[int]] = []
+    with serving(model, tmp_path / "whole") as service:
+        for name, request in requests():
+            replay(service.http, name, request, earlier)
+    limit = size_of(tmp_path / "whole") // 3
+    sizes: list[int] = []
+    for title in ("Limited store, before the restart", "Limited store, after the restart"):
+        rows = []
+        with serving(model, tmp_path / "limited", limit) as service:
+            for name, request in requests():
+                rows.append(replay(service.http, name, request, earlier))
+                sizes.append(service.disk_bytes)
+        sizes.append(size_of(tmp_path / "limited"))
+        print(table(title, rows))
+    print(f"\nlimit {limit:,} bytes, largest size on disk {max(sizes):,} bytes")
+    assert limit / 2 < max(sizes) <= limit
+    assert any(row.cached for row in rows)
+
+
+@pytest.mark.skipif(not STRESS, reason="starts five servers: make stress PART=agents")
+def test_the_script_prints_a_table_of_first_tokens(tmp_path: Path) -> None:
+    folder = Path(tiny_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=2, head_dim=32))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    command = [sys.executable, str(SCRIPT), str(folder), "--characters", "1500", "--host-memory", "16MiB"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("| ")][2:]
+    assert len(lines) == 14
+    for line in lines:
+        name, prompt, cached, _ = (cell.strip().replace(",", "") for cell in line.strip("|").split("|"))
+        if not prompt:
+            assert name.startswith("another text")
+        elif name.startswith(("first turn again", "second", "third", "fourth", "document")) or name.endswith("again"):
+            assert int(prompt) - 2 * BLOCK < int(cached) < int(prompt), line
+        else:
+            assert int(cached) == 0, line

@@ -125,6 +125,19 @@ def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
     assert caplog.text.count("a session could not be saved: no room") == 1
 
 
+def test_only_the_oldest_sessions_above_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_prompts, "MOST_OPEN", 4)
+
+    async def run() -> None:
+        async with make(tmp_path) as engine:
+            for count, name in enumerate("abcdef", start=1):
+                await last(engine, prompt(20), session=name)
+                assert engine._sessions is not None
+                assert "".join(engine._sessions._opened) == "abcdef"[max(0, count - 4) : count]
+
+    asyncio.run(run())
+
+
 def test_who_asked_for_a_deletion_may_be_gone(tmp_path: Path) -> None:
     """Close the event loop of a deletion request. The session is deleted, and no other request fails."""
 

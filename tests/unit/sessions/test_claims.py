@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,13 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.disk_blocks import LAYER_BYTES, block_files, blocks_of, fill, load, open_store, save, tokens_of
 
-from offload_rt.config import StoreOptions
 from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.sessions.deletion import remove_claims, remove_session
 from offload_rt.sessions.history import History, document_name
+from offload_rt.storage import folder
 from offload_rt.storage.block_file import CLAIM
 from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
 from offload_rt.storage.files import read_claim, write_claim
+from offload_rt.storage.options import StoreOptions
 
 NAMES = ("a", "b", "c")
 NUMBERS = st.sets(st.integers(0, 7), max_size=4)
@@ -170,6 +173,31 @@ def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
         after = path.stat()
         assert (after.st_mtime_ns, after.st_atime_ns) == (before.st_mtime_ns, before.st_atime_ns)
     assert not read_claim(path)
+
+
+def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reopened store reads the claim of each file at most once, and writes only claims that are new."""
+    store = open_store(tmp_path)
+    save(store, 1, claim=True)
+    save(store, 2)
+    store.close()
+    store, changes = open_store(tmp_path), list[str]()
+
+    def counted(kind: str, function: Callable[..., Any]) -> None:
+        def call(*args: Any) -> Any:
+            changes.append(kind)
+            return function(*args)
+
+        monkeypatch.setattr(folder, function.__name__, call)
+
+    counted("read", read_claim)
+    counted("write", write_claim)
+    keys = [block_key(store.root, "exact", tokens_of(number)) for number in (1, 2)]
+    for _ in range(3):
+        store.claim(keys)
+        store.retain(set())
+    assert sorted(changes) == ["read", "read", "write"]
+    assert block_files(tmp_path) == 2, "both blocks are claimed"
 
 
 def test_a_damaged_block_has_no_claim_and_is_not_changed(tmp_path: Path) -> None:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.disk_blocks import block_files
 from support.serving import wait_until
 from support.tiny_models import VOCAB, tiny_model
 
 from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams
 from offload_rt.cli import main
-from offload_rt.config import StoreOptions
+from offload_rt.core import BLOCK_SIZE
 from offload_rt.errors import StoreInUseError
 from offload_rt.sessions import context
+from offload_rt.sessions.deletion import Removed
+from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.whole_prompts import WholePrompts
+from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.files import read_claim
 from offload_rt.storage.folder import StoreFolder
+from offload_rt.storage.options import StoreOptions
 from offload_rt.storage.saver import Saver
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
@@ -321,3 +327,34 @@ def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None
     options = StoreOptions(limit=limit)
     assert served(make(tmp_path, store_options=options), turns) == [448] * 3
     assert served(make(tmp_path, store_options=options), turns) == [448] * 3, "after a restart"
+
+
+def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt uses blocks of a session, which is deleted at once. The deletion waits for the claims."""
+    ids, deleting, threads, claimed = prompt(300), threading.Event(), set[str](), list[bool]()
+    claims, retain, forget = DiskStore.claim, DiskStore.retain, SessionStore.forget
+    served(make(tmp_path), lambda engine: last(engine, ids, session="s"), parked=True)
+
+    def claim_late(self: DiskStore, keys: Iterable[bytes]) -> None:
+        threads.add(threading.current_thread().name)
+        assert deleting.wait(20)
+        claims(self, keys)
+
+    def retain_seen(self: DiskStore, *args: Any, **named: Any) -> int:
+        claimed.extend(read_claim(path) for path in tmp_path.rglob("*.kv"))
+        return retain(self, *args, **named)
+
+    def forget_soon(self: SessionStore, name: str) -> Removed:
+        threading.Timer(0.3, deleting.set).start()
+        return forget(self, name)
+
+    monkeypatch.setattr(DiskStore, "claim", claim_late)
+    monkeypatch.setattr(DiskStore, "retain", retain_seen)
+    monkeypatch.setattr(SessionStore, "forget", forget_soon)
+
+    async def use(engine: AsyncLLM) -> None:
+        await last(engine, ids)
+        assert await engine.delete_session("s")
+
+    served(make(tmp_path), use)
+    assert claimed.count(True) == len(ids) // BLOCK_SIZE == block_files(tmp_path) and threads == {"offload-rt saver"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.child_processes import fork_until_killed
 from support.disk_blocks import (
     FILE_BYTES,
     KILLS,
@@ -219,7 +220,7 @@ def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
     llm = make_llm()
     for i in range(max(4, KILLS // 4)):
         folder = tmp_path / str(i)
-        child = fork_talker(folder)
+        child = fork_until_killed(talk(folder))
         time.sleep(rng.random() * 0.4)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -234,22 +235,10 @@ def test_killed_while_a_session_is_saved(tmp_path: Path) -> None:
     assert come_back > 0
 
 
-def fork_talker(folder: Path) -> int:
-    """Start a process that takes turns until it is killed. Return its id after the first turn."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about a fork in a multi-threaded process
-        child = os.fork()
-    if child == 0:
-        try:
-            session: Any = make_llm().session("s", folder)
-            for number in range(80):
-                list(session.send(tiny_prompt(70, seed=number), SHORT))
-                os.write(writing, b"x")
-            time.sleep(60)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    assert os.read(reading, 1) == b"x"
-    os.close(reading)
-    return child
+def talk(folder: Path) -> Iterator[None]:
+    """Take turns. The first step ends after the first turn."""
+    session: Any = make_llm().session("s", folder)
+    for number in range(80):
+        list(session.send(tiny_prompt(70, seed=number), SHORT))
+        yield
+    time.sleep(60)

@@ -21,12 +21,13 @@ from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoTokenizer
 
 from offload_rt import LLM, OffloadError, SamplingParams
-from offload_rt.config import DraftOptions, EngineConfig, EvictionOptions, StoreOptions
+from offload_rt.config import DraftOptions, EngineConfig, EvictionOptions
 from offload_rt.models.source import find_source
 from offload_rt.policies.options import BudgetOptions, InfiniGenOptions, QuestOptions
 from offload_rt.sampling_params import StructuredOutputs
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.turn_queue import TurnQueue
+from offload_rt.storage.options import StoreOptions
 
 CASES = int(os.environ.get("OFFLOAD_RT_FUZZ", "0"))
 """Number of cases in `make stress`; 0 selects small defaults."""

@@ -20,6 +20,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
+from offload_rt.model_runner import cuda_graphs
 from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.model_runner.shared_prefix import SharedPrefixes
 from offload_rt.policies.rule import Rule
@@ -230,6 +231,18 @@ def test_a_capture_without_memory_drops_the_other_graphs(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert tried == [1, 2, 2, 1] and all(graph.replays for graph in made) and len(made) == 2 + fits
     assert ["no device memory is left" in record.getMessage() for record in caplog.records] == ([] if fits else [True])
+
+
+def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inputs:
+        pass
+
+    monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
+    steps: Any = GraphSteps(make().modes, Repeating, most=4)
+    inputs = [Inputs() for _ in range(6)]
+    for captured, one in enumerate(inputs, start=1):
+        steps._capture(None, one)
+        assert list(steps._captured) == inputs[max(0, captured - 4) : captured]
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from offload_rt.cli import main
 from offload_rt.errors import InputError, MemoryLimitError
 from offload_rt.eval.speed import kernels
 from offload_rt.eval.suites import gpu, gpu_parts, gpu_readme, programs
-from offload_rt.eval.suites.gpu_parts import SMALL, GpuJob, GpuSize
+from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize
 
 CPU = torch.device("cpu")
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"

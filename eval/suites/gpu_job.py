@@ -1,0 +1,120 @@
+"""Device, sizes and settings of `make gpu`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..speed import kernels
+from ..speed.bench import BenchConfig
+from ..speed.kernels import KernelSize
+from .programs import ROOT
+
+MODELS = Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
+"""Folder with the trained models of the part "trained"."""
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TracePoint:
+    """A context to trace: tokens per sequence, number of sequences, planted fraction, and baselines."""
+
+    context: int
+    batch: int
+    fraction: float
+    baselines: tuple[str, ...]
+
+
+POINTS = (
+    TracePoint(131_072, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full")),
+    TracePoint(8_192, 1, 0.05, ("infinigen-default", "infinigen", "resident")),
+    TracePoint(32_768, 8, 0.05, ("infinigen-default", "infinigen")),
+)
+"""Points of the part "trace"."""
+
+DECODE = BenchConfig(
+    ("llama-8b",),
+    contexts=(8_192, 32_768, 131_072),
+    baselines=(
+        "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
+        "floor", "floor-ours",
+    ),
+    repeats=5,
+    threads=os.cpu_count() or 1,
+)  # fmt: skip
+"""Settings of the part "decode": decode steps of an 8B model, compared with transformers' caches."""
+
+
+@dataclass(frozen=True)
+class GpuSize:
+    """Sizes and settings of all parts of the GPU suite.
+
+    Attributes:
+        tests: Arguments of pytest. The server has no GPU tests.
+        decode: Settings of the part "decode"; its shape is also used by the parts "prefill" and "sessions".
+        host_memory: Limit on host memory for prefills and sessions. None means half of the free memory.
+        policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
+    """
+
+    tests: tuple[str, ...] = ("tests/unit", "--ignore=tests/unit/server")
+    kernels: KernelSize = KernelSize()  # noqa: RUF009 - frozen
+    decode: BenchConfig = DECODE
+    prompts: tuple[int, ...] = (8_192, 32_768, 65_536, 131_072)
+    histories: tuple[int, ...] = (1_024, 8_192, 32_768)
+    turns: int = 3
+    host_memory: str | None = "24GiB"
+    models: tuple[Path, ...] = tuple(ROOT / "offload_rt" / "reference" / name for name in ("llama", "opt"))
+    policies: tuple[str, ...] = ("--policies", "full,infinigen,h2o,quest,streaming", "--budgets", "0.05,0.1")
+    perplexity: tuple[str, ...] = ("--context", "1024")
+    needles: tuple[str, ...] = ("--lengths", "1k")
+    traced: tuple[TracePoint, ...] = POINTS
+    traced_steps: int = 20
+    trained: tuple[Path, ...] = tuple(MODELS / name for name in ("smollm2", "qwen"))
+    text: Path = ROOT / "offload_rt" / "data" / "black_arrow.txt"
+    trained_prompts: tuple[int, ...] = (1_024, 7_168)
+    trained_tokens: int = 128
+    trained_perplexity: tuple[str, ...] = ("--context", "8k", "--windows", "4", "--decode-from", "7680")
+    trained_needles: tuple[str, ...] = ("--lengths", "8k", "--passages", "4")
+    trained_limit: float = 120
+
+
+SMALL = GpuSize(
+    tests=("tests/unit/transfer/test_gpu_streams.py",),
+    kernels=kernels.SMALL,
+    decode=replace(DECODE, shape=("small",), layers=1, contexts=(512,), repeats=1, threads=1),
+    prompts=(256, 512),
+    histories=(128,),
+    turns=1,
+    host_memory="256MiB",
+    models=GpuSize.models[:1],
+    policies=(),
+    perplexity=("--context", "256", "--windows", "1"),
+    needles=("--lengths", "256", "--passages", "1"),
+    traced=(TracePoint(512, 2, 0.1, ("infinigen-default", "resident")),),
+    traced_steps=1,
+    trained=GpuSize.models[:1],
+    trained_prompts=(256,),
+    trained_tokens=8,
+    trained_perplexity=("--context", "256", "--windows", "1"),
+    trained_needles=("--lengths", "256", "--passages", "1"),
+)
+"""Tiny sizes, to check on a machine without a GPU that all parts run. The measured numbers have no meaning."""
+
+
+@dataclass(frozen=True)
+class GpuJob:
+    """Device, sizes and output folder of a run of the suite."""
+
+    device: torch.device
+    size: GpuSize
+    out: Path
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.type == "cuda"

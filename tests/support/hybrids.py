@@ -1,0 +1,39 @@
+"""Create runtimes of tiny hybrid models, and prompts for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.sessions.session import Session
+
+from . import sessions
+from .architectures import VOCAB, architecture
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make(name: str, **options: Any) -> tuple[Any, LLM]:
+    """Return a model of transformers and a runtime with its weights."""
+    model = architecture(name)
+    return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
+
+
+def answer(session: Session, turn: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    """Return the tokens of an answer. Check that the session holds no state on the device after it."""
+    found = sessions.answer(session, turn, params)
+    states = session.kv.runner.states
+    assert states is not None and states.used == 0, "an idle session holds no state on the device"
+    return found
+
+
+def computed(session: Session) -> int:
+    """Return the number of tokens that the prefill of the last turn computed."""
+    assert session.last_stats is not None
+    return session.last_stats.prompt_tokens - session.last_stats.reused_tokens
