@@ -14,9 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelError
 from ..kernels.dispatch import rotate_halves
@@ -99,7 +99,7 @@ def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
 class Rotary:
     """Rotations of queries and keys in all layers, with tables from the decoder's rotary module.
 
-    The tables of the latest `KEPT` tensors of positions are cached while these tensors exist. Layer 0 always computes
+    The tables of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always computes
     them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not be
     changed in place during a pass. A CUDA graph that captures a step from layer 0 includes this computation.
     """
@@ -114,8 +114,8 @@ class Rotary:
             attention: An attention module of the model, used to find its source file.
         """
         self._module, self._kinds = module, tuple(kinds)
-        self._rotations: Any = WeakIdKeyDictionary()
-        """Tables by tensor of positions and set of frequencies."""
+        self._known: list[tuple[ref[torch.Tensor], dict[str, Rotation]]] = []
+        """Tensors of positions with their tables by set of frequencies, newest first."""
         self._layout: Layout = HalfSplit
         self._ready = True
         """Whether the tables of the rotary module already are in the detected layout."""
@@ -138,8 +138,8 @@ class Rotary:
 
         For a layer without rotary positions, return `x` unchanged.
         """
-        known: dict[str, Rotation] | None = self._rotations.get(positions)
-        if layer == 0 or known is None:
+        known = None if layer == 0 else self._find(positions)
+        if known is None:
             known = self._new_entry(positions)
         kind = self._kinds[layer]
         if kind is None:
@@ -152,13 +152,18 @@ class Rotary:
             known[kind] = cos, self._layout.signed(sin)
         return rotate(x, known[kind], self._layout)
 
+    def _find(self, positions: torch.Tensor) -> dict[str, Rotation] | None:
+        """Return the cached tables of `positions`, if any."""
+        for held, tables in self._known:
+            if held() is positions:
+                return tables
+        return None
+
     def _new_entry(self, positions: torch.Tensor) -> dict[str, Rotation]:
-        """Add an empty entry for `positions` to the cached tables, as the newest. Drop the oldest entries."""
-        self._rotations.pop(positions, None)
-        for oldest in list(self._rotations)[: len(self._rotations) + 1 - KEPT]:
-            del self._rotations[oldest]
+        """Add an empty entry for `positions` to the cached tables. Drop the oldest entry and those of freed tensors."""
+        kept = [each for each in self._known if (held := each[0]()) is not None and held is not positions]
         entry: dict[str, Rotation] = {}
-        self._rotations[positions] = entry
+        self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
         return entry
 
     def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
