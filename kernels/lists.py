@@ -375,6 +375,20 @@ def append_quantised(
         own[every, slot // fields] = pack(there, bits).squeeze(1)
 
 
+def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
+    """Multiply queries q `[H, B, d]` of a batch by basis and by `scale`: contiguous `[P, G, r]`, with P = B * Hkv.
+
+    basis `[Hkv, d, r]` is shared by all sequences, or `[P, d, r]` has one matrix per sequence and KV head. The result
+    has the dtype of the basis.
+    """
+    batch, d = q.shape[1:]
+    grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
+    if len(basis) > kv_heads:
+        return skew(grouped.flatten(0, 1), basis).mul_(scale)
+    skewed = skew(grouped.transpose(0, 1).flatten(1, 2), basis).mul_(scale)
+    return skewed.view(kv_heads, batch, -1, basis.shape[2]).transpose(0, 1).flatten(0, 1)
+
+
 def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Skew k `[P, d]` to `[P, r]`. List p uses basis p modulo the number of bases."""
     return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

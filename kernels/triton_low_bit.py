@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from .h2d_copy import to_device
 from .lists import Scores
@@ -27,13 +28,36 @@ from .triton_scores import _outputs, _rint, store_scores
 _SCORED = 4 * BLOCK
 """Number of tokens per program of `_score`, all in one page. A program of `_attend` handles one page."""
 
-_LOOKED_UP = 512
-"""Number of tokens per program of `_hide`."""
+_LISTED_TOKENS = 1024
+"""Number of listed tokens per program of `_exclude`."""
 
-_PARTS = 16
+_PARTS = 32
 """Number of parts that the merge reads at a time."""
 
 _BLOCK, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(((1 << KEY_BITS) - 1) / 2)
+
+
+@triton.constexpr_function
+def _nibbles(field: int) -> str:
+    """Return assembly code for the lower (field 0) or the upper four bits of four bytes."""
+    return f"{{ .reg .b32 codes; shr.b32 codes, $1, {4 * field}; and.b32 $0, codes, 0x0F0F0F0F; }}"
+
+
+@triton.constexpr_function
+def _centred(bits: int, field: int) -> str:
+    """Return assembly code that unpacks field `field` of four bytes to bfloat16, minus the middle code.
+
+    The bits 0x4200 are 32.0, and the last mantissa bit of 32.0 is 0.25. A code that is shifted by two bits into the
+    mantissa therefore gives 32 + code. Conversions of single bytes would take more instructions than the products.
+    """
+    shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
+    moved = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
+    middle = 0x4200 + 2 * (2**bits - 1) + 0x8000  # bits of -(32 + (2^bits - 1) / 2)
+    return f"""{{ .reg .b32 codes, one, middle;
+        mov.b32 one, 0x3F803F80; mov.b32 middle, 0x{middle * 0x10001:08X};
+        {moved} and.b32 codes, codes, {codes};
+        prmt.b32 $0, codes, 0x42424242, 0x5140; prmt.b32 $1, codes, 0x42424242, 0x7362;
+        fma.rn.bf16x2 $0, $0, one, middle; fma.rn.bf16x2 $1, $1, one, middle; }}"""
 
 
 # ----------------------------------------------------------------------------------------------------------- scores
@@ -66,13 +90,21 @@ def _weights(
 
 
 @triton.jit
-def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor) -> tl.tensor:
+def _half(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """Return the lower (FIELD 0) or the upper four bits of each byte as int8."""
+    if INTERPRETED:
+        return ((packed >> (4 * FIELD)) & 15).to(tl.int8)
+    return tl.inline_asm_elementwise(_nibbles(FIELD), "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Return int8 query weights times the codes of packed keys `[K, n]`, summed over channels.
 
     The results are integers, as float32 `[GROUP, n]`.
     """
-    sums = tl.dot(low, (keys & 15).to(tl.int8), out_dtype=tl.int32)
-    sums += tl.dot(high, (keys >> 4).to(tl.int8), out_dtype=tl.int32)
+    sums = tl.dot(low, _half(keys, 0, INTERPRETED), out_dtype=tl.int32)
+    sums += tl.dot(high, _half(keys, 1, INTERPRETED), out_dtype=tl.int32)
     return sums.to(tl.float32)
 
 
@@ -82,7 +114,7 @@ def _score(
     stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
     blocks: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
@@ -100,7 +132,9 @@ def _score(
         own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
         keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
         step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
-        acc = (_products(low, high, keys) - centre[:, None]) * step[None, :] * scale[:, None] + shift[:, None]
+        acc = (_products(low, high, keys, INTERPRETED) - centre[:, None]) * step[None, :] * scale[:, None] + shift[
+            :, None
+        ]
     store_scores(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
@@ -126,6 +160,7 @@ def scores(
         q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
         G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
+        INTERPRETED=knobs.runtime.interpret,
     )  # fmt: skip
     return Scores(out, maxima, sums)
 
@@ -133,48 +168,47 @@ def scores(
 # ------------------------------------------------------------------------------------------------------ approximate
 
 
-@triton.jit(do_not_specialize=["n", "tokens", "halvings"])
-def _hide(
-    chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, hidden: tl.tensor, n: tl.tensor,
-    tokens: tl.tensor, halvings: tl.tensor, TOKENS: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "tokens"])
+def _exclude(
+    chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, excluded: tl.tensor, n: tl.tensor,
+    tokens: tl.tensor, LISTED_TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark the excluded tokens among [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
+    """Mark the tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of chosen `[P, n]` of list p, in program (p, i).
 
-    A list is one KV head of one sequence. Excluded are the tokens outside [start, stop), and the first `counts[p]`
-    tokens of chosen `[P, n]`, which is in ascending order. A binary search finds the first chosen token of the block.
+    A list is one KV head of one sequence. Only the first `counts[p]` tokens of the list are marked. The first program
+    of a list also marks the tokens outside [start, stop) in the blocks of the first and of the last token.
     """
-    p, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
-    place, own = tl.arange(0, TOKENS), chosen + p * n
-    first, count = tl.load(counts + p) * 0, tl.load(counts + p)
-    last = count
-    for _ in range(halvings):
-        middle = (first + last) // 2
-        before = tl.load(own + middle, mask=first < last, other=begin) < begin
-        first, last = tl.where(before, middle + 1, first), tl.where(before, last, middle)
-    listed = tl.load(own + first + place, mask=first + place < count, other=begin + TOKENS) - begin
-    found = tl.histogram(listed.to(tl.int32), TOKENS, mask=listed < TOKENS)
-    token = begin + place
-    outside = (token < tl.load(starts + p)) | (token >= tl.load(stops + p))
-    tl.store(hidden + p * tokens + token, ((found > 0) | outside).to(tl.uint8), mask=token < tokens)
+    p, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
+    token, own = tl.load(chosen + p * n + place, mask=place < tl.load(counts + p), other=-1), excluded + p * tokens
+    tl.store(own + token, tl.full((LISTED_TOKENS,), 1, tl.uint8), mask=(token >= 0) & (token < tokens))
+    if tl.program_id(1) == 0:
+        start, stop, row = tl.load(starts + p), tl.load(stops + p), tl.arange(0, _BLOCK)
+        one = tl.full((_BLOCK,), 1, tl.uint8)
+        tl.store(own + start - row - 1, one, mask=row < start % _BLOCK)
+        tl.store(own + stop + row, one, mask=row < (stop + _BLOCK - 1) // _BLOCK * _BLOCK - stop)
 
 
 @triton.jit
-def _levels(raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
-    """Unpack field FIELD of packed values. The result is centred on 0."""
-    codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
-    return codes if WIDEN else codes.to(tl.bfloat16)
+def _levels(
+    raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr
+) -> tl.tensor:
+    """Unpack field FIELD of packed values. The result is centred on 0, and exact in bfloat16."""
+    if INTERPRETED:
+        codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
+        return codes if WIDEN else codes.to(tl.bfloat16)
+    return tl.inline_asm_elementwise(_centred(BITS, FIELD), "=&r,=&r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
 def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
-    FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
+    FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Scale the accumulator acc `[GROUP, V]` by kept `[GROUP]`, and add the values in field FIELD of packed bytes.
 
     The values are weighted by weights `[GROUP, 64]`.
     """
-    return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN), input_precision="ieee")
+    return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee")
 
 
 @triton.jit
@@ -199,10 +233,11 @@ def _capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["pages", "offset", "tokens", "lists"])
 def _attend(
     table: tl.tensor, pages: tl.tensor, offset: tl.tensor, q: tl.tensor, mean: tl.tensor, starts: tl.tensor,
-    stops: tl.tensor, hidden: tl.tensor, outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
+    stops: tl.tensor, excluded: tl.tensor, outs: tl.tensor, lses: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
     lists: tl.tensor, softcap: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr, CAPPED: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr, CAPPED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
@@ -227,12 +262,14 @@ def _attend(
             keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
             steps = own + _BLOCK * (KEYS + VALUES) + token
             scores = (
-                (_products(low, high, keys) - centre[:, None]) * decoded_steps(tl.load(steps))[None, :] * scale[:, None]
+                (_products(low, high, keys, INTERPRETED) - centre[:, None])
+                * decoded_steps(tl.load(steps))[None, :]
+                * scale[:, None]
             )
             scores += shift[:, None]
             if CAPPED:
                 scores = _capped(scores, softcap)
-            counts = tl.load(hidden + p * tokens + block * _BLOCK + token) == 0
+            counts = tl.load(excluded + p * tokens + block * _BLOCK + token) == 0
             scores = tl.where(counts[None, :], scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -241,13 +278,13 @@ def _attend(
             share = shares * decoded_steps(tl.load(steps + _BLOCK))[None, :]
             if not WIDEN:
                 share = share.to(tl.bfloat16)
-            start = own + _BLOCK * KEYS
-            raw = tl.load(start + token[:, None] * VALUES + column[None, :], mask=(column < VALUES)[None, :], other=0)
-            acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN)
-            acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN)
+            values = own + _BLOCK * KEYS
+            raw = tl.load(values + token[:, None] * VALUES + column[None, :], mask=(column < VALUES)[None, :], other=0)
+            acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN, INTERPRETED)
+            acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN, INTERPRETED)
             if BITS == 2:
-                acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN)
-                acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN)
+                acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN, INTERPRETED)
+                acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN, INTERPRETED)
             peak = higher
         some = tl.maximum(total, 1e-30)
         _store_field(outs, first, acc0, some, d, VALUES, V, 0, G, GROUP)
@@ -282,9 +319,10 @@ def _join(
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
         of_part = tl.load(lses + at, mask=first + part < parts, other=float("-inf"))
-        there = (of_part > float("-inf"))[:, None] & (column < d)[None, :]
+        # Parts without tokens are not written. They are read nevertheless, so that loads need not wait for each other.
+        there = (first + part < parts)[:, None] & (column < d)[None, :]
         piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
-        acc += tl.sum(piece * tl.exp(of_part - safe)[:, None], 0)
+        acc += tl.sum(tl.where((of_part > float("-inf"))[:, None], piece, 0.0) * tl.exp(of_part - safe)[:, None], 0)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = (channel < d)[:, None] & (column < d)[None, :]
     tile = tl.load(mixing + channel[:, None] * d + column[None, :], mask=known, other=0.0)
@@ -306,7 +344,7 @@ def merge_approximate(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact and approximate attention of a batch, in three launches. See `low_bit_lists.merge_approximate`.
+    """Merge exact and approximate attention of a batch, in four launches. See `low_bit_lists.merge_approximate`.
 
     Inputs and outputs are float32.
     """
@@ -319,6 +357,7 @@ def merge_approximate(
     _join[(lists * group, triton.cdiv(d, columns))](
         outs, lses, mixing, out, lse, whole, total, len(outs), lists * group,
         d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED, COLUMNS=columns,
+        num_warps=8,
     )  # fmt: skip
     return whole, total
 
@@ -370,7 +409,7 @@ def _parts(
     tokens: int,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV of tokens that are not excluded, in two launches, without the merge of the pieces.
+    """Attend to the low-bit KV of tokens that are not excluded, in three launches, without the merge of the pieces.
 
     Only entries of `chosen` that are before `counts[p]` and within [start, stop) exclude a token.
 
@@ -382,16 +421,16 @@ def _parts(
     assert starts.shape == stops.shape == counts.shape == (lists,) and chosen.is_contiguous()
     blocks = triton.cdiv(tokens, BLOCK)
     pieces, every = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
-    hidden = torch.empty(lists, every, dtype=torch.uint8, device=q.device)
-    _hide[(lists, triton.cdiv(every, _LOOKED_UP))](
-        chosen, counts, starts, stops, hidden, chosen.shape[1], every, chosen.shape[1].bit_length(), TOKENS=_LOOKED_UP
+    excluded = torch.zeros(lists, every, dtype=torch.uint8, device=q.device)
+    _exclude[(lists, triton.cdiv(chosen.shape[1], _LISTED_TOKENS))](
+        chosen, counts, starts, stops, excluded, chosen.shape[1], every, LISTED_TOKENS=_LISTED_TOKENS
     )
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
-        *addressed(table), q, mean, starts, stops, hidden, outs, lses, table.heads, every, lists, softcap or 0.0,
+        *addressed(table), q, mean, starts, stops, excluded, outs, lses, table.heads, every, lists, softcap or 0.0,
         d=d, **padded_sizes(layout), BITS=layout.value_bits,
         G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,
-        WIDEN=not q.is_cuda, CAPPED=softcap is not None,
+        WIDEN=not q.is_cuda, INTERPRETED=knobs.runtime.interpret, CAPPED=softcap is not None,
     )  # fmt: skip
     return outs, lses

@@ -41,6 +41,9 @@ _ABSENT = tl.constexpr(-(1 << 31))
 
 _DIGITS = tl.constexpr(4)
 
+_UNROLLED = tl.constexpr(4)
+"""Number of heads whose scores `_mark` loads at a time."""
+
 
 @triton.jit
 def _ordered(x: tl.tensor) -> tl.tensor:
@@ -100,13 +103,13 @@ def _mark(
     inside = (token >= start) & (token < stop)
     real = (head < G)[:, None] & inside[None, :]
     passes = tl.zeros((BLOCK,), tl.int32)
-    for h in range(kv_heads):
+    for h in tl.range(0, kv_heads, loop_unroll_factor=_UNROLLED):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
         bound = tl.load(peaks + line, mask=head < G, other=float("inf")) - alpha
         passes += tl.sum((real & (score >= bound[:, None])).to(tl.int32), 0)
     tl.store(passing + b * blocks + block, tl.sum(passes, 0))
-    for h in range(kv_heads):
+    for h in tl.range(0, kv_heads, loop_unroll_factor=_UNROLLED):
         line = (b * kv_heads + h) * G + head
         score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
         if G > 1:
@@ -165,9 +168,13 @@ def _histogram(
         prefix, _ = _bound(histograms, p, lists, n, DIGIT)
         seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
         counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
-    bins = tl.histogram(_digit(order, DIGIT), 256, mask=counted)
-    at = tl.arange(0, 256)
-    tl.atomic_add(histograms + (DIGIT * lists + p) * 256 + at, bins, mask=bins > 0)
+    own = histograms + (DIGIT * lists + p) * 256
+    if DIGIT == 0:
+        # Most orders have the same exponent: they are added within the program first.
+        bins, at = tl.histogram(_digit(order, DIGIT), 256, mask=counted), tl.arange(0, 256)
+        tl.atomic_add(own + at, bins, mask=bins > 0, sem="relaxed")
+    else:
+        tl.atomic_add(own + _digit(order, DIGIT), 1, mask=counted, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "marked", "blocks"])

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core import ModelGeometry, StateShape
 from ..errors import ModelError
+from ..kernels.h2d_copy import to_device
 from .weights import attention_of
 
 
@@ -123,6 +124,7 @@ class RecurrentState:
         self._owner, self._slots, self._finished = owner, list(slots), finished
         first = self._slots[0]
         self._adjacent = self._slots == list(range(first, first + len(self._slots)))
+        self._index: torch.Tensor | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._current: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -134,7 +136,7 @@ class RecurrentState:
     def finish(self, layer: int, tokens: int) -> None:
         """Store the state of decoder layer `layer` after it has processed `tokens` tokens of each sequence."""
         for states, copied in self._copies:
-            states[self._slots] = copied
+            states[self._slot_index(states)] = copied
         self._copies.clear()
         self._current.clear()
         if (seen := self._owner.seen.get(layer)) is not None:
@@ -149,10 +151,20 @@ class RecurrentState:
             if self._adjacent:
                 found = states[self._slots[0] : self._slots[-1] + 1]
             else:
-                found = states[self._slots]
+                found = states[self._slot_index(states)]
                 self._copies.append((states, found))
             self._current[kind, layer] = found
         return self._current[kind, layer]
+
+    def _slot_index(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the slots as an index on the device of `states`, int64 `[B]`.
+
+        It is copied once per step. With a list as the index, torch would copy it for each tensor, and the host would
+        wait for the device each time.
+        """
+        if self._index is None:
+            self._index = to_device(torch.tensor(self._slots), states.device)
+        return self._index
 
     # ------------------------------------------------------------------------- transformers' cache protocol
 

@@ -61,6 +61,7 @@ class CompiledKernel:
         instructions: Number of instructions.
         loop: Number of instructions of the longest loop; 0 if there is no loop.
         warps: Warps per program.
+        fused: Number of fused multiply-adds in the PTX code.
         loads: Number of load instructions from global memory by width in bytes.
     """
 
@@ -74,6 +75,7 @@ class CompiledKernel:
     instructions: int
     loop: int
     warps: int
+    fused: int
     loads: dict[int, int]
 
 
@@ -130,6 +132,8 @@ def _compiling(arch: str) -> Iterator[list[tuple[str, Any]]]:
     def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         if "WIDEN" in named:  # half precision products are only native on a device
             named["WIDEN"] = any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args[:1])
+        if "INTERPRETED" in named:
+            named["INTERPRETED"] = False
         name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
         found.append((name, compile_or_run(kernel, *args, grid=grid, warmup=True, **named)))
 
@@ -154,7 +158,8 @@ def _read(arch: str, case: str, kernel: str, binary: Any) -> CompiledKernel:
     loads = Counter(_load_bytes(each) for each in _LOAD.findall(done.stdout))
     return CompiledKernel(
         arch, case, kernel, int(usage[1]), int(usage[2]), len(_SPILL.findall(done.stdout)), binary.metadata.shared,
-        *_lengths(done.stdout), binary.metadata.num_warps, dict(sorted(loads.items(), reverse=True)),
+        *_lengths(done.stdout), binary.metadata.num_warps, binary.asm["ptx"].count("fma.rn"),
+        dict(sorted(loads.items(), reverse=True)),
     )  # fmt: skip
 
 
@@ -282,6 +287,14 @@ def _model() -> None:
         triton_rotary.rotate_halves(hidden.view(tokens, -1, D).transpose(0, 1), turns, turns)
 
 
+def _skew() -> None:
+    """Launch the skewing of queries."""
+    from offload_rt.kernels import triton_skew
+
+    q = torch.empty(KV_HEADS * GROUP, BATCH, D, dtype=torch.bfloat16)
+    triton_skew.skew_queries(q, torch.empty(KV_HEADS, D, D), KV_HEADS, 0.1)
+
+
 def _tail(bits: int, d: int) -> None:
     """Launch the kernels of low-bit KV: append, scores, and merge with exact attention."""
     from offload_rt.kernels import triton_low_bit, triton_low_bit_rows
@@ -307,6 +320,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gather, bf16": lambda: _gather(D, torch.bfloat16),
     "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
     "append": _append,
+    "skew": _skew,
     "partial keys": lambda: _partial(GROUP),
     "partial keys, groups of 1": lambda: _partial(1),
     "int8 keys": lambda: _quantised(8, COLUMNS),

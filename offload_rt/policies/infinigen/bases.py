@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ...kernels import dispatch
 from ...kernels.selection import floor_share, skew
 
 
@@ -53,12 +54,7 @@ class Basis:
 
         This basis is shared by all sequences or was made by `stacked`.
         """
-        (bases, d, r), batch = self.query.shape, q.shape[1]
-        grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
-        if bases > kv_heads:
-            return skew(grouped.flatten(0, 1), self.query).mul_(self.scale)
-        skewed = skew(grouped.transpose(0, 1).flatten(1, 2), self.query).mul_(self.scale)
-        return skewed.view(kv_heads, batch, -1, r).transpose(0, 1).flatten(0, 1)
+        return dispatch.skew_queries(q, self.query, kv_heads, self.scale)
 
 
 class Columns(Protocol):

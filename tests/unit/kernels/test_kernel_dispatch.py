@@ -20,6 +20,7 @@ OPERATIONS = {
         "triton_select": ["select_tokens"],
         "triton_attention": ["attend_counted", "merge_parts"],
         "triton_resident": ["attend_kept"],
+        "triton_skew": ["skew_queries"],
     },
     segments: {"triton_segments": ["attend_runs"]},
     low_bit: {"triton_low_bit_rows": ["store_rows"]},

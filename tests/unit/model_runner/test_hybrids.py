@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import RECURRENT, RUNS, architecture
+from support.cuda_simulator import Lazy, simulated
 from support.hybrids import make, prompt_of
 from support.outputs import completed
 from support.tiny_models import assert_greedy
@@ -67,6 +68,22 @@ def test_sequences_that_leave_a_batch(name: str) -> None:
     params = [SamplingParams(max_tokens=n, temperature=0) for n in (14, 3, 14, 9)]
     alone = [texts(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
     assert texts(llm, prompts, params) == alone
+
+
+def test_the_host_does_not_wait_if_states_are_gathered() -> None:
+    """A decode step of the first and the last of three slots on a device."""
+    with simulated(Lazy()) as sim:
+        model = architecture("lfm2").to("cuda")
+        runner = LLM(model, policy="full", host_memory="8MiB", verify="off", enable_prefix_caching=False).runner
+        batch = [runner.new_sequence(prompt_of(22, seed=i), 22) for i in range(3)]
+        for sequence in batch:
+            runner.prefill(sequence, 20)
+        runner.free(batch.pop(1))
+        before = len(sim.syncs)
+        runner.decode(batch)
+        assert not sim.syncs[before:]
+        for sequence in batch:
+            runner.free(sequence)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

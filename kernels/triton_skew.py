@@ -1,0 +1,48 @@
+"""Skew the queries of a batch in Triton: one launch instead of a cast, two copies, a matrix product and a scaling.
+
+Memory traffic: 4 * d * r bytes of the basis per KV head, once per sequence. Sums over d are computed in float32, in
+another order than torch's. Reference: `lists.skew_queries`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 16
+"""Number of columns per program."""
+
+
+@triton.jit(do_not_specialize=["heads", "bases", "batch"])
+def _skew(
+    q: tl.tensor, basis: tl.tensor, out: tl.tensor, head_step: tl.tensor, row_step: tl.tensor, heads: tl.tensor,
+    bases: tl.tensor, scale: tl.tensor, r: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute columns [c * COLUMNS, (c + 1) * COLUMNS) of the G queries of list p, in program (p, c).
+
+    A list is one KV head of one sequence.
+    """
+    p, row = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tl.load(basis + p % bases * d * r + row[:, None] * r + column[None, :],
+                   mask=(row < d)[:, None] & (column < r)[None, :], other=0.0)  # fmt: skip
+    for g in tl.static_range(G):
+        query = tl.load(q + (p % heads * G + g) * head_step + p // heads * row_step + row, mask=row < d, other=0.0)
+        skewed = tl.sum(query.to(tl.float32)[:, None] * tile, 0) * scale
+        tl.store(out + (p * G + g) * r + column, skewed, mask=column < r)
+
+
+def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
+    """Skew and scale the queries of a batch, in one launch. See `lists.skew_queries`. The basis must be float32."""
+    (heads, batch, d), (bases, _, r) = q.shape, basis.shape
+    group, lists = heads // kv_heads, batch * kv_heads
+    assert basis.shape[1] == d and basis.dtype == torch.float32 and basis.is_contiguous() and lists % bases == 0
+    q = q if q.stride(2) == 1 else q.contiguous()
+    out = torch.empty(lists, group, r, dtype=torch.float32, device=q.device)
+    _skew[(lists, triton.cdiv(r, _COLUMNS))](
+        q, basis, out, q.stride(0), q.stride(1), kv_heads, bases, float(scale), r,
+        d=d, D=triton.next_power_of_2(d), G=group, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return out
