@@ -151,7 +151,7 @@ def append_rows(
     _append[(lists, 2)](
         k, v, basis, mean, mixing, *addressed(table), slots, table.heads,
         d=d, **padded_sizes(layout), KEY=KEY_BITS, VALUE=layout.value_bits,
-        ROWS=min(64, triton.next_power_of_2(d)), num_warps=8,
+        ROWS=min(128, triton.next_power_of_2(d)), num_warps=8,
     )  # fmt: skip
 
 

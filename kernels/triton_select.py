@@ -257,7 +257,7 @@ def select_tokens(
     _whole[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
     _mark[(sequences, marked)](
         found.scores, peaks, logs, starts, stops, passing, orders, histograms,
-        tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, **heads,
+        tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, num_warps=2, **heads,
     )  # fmt: skip
     shape = (tokens, kv_heads, lists, kv_heads * group, cap, marked)
     wide = {"COUNTED": _COUNTED, "BLOCK": _BLOCK}

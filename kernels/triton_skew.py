@@ -43,6 +43,6 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
     out = torch.empty(lists, group, r, dtype=torch.float32, device=q.device)
     _skew[(lists, triton.cdiv(r, _COLUMNS))](
         q, basis, out, q.stride(0), q.stride(1), kv_heads, bases, float(scale), r,
-        d=d, D=triton.next_power_of_2(d), G=group, COLUMNS=_COLUMNS,
+        d=d, D=triton.next_power_of_2(d), G=group, COLUMNS=_COLUMNS, num_warps=1,
     )  # fmt: skip
     return out

@@ -76,18 +76,22 @@ def _memory(runner: Runner) -> tuple[int, int, int]:
     return total, on_device, torch.accelerator.max_memory_allocated(device)
 
 
+def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
+    """Return the size in bytes of a sequence's KV in the pool, including the KV of the draft model."""
+    held = runner.pool.bytes_of(sequence.blocks)
+    if runner.draft is not None and sequence.drafter is not None:
+        held += runner.draft.pool.bytes_of(sequence.drafter.blocks)
+    return held
+
+
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     """Return the statistics of a sequence up to now. Call this before the sequence is freed."""
-    trace, adapter, pool, config = sequence.trace, runner.adapter, runner.pool, runner.config
-    draft, dense = runner.draft, runner.policy.dense_layers
+    trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
     trace.settle()
     shares = Fractions.of(trace, dense)
     missed, worst = layer_means(trace, dense)
     weight_bytes, on_device, peak = _memory(runner)
-    held = pool.bytes_of(sequence.blocks)
-    if draft is not None and sequence.drafter is not None:
-        held += draft.pool.bytes_of(sequence.drafter.blocks)
-    file, steps = pool.file, trace.step_weights
+    held, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
     estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(

@@ -26,7 +26,7 @@ REGISTERS = {
     ("int4 keys", "triton_scores._packed"): 80,
     ("partial keys", "triton_scores._partial"): 96,
     ("tail, int4", "triton_low_bit._score"): 112,
-    ("tail, int4", "triton_low_bit._attend"): 128,
+    ("tail, int4", "triton_low_bit._attend"): 168,
     ("tail, int2, d 64", "triton_low_bit._attend"): 96,
 }
 """Register limits of a thread on every GPU. Queries padded to the 16 rows of a tensor core would need more: 105 for

@@ -70,7 +70,8 @@ def test_a_client_that_leaves_gives_back_its_room(url: str, engine: AsyncLLM, mo
     monkeypatch.setattr(Runner, "decode", lambda runner, batch: (time.sleep(0.005), decode(runner, batch))[1])
     asked = {"prompt": "Dick", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx2.stream("POST", f"{url}/v1/completions", json=asked) as answer:
-        assert next(answer.iter_lines()).startswith("data: ")
+        lines = answer.iter_lines()  # an iterator that is freed closes the response
+        assert next(lines).startswith("data: ")
         wait_until(lambda: engine.load().running == 1)  # the load is that of the last completed step
     # The engine thread dequeues the request before it releases the blocks, so the load must be polled.
     wait_until(lambda: (engine.load().running, engine.load().pool_used_bytes) == (0, 0))
