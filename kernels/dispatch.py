@@ -22,12 +22,6 @@ from .pages import Pages
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FEW = 32
-"""A norm or a rotation of up to this number of tokens uses Triton's single launch.
-
-With so few tokens, launching torch's several kernels takes longer than computing.
-"""
-
 
 def _compiled(tensor: torch.Tensor) -> bool:
     """Return whether operations on `tensor` use Triton."""
@@ -55,7 +49,7 @@ def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide x `[T, D]` by its root mean square and multiply by weight `[D]`."""
     module: Any = norm
-    if _compiled(x) and len(x) <= FEW:
+    if _compiled(x) and len(x):
         from . import triton_norm as module
     normed: torch.Tensor = module.rms_norm(x, weight, eps)
     return normed
@@ -67,7 +61,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
     """
     module: Any = rotary
-    if _compiled(x) and x.stride(2) == 1 and 0 < x.shape[1] <= FEW:
+    if _compiled(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
     return rotated
@@ -115,4 +109,6 @@ def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layou
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
     module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
+    if _compiled(rows):
+        from . import triton_low_bit_rows as module
     module.store_rows(pages, layout, rows, start, values=values)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ..utils import native_libraries
+from .h2d_copy import to_device
 from .pointer_table import ALIGNED
 
 BLOCK = 64
@@ -32,11 +34,13 @@ class Pages:
         tensors: The pages of the sequence, in order.
         addresses: Addresses of the pages, int64 `[pages]` in host memory.
         layer: Index of the layer within a page.
+        origin: The object that this one was derived from with `of_layer`, or None.
     """
 
     tensors: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     layer: int
+    origin: Pages | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], layer: int = 0) -> Pages:
@@ -45,7 +49,16 @@ class Pages:
 
     def of_layer(self, layer: int) -> Pages:
         """Return the low-bit KV of another layer of the same sequence."""
-        return Pages(self.tensors, self.addresses, layer)
+        return Pages(self.tensors, self.addresses, layer, self.origin or self)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Addresses of the pages on their device, int64 `[pages]`. All layers of a sequence share one copy."""
+        return (self.origin or self)._table
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        return to_device(self.addresses, self.tensors[0].device)
 
     @property
     def heads(self) -> int:

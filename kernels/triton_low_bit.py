@@ -386,7 +386,7 @@ def approximate_attention(
     heads, group, d = q.shape
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
-    table = PageTable((pages,), to_device(pages.addresses.unsqueeze(0), q.device))
+    table = PageTable((pages,), pages.table.unsqueeze(0))
     chosen = skip.sort(1).values
     outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], chosen, bounds[2], tokens.stop, softcap)
     out, lse = merge_parts(outs, lses)

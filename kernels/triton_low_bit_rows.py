@@ -1,8 +1,11 @@
-"""Append the newest K and V of each sequence to its low-bit KV, in Triton, and compute addresses of low-bit blocks.
+"""Write low-bit KV in Triton, and compute addresses of low-bit blocks.
 
-Each vector is multiplied by a matrix, quantised and packed. Memory traffic per KV head: 4 * d^2 bytes each for the
-basis of keys and the mixing of values (shared by all sequences), d elements each of key and value, and d * (4 + bits) /
-8 + 2 bytes written. Reference: `low_bit_lists.append_rows`.
+`append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed.
+Memory traffic per KV head: 4 * d^2 bytes each for the basis of keys and the mixing of values (shared by all sequences),
+d elements each of key and value, and d * (4 + bits) / 8 + 2 bytes written.
+
+`store_rows` stores the vectors of a prompt, which torch has multiplied already. References:
+`low_bit_lists.append_rows`, `low_bit.store_rows`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .low_bit import KEY_BITS, SMALLEST, Layout
-from .pages import BLOCK, PAGE_BLOCKS, PageTable
+from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .pointer_table import ALIGNED
 
 _BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.constexpr(SMALLEST)
@@ -57,6 +60,13 @@ def _channels(
 
 
 @triton.jit
+def _steps(largest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Return the step codes of vectors whose largest magnitudes are `largest`, as `low_bit.encode_steps` does."""
+    upper = (largest * (1.0 / (1 << (BITS - 1)))).to(tl.int32, bitcast=True) + ((1 << 20) - 1)
+    return tl.minimum(tl.maximum((upper >> 20) - _SMALLEST, 0), 255)
+
+
+@triton.jit
 def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     """Quantise x with `step` to a code, as `low_bit.quantise_rows` does."""
     code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
@@ -85,8 +95,7 @@ def _store_row(
         c2 = _channels(x, basis, 2 * WIDTH, d, WIDTH, W, ROWS)
         c3 = _channels(x, basis, 3 * WIDTH, d, WIDTH, W, ROWS)
         largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(c2), 0), tl.max(tl.abs(c3), 0)))
-    upper = (largest * (1.0 / (1 << (BITS - 1)))).to(tl.int32, bitcast=True) + ((1 << 20) - 1)
-    code = tl.minimum(tl.maximum((upper >> 20) - _SMALLEST, 0), 255)
+    code = _steps(largest, BITS)
     step = decoded_steps(code)
     packed = _code(c0, step, BITS) | (_code(c1, step, BITS) << BITS)
     if BITS == 2:
@@ -143,6 +152,58 @@ def append_rows(
         k, v, basis, mean, mixing, *addressed(table), slots, table.heads,
         d=d, **padded_sizes(layout), KEY=KEY_BITS, VALUE=layout.value_bits,
         ROWS=min(128, triton.next_power_of_2(d)), num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["offset", "start", "stop"])
+def _store(
+    rows: tl.tensor, table: tl.tensor, offset: tl.tensor, start: tl.tensor, stop: tl.tensor, heads: tl.tensor,
+    d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    FIRST: tl.constexpr, STEPS: tl.constexpr, TOKEN: tl.constexpr, BYTE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Quantise the vectors of a block of 64 tokens and store them, in program (block, head).
+
+    The WIDTH packed bytes of token t of the block are stored from FIRST + t * TOKEN on, BYTE bytes apart. The code of
+    its step is stored at STEPS + t.
+    """
+    head, block = tl.program_id(1).to(tl.int64), start // _BLOCK + tl.program_id(0)
+    row, column = tl.arange(0, _BLOCK), tl.arange(0, W)
+    token = block * _BLOCK + row
+    known = (token >= start) & (token < stop)
+    mask = known[:, None] & (column < WIDTH)[None, :]
+    at = rows + (head * (stop - start) + token - start)[:, None] * d + column[None, :]
+    c0, c1 = tl.load(at, mask=mask, other=0.0), tl.load(at + WIDTH, mask=mask, other=0.0)
+    largest = tl.max(tl.maximum(tl.abs(c0), tl.abs(c1)), 1)
+    if BITS == 2:
+        c2, c3 = tl.load(at + 2 * WIDTH, mask=mask, other=0.0), tl.load(at + 3 * WIDTH, mask=mask, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(c2), tl.abs(c3)), 1))
+    codes = _steps(largest, BITS)
+    step = decoded_steps(codes)[:, None]
+    packed = _code(c0, step, BITS) | (_code(c1, step, BITS) << BITS)
+    if BITS == 2:
+        packed |= (_code(c2, step, BITS) << 4) | (_code(c3, step, BITS) << 6)
+    own = block_of(table, 0, offset, head, heads, block, BLOCK_BYTES)
+    tl.store(own + FIRST + row[:, None] * TOKEN + column[None, :] * BYTE, packed.to(tl.uint8), mask=mask)
+    tl.store(own + STEPS + row, codes.to(tl.uint8), mask=known)
+
+
+def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
+    """Quantise and store `rows` `[Hkv, m, d]` in one launch. See `low_bit.store_rows`. `rows` must be float32.
+
+    The stored bytes equal the reference's.
+    """
+    heads, m, d = rows.shape
+    assert rows.dtype == torch.float32 and rows.is_contiguous() and d == layout.head_dim and heads == pages.heads
+    if m == 0:
+        return
+    width, bits = (layout.value_bytes, layout.value_bits) if values else (layout.key_bytes, KEY_BITS)
+    W: int = max(16, triton.next_power_of_2(width))
+    steps = BLOCK * (layout.key_bytes + layout.value_bytes)
+    _store[(-(-(start + m) // BLOCK) - start // BLOCK, heads)](
+        rows, pages.table, pages.offset, start, start + m, heads, d=d, WIDTH=width, W=W, BITS=bits,
+        BLOCK_BYTES=layout.block_bytes, FIRST=BLOCK * layout.key_bytes if values else 0,
+        STEPS=steps + BLOCK if values else steps, TOKEN=width if values else 1, BYTE=1 if values else BLOCK,
+        num_warps=min(16, max(4, W * 8 // bits // 16)),
     )  # fmt: skip
 
 

@@ -11,18 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_norm import FEW
+
+_TILE = 2048
+"""Number of elements of a program that rotates several tokens."""
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, head_step: tl.tensor, token_step: tl.tensor,
-    tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr, ROUNDED: tl.constexpr,
+    tokens: tl.tensor, d: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rotate head h of token t, in program (h, t).
+    """Rotate head h of the tokens [i * ROWS, (i + 1) * ROWS), in program (h, i).
 
     With ROUNDED, both products are rounded to the dtype of x before they are added.
     """
-    h, t, column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, D)
-    at, real = x + h * head_step + t * token_step, column < d
+    h, t = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, D)[None, :]
+    at, real = x + h * head_step + t * token_step, (t < tokens) & (column < d)
     partner = tl.where(column < d // 2, column + d // 2, column - d // 2)
     own = tl.load(at + column, mask=real, other=0.0).to(tl.float32)
     other = tl.load(at + partner, mask=real, other=0.0).to(tl.float32)
@@ -40,9 +46,11 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     assert cos.shape == sin.shape == (1, tokens, d) and cos.is_contiguous() and sin.is_contiguous()
     assert x.stride(2) == 1 and d % 2 == 0
     out = torch.empty(heads, tokens, d, dtype=x.dtype, device=x.device)
+    width: int = triton.next_power_of_2(d)
+    rows = 1 if tokens <= FEW else max(1, _TILE // width)
     # A fused multiply-add would not round the first product.
-    _rotate[(heads, tokens)](
-        x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=triton.next_power_of_2(d),
-        ROUNDED=cos.dtype == x.dtype != torch.float32, num_warps=1, enable_fp_fusion=False,
+    _rotate[(heads, triton.cdiv(tokens, rows))](
+        x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=width, ROWS=rows,
+        ROUNDED=cos.dtype == x.dtype != torch.float32, num_warps=1 if rows == 1 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -78,7 +78,7 @@ class GpuSize:
     text: Path = ROOT / "offload_rt" / "data" / "black_arrow.txt"
     trained_prompts: tuple[int, ...] = (1_024, 7_168)
     trained_tokens: int = 128
-    trained_perplexity: tuple[str, ...] = ("--context", "8k", "--windows", "4", "--decode-from", "7680")
+    trained_perplexity: tuple[str, ...] = ("--context", "8192", "--windows", "4", "--decode-from", "7680")
     trained_needles: tuple[str, ...] = ("--lengths", "8k", "--passages", "4")
     trained_limit: float = 120
 

@@ -96,9 +96,11 @@ class Prefill:
             for first, end in pairwise(bounds)
             for s in slices_of(end - first, self._slice_tokens)
         ]
-        self._positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
+        positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
+        # One tensor per slice for all layers, because rotary tables are cached by these objects.
+        self._positions = [positions[s] for s in self._slices]
         tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
-        self._hidden = adapter.embed(tokens, self._positions)
+        self._hidden = adapter.embed(tokens, positions)
 
     @property
     def tokens(self) -> int:
@@ -153,7 +155,7 @@ class Prefill:
 
     def _keys_and_values(self) -> Iterator[KVPart]:
         inputs = (self._adapter.attention_input(self._layer, self._hidden[s]) for s in self._slices)
-        return keys_and_values(self._adapter, self._layer, inputs, (self._positions[s] for s in self._slices))
+        return keys_and_values(self._adapter, self._layer, inputs, self._positions)
 
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
         """Compute attention and MLP of a layer for one slice of tokens after the other.
@@ -165,9 +167,9 @@ class Prefill:
         slides = adapter.geometry.windows[layer] is not None
         if rows.past:
             self._attend_past(rows, self._computed(last))
-        for s in self._slices if not rows.past else ():
+        for s, positions in zip(self._slices, self._positions, strict=True) if not rows.past else ():
             attention_input = adapter.attention_input(layer, self._hidden[s])
-            q = adapter.query(layer, attention_input, self._positions[s])
+            q = adapter.query(layer, attention_input, positions)
             if not slides:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
             if s not in self._computed(last):
@@ -204,8 +206,9 @@ class Prefill:
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []
-        for s in slices:
-            q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), self._positions[s])
+        given = zip(self._slices, self._positions, strict=True)
+        for s, positions in ((s, positions) for s, positions in given if s in slices):
+            q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
             attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
         if slices or self._learn_from < rows.first:
             go_through(rows.past, attending, state, layer, self._learn_from)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -27,6 +28,9 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 "longrope" (Phi) has two sets of frequencies: one for texts up to the original training length and one for longer texts.
 "dynamic" has one set for texts up to the training length, and a different set for each longer length.
 """
+
+KEPT = 8
+"""Number of tensors of positions whose tables are cached: the chunks of a prefill, and the tokens of a decode step."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Tables of a rotation: cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head.
@@ -95,9 +99,9 @@ def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
 class Rotary:
     """Rotations of queries and keys in all layers, with tables from the decoder's rotary module.
 
-    The tables of the latest positions are cached. Layer 0 always computes them. Later layers reuse them if they are
-    called with the same `positions` object, so this tensor must not be changed in place during a pass. A CUDA graph
-    that captures a step from layer 0 includes this computation.
+    The tables of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always computes
+    them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not be
+    changed in place during a pass. A CUDA graph that captures a step from layer 0 includes this computation.
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attention: Any) -> None:
@@ -110,8 +114,8 @@ class Rotary:
             attention: An attention module of the model, used to find its source file.
         """
         self._module, self._kinds = module, tuple(kinds)
-        self._positions: torch.Tensor | None = None
-        self._rotations: dict[str, Rotation] = {}
+        self._known: list[tuple[ref[torch.Tensor], dict[str, Rotation]]] = []
+        """Tensors of positions with their tables by set of frequencies, newest first."""
         self._layout: Layout = HalfSplit
         self._ready = True
         """Whether the tables of the rotary module already are in the detected layout."""
@@ -134,19 +138,33 @@ class Rotary:
 
         For a layer without rotary positions, return `x` unchanged.
         """
-        if layer == 0 or positions is not self._positions:
-            self._rotations.clear()
-            self._positions = positions
+        known = None if layer == 0 else self._find(positions)
+        if known is None:
+            known = self._new_entry(positions)
         kind = self._kinds[layer]
         if kind is None:
             return x
-        if kind not in self._rotations:
+        if kind not in known:
             cos, sin = self._tables(kind, x, positions)
             if not self._ready:
                 pairs = len(self._inverse(kind))
                 cos, sin = (self._layout.spread(table[..., :pairs]) for table in (cos, sin))
-            self._rotations[kind] = cos, self._layout.signed(sin)
-        return rotate(x, self._rotations[kind], self._layout)
+            known[kind] = cos, self._layout.signed(sin)
+        return rotate(x, known[kind], self._layout)
+
+    def _find(self, positions: torch.Tensor) -> dict[str, Rotation] | None:
+        """Return the cached tables of `positions`, if any."""
+        for held, tables in self._known:
+            if held() is positions:
+                return tables
+        return None
+
+    def _new_entry(self, positions: torch.Tensor) -> dict[str, Rotation]:
+        """Add an empty entry for `positions` to the cached tables. Drop the oldest entry and those of freed tensors."""
+        kept = [each for each in self._known if (held := each[0]()) is not None and held is not positions]
+        entry: dict[str, Rotation] = {}
+        self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
+        return entry
 
     def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Rotate keys `[Hkv, n, d]` that are already rotated to positions `offset` higher.

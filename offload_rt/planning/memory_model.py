@@ -19,6 +19,7 @@ from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget
 from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory
+from ..models.rotary import KEPT
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
 from ..policies.growing import max_slots
@@ -61,8 +62,11 @@ class DeviceCosts:
 
     def fixed(self) -> int:
         """Return the bytes of constant data: bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
-        rotation = 2 * self.slice * self.shape.geometry.head_dim * self.shape.dtype.itemsize
-        return self.basis() + rotation + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
+        return self.basis() + self._rotation(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
+
+    def _rotation(self, tokens: int) -> int:
+        """Return the size in bytes of rotary cos and sin of `tokens` tokens."""
+        return 2 * tokens * self.shape.geometry.head_dim * self.shape.dtype.itemsize
 
     def scoring(self, context: int) -> int:
         """Return the size in bytes of a sequence's scoring keys, without sharing between sequences.
@@ -138,7 +142,11 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the bytes that a prefill needs: hidden states, new and merged KV of a layer, temporary tensors."""
+        """Return the bytes that a prefill needs, including rotary cos and sin of slices after the first."""
+        return self._layer_work(context) + self._rotation(max(0, min(context, KEPT * self.slice) - self.slice))
+
+    def _layer_work(self, context: int) -> int:
+        """Return the bytes of hidden states, of new and merged KV of a layer, and of temporary tensors."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
@@ -169,7 +177,7 @@ class DeviceCosts:
         """
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0
-        return replace(self, slice=max(self.slice, SLICE)).prefill(TOKENS)
+        return replace(self, slice=max(self.slice, SLICE))._layer_work(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of a decode step's memory: hidden states, logits, scores and attention weights.

@@ -65,6 +65,11 @@ class CudaStorage(KVStorage):
             )
             return state.token_bytes
         one.residency.store(layer, start, k, v)
+        return self._write(one, layer, start, k, v)
+
+    def _write(self, one: OpenSequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Start writing k and v `[Hkv, m, d]` of the tokens [start, start + m) to the pool. Return their bytes."""
+        state, blocks = self._state, one.blocks
         kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
         k, v = k[:, kept.start - start :], v[:, kept.start - start :]
         with state.write_back.behind_compute():
@@ -113,19 +118,27 @@ class CudaStorage(KVStorage):
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Append the slices and load the KV of tokens before `start`. Release the slices of the previous layer."""
-        state = self._state
+        state, one = self._state, self._state[blocks]
         state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
         # Start loading before the slices are appended, so that the load does not wait for their write-backs.
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
-            written += self._append(blocks, layer, stop, part.k, part.v)
-            fresh.append(part)
-            stop += part.k.shape[1]
+            # The values of a head lie between those of other heads. One copy here saves one copy per head below.
+            own = KVPart(part.k.contiguous(), part.v.contiguous())
+            written += self._write(one, layer, stop, own.k, own.v)
+            fresh.append(own)
+            stop += own.k.shape[1]
         parts = fresh if loaded is None else [*loaded.wait(), *fresh]
-        k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
+        k, v = _joined([part.k for part in parts]), _joined([part.v for part in parts])
+        one.residency.store(layer, start, k[:, start - first :], v[:, start - first :])
         return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate parts `[Hkv, n, d]` along the tokens. A single part is returned itself."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class CudaTransfer:

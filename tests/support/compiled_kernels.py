@@ -281,9 +281,10 @@ def _model() -> None:
     """Launch norms and rotary embeddings."""
     from offload_rt.kernels import triton_norm, triton_rotary
 
-    hidden, turns = torch.empty(BATCH, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, BATCH, D)
-    triton_norm.rms_norm(hidden, hidden[0], 1e-5)
-    triton_rotary.rotate_halves(hidden.view(BATCH, -1, D).transpose(0, 1), turns, turns)
+    for tokens in (BATCH, 100):
+        hidden, turns = torch.empty(tokens, KV_HEADS * GROUP * D, dtype=torch.bfloat16), torch.empty(1, tokens, D)
+        triton_norm.rms_norm(hidden, hidden[0], 1e-5)
+        triton_rotary.rotate_halves(hidden.view(tokens, -1, D).transpose(0, 1), turns, turns)
 
 
 def _skew() -> None:
@@ -305,6 +306,8 @@ def _tail(bits: int, d: int) -> None:
     k, basis = torch.empty(lists, d, dtype=torch.bfloat16), torch.empty(KV_HEADS, d, d)
     slots = torch.zeros(lists, dtype=torch.int64)
     triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, slots)
+    for values in (False, True):
+        triton_low_bit_rows.store_rows(table.pages[0], layout, torch.empty(KV_HEADS, 200, d), 70, values=values)
     triton_low_bit.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
     chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
     triton_low_bit.merge_approximate(

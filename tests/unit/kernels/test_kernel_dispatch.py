@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from offload_rt.kernels import dispatch, lists, low_bit_lists, segments
+from offload_rt.kernels import dispatch, lists, low_bit, low_bit_lists, segments
 
 OPERATIONS = {
     lists: {
@@ -23,6 +23,7 @@ OPERATIONS = {
         "triton_skew": ["skew_queries"],
     },
     segments: {"triton_segments": ["attend_runs"]},
+    low_bit: {"triton_low_bit_rows": ["store_rows"]},
     low_bit_lists: {"triton_low_bit_rows": ["append_rows"], "triton_low_bit": ["scores", "merge_approximate"]},
 }
 CASES = [(a, b, name) for a, modules in OPERATIONS.items() for b, names in modules.items() for name in names]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.low_bit import copied, joined, ragged_lists, stored_rows
 
-from offload_rt.kernels import low_bit_lists
+from offload_rt.kernels import low_bit, low_bit_lists
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, approximate_attention, dequantise_rows, mixing, unpack_rows
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 
@@ -92,6 +92,30 @@ def test_scores_are_the_integers(
     torch.testing.assert_close(got.scores, want.scores, rtol=1e-6, atol=1e-5)
     assert torch.equal(got.maximum, got.scores.amax(-1)) and got.maximum[2:4].isneginf().all()
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize(("d", "value_bits"), [(64, 4), (80, 2), (12, 4)])
+@pytest.mark.parametrize(("start", "count"), [(0, 64), (500, 620), (70, 1), (130, 0)])
+def test_a_prompt_is_stored_as_defined(
+    kernel_device: torch.device, d: int, value_bits: int, start: int, count: int, values: bool
+) -> None:
+    """All bytes are equal, also those of zeros, of very large vectors and of other tokens."""
+    from offload_rt.kernels.triton_low_bit_rows import store_rows
+
+    torch.manual_seed(d)
+    layout = Layout(d, value_bits)
+    pages = stored_rows(layout, 2, 3 * PAGE_TOKENS - 10, kernel_device).of_layer(1)
+    want = copied(pages)
+    rows = (
+        torch.randn(2, count, d, device=kernel_device)
+        * torch.logspace(-7, 4, max(1, count), device=kernel_device)[:count, None]
+    )
+    rows[:, :1], rows[:, 1:2, ::2] = 0, -1e5
+    rows[:, 2:3] = torch.linspace(-1, 1, d, device=kernel_device)
+    store_rows(pages, layout, rows, start, values=values)
+    low_bit.store_rows(want, layout, rows, start, values=values)
+    assert joined(pages).equal(joined(want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0
 """Relative error against float64: two roundings. The interpreter truncates bfloat16."""
 
 
-@pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024)])
+@pytest.mark.parametrize(("tokens", "d"), [(1, 64), (3, 72), (2, 1024), (70, 72)])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: int, dtype: torch.dtype) -> None:
     from offload_rt.kernels.triton_norm import rms_norm
@@ -26,7 +26,7 @@ def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: 
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize(("heads", "tokens", "d"), [(4, 1, 64), (3, 5, 80)])
+@pytest.mark.parametrize(("heads", "tokens", "d"), [(4, 1, 64), (3, 5, 80), (2, 75, 80)])
 def test_positions_are_the_definitions(
     kernel_device: torch.device, heads: int, tokens: int, d: int, dtype: torch.dtype
 ) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import LONGROPE, VOCAB, build
-from support.tiny_models import tiny_prompt
+from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, ModelError, SamplingParams
 from offload_rt.models import registry
 from offload_rt.models.loading import load_model
+from offload_rt.models.rotary import KEPT
 from offload_rt.models.shape import load_shape
 
 TRAINED = 64
@@ -63,6 +64,24 @@ def theirs(checkpoint: Path, prompt: list[int]) -> list[int]:
 
 def prompt_of(tokens: int) -> list[int]:
     return [token % VOCAB for token in tiny_prompt(tokens)]
+
+
+def test_tables_are_kept_for_a_few_tensors_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks alternate in each layer. The first layer computes their tables, because positions may have changed."""
+    rotary = load_model(tiny_model("llama")).adapter._rotary
+    computed, tables = [], rotary._tables
+    monkeypatch.setattr(rotary, "_tables", lambda *given: computed.append(given[2]) or tables(*given))
+    chunks = [torch.arange(4) + 4 * i for i in range(KEPT)]
+    x = torch.randn(2, 4, 32)
+    turned = [[rotary.rotate(layer, x, chunk) for chunk in chunks] for layer in range(3)]
+    assert len(computed) == KEPT and all(a.equal(b) for a, b in zip(turned[0], turned[2], strict=True))
+    chunks[0].add_(1)
+    assert not rotary.rotate(0, x, chunks[0]).equal(turned[0][0]) and len(computed) == KEPT + 1
+    rotary.rotate(1, x, torch.arange(4))
+    assert len(rotary._known) == KEPT
+    del computed[:], chunks[1:]
+    rotary.rotate(1, x, torch.arange(4))
+    assert len(rotary._known) == 2, "tables of freed positions are dropped"
 
 
 def test_short_texts(checkpoint: Path) -> None:

@@ -1,0 +1,31 @@
+"""Test that a layer of a prefill takes few launches, and that their number does not depend on the chunk's length."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+from support.prefill_counts import PrefillCounts, count_prefill
+
+CHUNK = 2048
+
+PER_LAYER = {"full": PrefillCounts(13, 0, 12, 0), "infinigen": PrefillCounts(23, 0, 16, 0)}
+"""Limits of a layer without its chunks: samples of nine weights, which detect a changed model, joined and resident KV,
+and for "infinigen" its approximate KV."""
+
+PER_CHUNK = PrefillCounts(22, 4, 21, 0)
+"""Limits of each chunk: norms, projections, RoPE, attention and MLP, and a copy of K and of V of each KV head."""
+
+
+@pytest.mark.parametrize("tokens", [1024, CHUNK + 100])
+@pytest.mark.parametrize("policy", list(PER_LAYER))
+def test_a_layer_takes_few_launches(policy: str, tokens: int) -> None:
+    found, chunks = count_prefill(tokens, policy=policy), -(-tokens // CHUNK)
+    limits = zip(astuple(found), astuple(PER_LAYER[policy]), astuple(PER_CHUNK), strict=True)
+    assert all(count <= layer + chunks * chunk for count, layer, chunk in limits), found
+
+
+@pytest.mark.parametrize("policy", list(PER_LAYER))
+def test_launches_do_not_depend_on_the_length_of_a_chunk(policy: str) -> None:
+    """The longer prompt fills three times as many blocks, and another page."""
+    assert count_prefill(300, policy=policy) == count_prefill(1024, policy=policy)
