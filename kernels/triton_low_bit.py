@@ -26,13 +26,7 @@ from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_size
 from .triton_scores import _outputs, _rint, store_scores
 
 _SCORED = 4 * BLOCK
-"""Number of tokens that `_score` scores at a time, all in one page. A program of `_attend` handles one page."""
-
-_RUN, _MANY = 4, 2048
-"""Number of times that a program of `_score` does so, if the programs would otherwise be at least `_MANY`.
-
-Each program quantises the queries first. With fewer programs, the multiprocessors would not be busy.
-"""
+"""Number of tokens per program of `_score`, all in one page. A program of `_attend` handles one page."""
 
 _LISTED_TOKENS = 1024
 """Number of listed tokens per program of `_exclude`."""
@@ -117,33 +111,34 @@ def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: tl.
     return sums.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["pages", "offset", "tokens", "blocks", "run"])
+@triton.jit(do_not_specialize=["pages", "offset", "tokens", "blocks"])
 def _score(
     q: tl.tensor, mean: tl.tensor, table: tl.tensor, pages: tl.tensor, offset: tl.tensor, starts: tl.tensor,
     stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
-    blocks: tl.tensor, run: tl.tensor,
+    blocks: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score blocks [i * run, (i + 1) * run) of TOKENS tokens of list p, in program (p, i).
+    """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
 
-    A list is one KV head of one sequence. No keys are read for blocks without tokens in [start, stop).
+    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys.
     """
-    p, place, byte = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS), tl.arange(0, K)
+    # A program for four times as many tokens quantises the queries less often, but was slower on an H200.
+    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
-    low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
-    first_block = tl.program_id(1) * run
-    for block in range(first_block, tl.minimum(first_block + run, blocks)):
-        token, acc = block * TOKENS + place, tl.zeros((GROUP, TOKENS), tl.float32)
-        if (block * TOKENS < stop) & (block * TOKENS + TOKENS > start):
-            there = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
-            first = block_of(table, pages, offset, p, heads, block * (TOKENS // _BLOCK), _BLOCK * (KEYS + VALUES + 2))
-            own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
-            keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
-            step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
-            products = _products(low, high, keys, INTERPRETED) - centre[:, None]
-            acc = products * step[None, :] * scale[:, None] + shift[:, None]
-        store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
+    token, byte = piece * TOKENS + tl.arange(0, TOKENS), tl.arange(0, K)
+    acc = tl.zeros((GROUP, TOKENS), tl.float32)
+    if (piece * TOKENS < stop) & (piece * TOKENS + TOKENS > start):
+        low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
+        there = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
+        first = block_of(table, pages, offset, p, heads, piece * (TOKENS // _BLOCK), _BLOCK * (KEYS + VALUES + 2))
+        place = tl.arange(0, TOKENS)
+        own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
+        keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
+        step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
+        products = _products(low, high, keys, INTERPRETED) - centre[:, None]
+        acc = products * step[None, :] * scale[:, None] + shift[:, None]
+    store_scores(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
 def scores(
@@ -164,9 +159,8 @@ def scores(
     assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
     blocks, sizes = triton.cdiv(tokens, _SCORED), padded_sizes(layout)
     out, maxima, sums = _outputs(q, tokens, blocks)
-    run = _RUN if lists * blocks >= _MANY else 1
-    _score[(lists, triton.cdiv(blocks, run))](
-        q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks, run,
+    _score[(lists, blocks)](
+        q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
         G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
         INTERPRETED=knobs.runtime.interpret,

@@ -169,8 +169,9 @@ def _histogram(
         seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
         counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
     own = histograms + (DIGIT * lists + p) * 256
-    if DIGIT == 0:
-        # Most orders have the same exponent: they are added within the program first.
+    if DIGIT < 2:
+        # Most orders share their first digits, and atomic additions to the same bin wait for each other. They are
+        # therefore added within the program first. Later digits count only the orders near the bound.
         bins, at = tl.histogram(_digit(order, DIGIT), 256, mask=counted), tl.arange(0, 256)
         tl.atomic_add(own + at, bins, mask=bins > 0, sem="relaxed")
     else:

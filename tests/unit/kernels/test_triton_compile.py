@@ -25,7 +25,7 @@ REGISTERS = {
     ("int8 keys", "triton_scores._packed"): 80,
     ("int4 keys", "triton_scores._packed"): 80,
     ("partial keys", "triton_scores._partial"): 96,
-    ("tail, int4", "triton_low_bit._score"): 128,
+    ("tail, int4", "triton_low_bit._score"): 112,
     ("tail, int4", "triton_low_bit._attend"): 168,
     ("tail, int2, d 64", "triton_low_bit._attend"): 96,
 }

@@ -76,15 +76,10 @@ def test_a_batch_is_joined_with_its_exact_rows(
     assert got[2:6].eq(exact[2:6]).all() and not got[:2].isclose(exact[:2], atol=0.1).all()
 
 
-@pytest.mark.parametrize("many", [0, 2048], ids=["several blocks per program", "one"])
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
-def test_scores_are_the_integers(
-    kernel_device: torch.device, d: int, group: int, value_bits: int, many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from offload_rt.kernels import triton_low_bit
+def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
     from offload_rt.kernels.triton_low_bit import scores
 
-    monkeypatch.setattr(triton_low_bit, "_MANY", many)
     torch.manual_seed(d)
     q, mean, _, layout, table, starts, stops, *_ = ragged_lists(Layout(d, value_bits), group, kernel_device)
     got = scores(q, mean, layout, table, starts, stops, 700)
