@@ -19,8 +19,8 @@
 #                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
 #                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed),
 #                neon (C kernels for Arm under qemu, where its user emulation and the cross compiler are installed) runs one
-#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|kernels|decode|prefill|accuracy|
-#                sessions runs one; GPU_PYTHON=python3 takes that environment instead of making one
+#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|trace|kernels|decode|prefill|trained|
+#                accuracy|sessions runs one; GPU_PYTHON=python3 takes that environment instead of making one
 #   make bench   the speed measurements, written to out/
 #   make bench-real  trained models' prompts and steps beside transformers' (MODEL=smollm2 runs one), to eval/results/MODEL;
 #                BENCH_FLAGS='--runtimes all --gguf FILE' for kvpress and llama.cpp too, where their packages are installed

@@ -1,4 +1,4 @@
-"""Dispatch each operation of the decode step to its Triton or its torch implementation.
+"""Dispatch each operation of decode steps and prefills to its Triton or its torch implementation.
 
 Triton handles CUDA tensors. torch handles all other devices, float64, and installations without Triton. The modules
 `lists` and `segments` define results and shapes.
@@ -108,7 +108,9 @@ def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layou
 
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
-    module: Any = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
+    module: Any
     if _compiled(rows):
         from . import triton_low_bit_rows as module
+    else:
+        module = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
     module.store_rows(pages, layout, rows, start, values=values)

@@ -34,7 +34,8 @@ class Pages:
         tensors: The pages of the sequence, in order.
         addresses: Addresses of the pages, int64 `[pages]` in host memory.
         layer: Index of the layer within a page.
-        origin: The object that this one was derived from with `of_layer`, or None.
+        origin: The `Pages` of the first layer, which holds the copy of `addresses` on the device for all layers.
+            None for that object itself.
     """
 
     tensors: tuple[torch.Tensor, ...]

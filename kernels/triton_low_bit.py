@@ -261,8 +261,8 @@ def approximate_attention(
     counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
     bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
     table = PageTable((pages,), pages.table.unsqueeze(0))
-    chosen = skip.sort(1).values
-    outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], chosen, bounds[2], tokens.stop, softcap)
+    skip = skip.contiguous()
+    outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], skip, bounds[2], tokens.stop, softcap)
     out, lse = merge_parts(outs, lses)
     return out.view(heads, group, d), lse.view(heads, group)
 
@@ -304,7 +304,8 @@ def _parts(
     blocks = triton.cdiv(tokens, BLOCK)
     pieces, every = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
     excluded = torch.zeros(lists, every, dtype=torch.uint8, device=q.device)
-    _exclude[(lists, triton.cdiv(chosen.shape[1], _LISTED_TOKENS))](
+    # One program per list at least: it also marks tokens outside [start, stop).
+    _exclude[(lists, max(1, triton.cdiv(chosen.shape[1], _LISTED_TOKENS)))](
         chosen, counts, starts, stops, excluded, chosen.shape[1], every, LISTED_TOKENS=_LISTED_TOKENS
     )
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)

@@ -4,8 +4,8 @@
 Memory traffic per KV head: 4 * d^2 bytes each for the basis of keys and the mixing of values (shared by all sequences),
 d elements each of key and value, and d * (4 + bits) / 8 + 2 bytes written.
 
-`store_rows` stores the vectors of a prompt, which torch has multiplied already. References:
-`low_bit_lists.append_rows`, `low_bit.store_rows`.
+`store_rows` stores the vectors of a prompt, after torch has multiplied keys by the basis and values by the mixing.
+References: `low_bit_lists.append_rows`, `low_bit.store_rows`.
 """
 
 from __future__ import annotations

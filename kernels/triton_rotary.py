@@ -48,7 +48,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     out = torch.empty(heads, tokens, d, dtype=x.dtype, device=x.device)
     width: int = triton.next_power_of_2(d)
     rows = 1 if tokens <= FEW else max(1, _TILE // width)
-    # A fused multiply-add would not round the first product.
+    # Disable fused multiply-add, which would not round the first product.
     _rotate[(heads, triton.cdiv(tokens, rows))](
         x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=width, ROWS=rows,
         ROUNDED=cos.dtype == x.dtype != torch.float32, num_warps=1 if rows == 1 else 4, enable_fp_fusion=False,

@@ -14,13 +14,13 @@ _COLUMNS = 16
 """Number of columns per program."""
 
 
-@triton.jit(do_not_specialize=["heads", "bases", "batch"])
+@triton.jit(do_not_specialize=["heads", "bases", "group"])
 def _skew(
     q: tl.tensor, basis: tl.tensor, out: tl.tensor, head_step: tl.tensor, row_step: tl.tensor, heads: tl.tensor,
-    bases: tl.tensor, scale: tl.tensor, r: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr,
+    bases: tl.tensor, group: tl.tensor, scale: tl.tensor, r: tl.tensor,
+    d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute columns [c * COLUMNS, (c + 1) * COLUMNS) of the G queries of list p, in program (p, c).
+    """Compute columns [c * COLUMNS, (c + 1) * COLUMNS) of the queries of list p, in program (p, c).
 
     A list is one KV head of one sequence.
     """
@@ -28,10 +28,10 @@ def _skew(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.load(basis + p % bases * d * r + row[:, None] * r + column[None, :],
                    mask=(row < d)[:, None] & (column < r)[None, :], other=0.0)  # fmt: skip
-    for g in tl.static_range(G):
-        query = tl.load(q + (p % heads * G + g) * head_step + p // heads * row_step + row, mask=row < d, other=0.0)
+    for g in range(group):
+        query = tl.load(q + (p % heads * group + g) * head_step + p // heads * row_step + row, mask=row < d, other=0.0)
         skewed = tl.sum(query.to(tl.float32)[:, None] * tile, 0) * scale
-        tl.store(out + (p * G + g) * r + column, skewed, mask=column < r)
+        tl.store(out + (p * group + g) * r + column, skewed, mask=column < r)
 
 
 def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
@@ -42,7 +42,7 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(lists, group, r, dtype=torch.float32, device=q.device)
     _skew[(lists, triton.cdiv(r, _COLUMNS))](
-        q, basis, out, q.stride(0), q.stride(1), kv_heads, bases, float(scale), r,
-        d=d, D=triton.next_power_of_2(d), G=group, COLUMNS=_COLUMNS, num_warps=1,
+        q, basis, out, q.stride(0), q.stride(1), kv_heads, bases, group, float(scale), r,
+        d=d, D=triton.next_power_of_2(d), COLUMNS=_COLUMNS, num_warps=1,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Trace decode steps on a CUDA device: time by kernel and stream, and how long the PCIe link is idle."""
+"""Trace decode steps on a CUDA device: time by kernel and stream, and how long PCIe is in use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-LINK = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
-"""Parts of the names of kernels and copies that use the PCIe link."""
+TRANSFERS = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
+"""Parts of the names of kernels and copies that use PCIe."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class DeviceEvent:
     stop: float
 
     @property
-    def over_link(self) -> bool:
+    def is_transfer(self) -> bool:
         """Whether it reads or writes host memory."""
-        return any(part in self.name for part in LINK)
+        return any(part in self.name for part in TRANSFERS)
 
 
 def trace(step: Callable[[], None], steps: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
         "streams": {str(name): {"launches": len(us) / steps, "us": sum(us) / steps} for name, us in streams.items()},
         "wall": (max(s.stop for s in events) - min(s.start for s in events)) / steps if events else 0.0,
         "device busy": covered(events) / steps,
-        "link busy": covered([event for event in events if event.over_link]) / steps,
+        "link busy": covered([event for event in events if event.is_transfer]) / steps,
     }
 
 

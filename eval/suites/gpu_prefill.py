@@ -30,6 +30,7 @@ def run_prefill(job: GpuJob) -> Iterator[Results]:
                 {"shape": point.shape, "tokens": point.tokens, "program": program} | _measured(job, point, made)
             )
             yield {"rows": rows}
+            del made
         del model
 
 

@@ -206,8 +206,9 @@ class Prefill:
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []
-        given = zip(self._slices, self._positions, strict=True)
-        for s, positions in ((s, positions) for s, positions in given if s in slices):
+        for s, positions in zip(self._slices, self._positions, strict=True):
+            if s not in slices:
+                continue
             q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
             attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
         if slices or self._learn_from < rows.first:

@@ -30,7 +30,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """
 
 KEPT = 8
-"""Number of tensors of positions whose tables are cached: the chunks of a prefill, and the tokens of a decode step."""
+"""Maximum number of `positions` tensors with cached tables. A prefill has one per chunk, a decode step has one."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Tables of a rotation: cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head.

@@ -86,14 +86,17 @@ def read_document(path: Path) -> Reading:
     return Reading(None, "is damaged" if size else "is empty")
 
 
-def read_claim(path: Path) -> bool:
-    """Return whether a prompt without a session name uses the block in this file. False if the file is damaged."""
+def read_claim(path: Path) -> bool | None:
+    """Return whether a prompt without a session name uses the block in this file.
+
+    False if the file is damaged, None if it cannot be read.
+    """
     header = read_header(path)
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             return header is not None and os.pread(file.fileno(), len(CLAIM), header.claim_offset) == CLAIM
     except OSError:
-        return False
+        return None
 
 
 def write_claim(path: Path, claimed: bool) -> None:

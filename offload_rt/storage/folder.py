@@ -197,7 +197,7 @@ class StoreFolder:
             if file.claimed is None:
                 file.claimed = read_claim(path)
                 self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
-            return file.claimed
+            return bool(file.claimed)
 
     def disclaim(self, paths: Iterable[Path]) -> None:
         """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""

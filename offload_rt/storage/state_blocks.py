@@ -51,6 +51,7 @@ class StateBlocks:
 
     def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
         """Write a snapshot, on the saver's thread. If this fails, the state is computed again later."""
+        writer = None
         try:
             writer = self._store.begin(name.parent, name.provenance_key, name.tokens, self._part, cost, claim=claim)
             if writer is not None:
@@ -59,6 +60,10 @@ class StateBlocks:
                     whole = len(part) == self._part
                     writer.write(layer, part if whole else memoryview(bytes(part).ljust(self._part, b"\0")))
                 writer.commit()
+        except BaseException:
+            if writer is not None:
+                writer.abort()
+            raise
         finally:
             with self._mutex:
                 self._waiting -= self._states.slot_bytes

@@ -44,8 +44,10 @@ class MXFP4Experts(Importer):
         groups, size = shapes["blocks"][2:]
         if 2 * size != _GROUP:
             raise CannotPackError(f"groups of {2 * size} inputs; groups of {_GROUP} are supported")
-        if groups * _GROUP != ins or not PackedFormat.fits(ins, 5, _GROUP):
+        if groups * _GROUP != ins:
             raise CannotPackError(f"{groups} groups of {_GROUP} do not cover {ins} inputs")
+        if not PackedFormat.fits(ins, 5, _GROUP):
+            raise CannotPackError(f"{ins} inputs; a multiple of 64 is supported")
         return PackedFormat(ins, 5, _GROUP, offset=_ZERO)
 
     def pack(self, tensors: Mapping[str, torch.Tensor], form: PackedFormat, options: Options) -> PackedLayer:

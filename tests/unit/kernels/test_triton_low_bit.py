@@ -27,9 +27,10 @@ def rounding(device: torch.device) -> float:
 
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), [(64, 7, 2), (12, 2, 4)])
+@pytest.mark.parametrize("skipped", [True, False], ids=["some skipped", "none skipped"])
 @pytest.mark.parametrize("tokens", [range(5, 600), range(64, 65), range(510, 560)])
 def test_the_tail_is_what_is_defined(
-    kernel_device: torch.device, tokens: range, d: int, group: int, value_bits: int
+    kernel_device: torch.device, tokens: range, d: int, group: int, value_bits: int, skipped: bool
 ) -> None:
     from offload_rt.kernels.triton_low_bit import approximate_attention as compiled
 
@@ -39,7 +40,7 @@ def test_the_tail_is_what_is_defined(
     q = torch.randn(2, group, d, device=kernel_device) * d**-0.5
     mean = torch.randn(2, d, device=kernel_device)
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
-    skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1).to(kernel_device)
+    skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1).to(kernel_device)[:, : None if skipped else 0]
     softcap = 1.5 if value_bits == 2 else None
     out, lse = compiled(q, mean, pages, layout, tokens, skip, softcap)
     want, want_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
