@@ -18,6 +18,7 @@ from ..server.options import ServerOptions
 from ..storage.options import StoreOptions
 from ..utils.config_fields import option_of
 from ..utils.extras import install_command
+from ..utils.progress import report
 from .common import add_command, check_before_loading, default_store
 from .flags import (
     Groups,
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     check_before_loading(args.model, config, text=False)
 
     def make_app() -> FastAPI:
+        report("importing torch and transformers")
         from ..llm import LLM
         from ..server.app import make_app
 
