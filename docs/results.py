@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gpu_tables import gpu, h200, h200_kernels, h200_prefill, h200_trained
 from quality_tables import (
     ablation,
     divergence,
@@ -25,7 +26,7 @@ from quality_tables import (
     texts,
 )
 from result_rows import DEFAULT, NOVEL, RESULTS, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, avx2, disk, drafts, gpu, intel, lengths, others, selecting, threads
+from speed_tables import DYNAMIC, avx2, disk, drafts, intel, lengths, others, selecting, threads
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -65,6 +66,7 @@ def readme() -> str:
 TABLES: Sequence[Callable[[], str]] = (
     perplexity, divergence, texts, ruler, ruler_tasks, questions, needles, formats, ablation, reference,
     others, lengths, avx2, intel, threads, selecting, drafts, disk, gpu,
+    h200, h200_kernels, h200_prefill, h200_trained,
 )  # fmt: skip
 
 

@@ -114,24 +114,3 @@ def disk() -> str:
             rows.append([shape, f"{row['context']:,}", attended, *shares, *times, *ratios])
     head = ("KV in memory", "hit rate", "read, MB", "step, ms", "time relative to reads", "speed-up over all")
     return table(("selections", "context", "attended", *head), rows)
-
-
-def gpu() -> str:
-    """Time per token on a GPU by context length."""
-    data = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
-    contexts = sorted({context for points in data.values() for context, _ in points})
-    rows = []
-    for name, label in GPU_ROWS.items():
-        by = dict(map(tuple, data[name]))
-        rows.append([label, *(f"{by[context]:.1f}" if context in by else "" for context in contexts)])
-    return table(("", *(f"{context:,} tokens" for context in contexts)), rows)
-
-
-GPU_ROWS = {
-    "StaticCache": "transformers, `StaticCache`: all KV on the device",
-    "DynamicCache": "transformers, `DynamicCache`: all KV on the device",
-    "OffloadedCache": "transformers, offloaded cache",
-    "full": "offload-rt, `full`: all KV copied from host memory",
-    "infinigen": "offload-rt, selected KV only",
-    "infinigen, int4 tail": "offload-rt, default (4-bit approximate KV)",
-}

@@ -88,7 +88,7 @@ skew_queries = _by_device(lists.skew_queries, "triton_skew")
 append_quantised = _by_device(lists.append_quantised, "triton_append")
 attend_runs = _by_device(segments.attend_runs, "triton_segments")
 append_low_bit = _by_device(low_bit_lists.append_rows, "triton_low_bit_rows")
-score_low_bit = _by_device(low_bit_lists.scores, "triton_low_bit")
+score_low_bit = _by_device(low_bit_lists.scores, "triton_low_bit_scores")
 merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit")
 
 

@@ -1,13 +1,12 @@
-"""Score low-bit keys of a batch and merge approximate with exact attention, in Triton.
+"""Merge approximate with exact attention for a batch, in Triton.
 
-Memory traffic per token and KV head: scoring reads d / 2 + 1 bytes and writes 4 * G bytes. Approximate attention reads
-d * (4 + bits) / 8 + 2 bytes once for all G query heads of a group: the packed key, the packed value and their steps. It
-also reads one byte that marks excluded tokens.
+Memory traffic per token and KV head: d * (4 + bits) / 8 + 2 bytes are read once for all G query heads of a group: the
+packed key, the packed value and their steps. One more byte marks excluded tokens.
 
-Scores are integers before scaling. The softmax weights are multiplied by the steps of the values and rounded to
-bfloat16 before they multiply the codes (not under Triton's interpreter). Approximate attention computes its own scores:
-it uses the true query, while selection may use a predicted query. References: `low_bit_lists`, and
-`low_bit.approximate_attention` for one sequence.
+The softmax weights are multiplied by the steps of the values and rounded to bfloat16 before they multiply the codes
+(not under Triton's interpreter). Approximate attention computes its own scores: it uses the true query, while selection
+may use a predicted query. References: `low_bit_lists.merge_approximate`, and `low_bit.approximate_attention` for one
+sequence.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ import triton.language as tl
 from triton import knobs
 
 from .h2d_copy import to_device
-from .lists import Scores
-from .low_bit import KEY_BITS, Layout, LowBitQuery
+from .low_bit import Layout, LowBitQuery
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .triton_attention import LISTED, merge_parts, peak_and_sum
 from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
-from .triton_scores import _outputs, _rint, store_scores
-
-_SCORED = 4 * BLOCK
-"""Number of tokens per program of `_score`, all in one page. A program of `_attend` handles one page."""
+from .triton_low_bit_scores import key_products, query_weights
 
 _LISTED_TOKENS = 1024
 """Number of listed tokens per program of `_exclude`."""
@@ -37,13 +32,7 @@ _PARTS = 64
 _WARPS = 2
 """Warps of a program of `_attend`. Of 1 to 8 warps, 2 were fastest on an H200."""
 
-_BLOCK, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(((1 << KEY_BITS) - 1) / 2)
-
-
-@triton.constexpr_function
-def _nibbles(field: int) -> str:
-    """Return assembly code for the lower (field 0) or the upper four bits of four bytes."""
-    return f"{{ .reg .b32 codes; shr.b32 codes, $1, {4 * field}; and.b32 $0, codes, 0x0F0F0F0F; }}"
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.constexpr_function
@@ -61,114 +50,6 @@ def _centred(bits: int, field: int) -> str:
         {moved} and.b32 codes, codes, {codes};
         prmt.b32 $0, codes, 0x42424242, 0x5140; prmt.b32 $1, codes, 0x42424242, 0x7362;
         fma.rn.bf16x2 $0, $0, one, middle; fma.rn.bf16x2 $1, $1, one, middle; }}"""
-
-
-# ----------------------------------------------------------------------------------------------------------- scores
-
-
-@triton.jit
-def _weights(
-    q: tl.tensor, mean: tl.tensor, p: tl.tensor, heads: tl.tensor,
-    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Quantise the queries of list p as `selection.quantise_query` does.
-
-    A list is one KV head of one sequence. Returns int8 weights `[GROUP, K]` of the lower and the upper half of the
-    channels, followed by three numbers per query, `[GROUP]`: the sum of its weights times the middle code, its scale,
-    and its score with the mean.
-    """
-    head, byte = tl.arange(0, GROUP), tl.arange(0, K)
-    known = (head < G)[:, None] & (byte < KEYS)[None, :]
-    at = q + (p * G + head)[:, None] * d + byte[None, :]
-    low, high = tl.load(at, mask=known, other=0.0), tl.load(at + KEYS, mask=known, other=0.0)
-    centre = mean + p % heads * d + byte
-    shift = tl.sum(low * tl.load(centre, mask=byte < KEYS, other=0.0)[None, :], 1)
-    shift += tl.sum(high * tl.load(centre + KEYS, mask=byte < KEYS, other=0.0)[None, :], 1)
-    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    scale = tl.div_rn(tl.maximum(largest, 1.1754943508222875e-38 * 127), 127.0)
-    every = scale[:, None] + tl.zeros_like(low)
-    low, high = _rint(tl.div_rn(low, every)).to(tl.int8), _rint(tl.div_rn(high, every)).to(tl.int8)
-    total = tl.sum(low.to(tl.int32), 1) + tl.sum(high.to(tl.int32), 1)
-    return low, high, total.to(tl.float32) * _MIDDLE, scale, shift
-
-
-@triton.jit
-def _half(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """Return the lower (FIELD 0) or the upper four bits of each byte as int8."""
-    if INTERPRETED:
-        return ((packed >> (4 * FIELD)) & 15).to(tl.int8)
-    return tl.inline_asm_elementwise(_nibbles(FIELD), "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
-
-
-@triton.jit
-def _products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """Return int8 query weights times the codes of packed keys `[K, n]`, summed over channels.
-
-    The results are integers, as float32 `[GROUP, n]`.
-    """
-    sums = tl.dot(low, _half(keys, 0, INTERPRETED), out_dtype=tl.int32)
-    sums += tl.dot(high, _half(keys, 1, INTERPRETED), out_dtype=tl.int32)
-    return sums.to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["pages", "offset", "tokens", "blocks"])
-def _score(
-    q: tl.tensor, mean: tl.tensor, table: tl.tensor, pages: tl.tensor, offset: tl.tensor, starts: tl.tensor,
-    stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor, heads: tl.tensor, tokens: tl.tensor,
-    blocks: tl.tensor,
-    d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
-) -> None:  # fmt: skip
-    """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
-
-    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys.
-    """
-    # A program for four times as many tokens quantises the queries less often, but was slower on an H200.
-    p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, stop = tl.load(starts + p), tl.load(stops + p)
-    token, byte = piece * TOKENS + tl.arange(0, TOKENS), tl.arange(0, K)
-    acc = tl.zeros((GROUP, TOKENS), tl.float32)
-    if (piece * TOKENS < stop) & (piece * TOKENS + TOKENS > start):
-        low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
-        there = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
-        first = block_of(table, pages, offset, p, heads, piece * (TOKENS // _BLOCK), _BLOCK * (KEYS + VALUES + 2))
-        place = tl.arange(0, TOKENS)
-        own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
-        keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
-        step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
-        products = _products(low, high, keys, INTERPRETED) - centre[:, None]
-        acc = products * step[None, :] * scale[:, None] + shift[:, None]
-    store_scores(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)
-
-
-def scores(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    layout: Layout,
-    table: PageTable,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    tokens: int,
-) -> Scores:
-    """Score the low-bit keys of a batch, in one launch. See `low_bit_lists.scores`.
-
-    Queries must be float32. Scores are float32.
-    """
-    lists, group, d = q.shape
-    assert table.lists == lists and q.is_contiguous() and mean.shape == (table.heads, d)
-    assert q.dtype == mean.dtype == torch.float32 and mean.is_contiguous() and starts.shape == stops.shape == (lists,)
-    blocks, sizes = triton.cdiv(tokens, _SCORED), padded_sizes(layout)
-    out, maxima, sums = _outputs(q, tokens, blocks)
-    _score[(lists, blocks)](
-        q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
-        d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
-        G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
-        INTERPRETED=knobs.runtime.interpret,
-    )  # fmt: skip
-    return Scores(out, maxima, sums)
-
-
-# ------------------------------------------------------------------------------------------------------ approximate
 
 
 @triton.jit(do_not_specialize=["n", "tokens"])
@@ -245,8 +126,7 @@ def _attend(
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
     A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless no block is in the
-    range of the list. The output is 0 if all tokens are excluded. KEYS and VALUES are the sizes in bytes of a packed
-    key and a packed value. K and V are the same sizes, rounded up for the matrix products.
+    range of the list. The output is 0 if all tokens are excluded. For the sizes, see `padded_sizes`.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
@@ -256,7 +136,7 @@ def _attend(
     peak = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
     if begin < end:
-        low, high, centre, scale, shift = _weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
+        low, high, centre, scale, shift = query_weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
         acc0, acc1 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
         acc2, acc3 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
         page = block_of(table, pages, offset, p, heads, piece * PIECE, _BLOCK * (KEYS + VALUES + 2))
@@ -265,7 +145,7 @@ def _attend(
             keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
             steps = own + _BLOCK * (KEYS + VALUES) + token
             scores = (
-                (_products(low, high, keys, INTERPRETED) - centre[:, None])
+                (key_products(low, high, keys, INTERPRETED) - centre[:, None])
                 * decoded_steps(tl.load(steps))[None, :]
                 * scale[:, None]
             )

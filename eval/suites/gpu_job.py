@@ -30,6 +30,23 @@ class TracePoint:
     baselines: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class PrefillPoint:
+    """A prompt of a random model to prefill with each program: "transformers" or a policy."""
+
+    shape: str
+    tokens: int
+    programs: tuple[str, ...]
+    repeats: int = 3
+
+
+PREFILLS = (
+    PrefillPoint("smollm2", 7_168, ("transformers", "full", "infinigen"), 5),
+    *(PrefillPoint("llama-8b", tokens, ("full", "infinigen")) for tokens in (8_192, 32_768)),
+    PrefillPoint("llama-8b", 131_072, ("full", "infinigen"), 1),
+)
+"""Points of the part "prefill"."""
+
 POINTS = (
     TracePoint(131_072, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full")),
     TracePoint(8_192, 1, 0.05, ("infinigen-default", "infinigen", "resident")),
@@ -56,7 +73,7 @@ class GpuSize:
 
     Attributes:
         tests: Arguments of pytest. The server has no GPU tests.
-        decode: Settings of the part "decode"; its shape is also used by the parts "prefill" and "sessions".
+        decode: Settings of the part "decode"; its shape is also used by the part "sessions".
         host_memory: Limit on host memory for prefills and sessions. None means half of the free memory.
         policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".
     """
@@ -64,7 +81,7 @@ class GpuSize:
     tests: tuple[str, ...] = ("tests/unit", "--ignore=tests/unit/server")
     kernels: KernelSize = KernelSize()  # noqa: RUF009 - frozen
     decode: BenchConfig = DECODE
-    prompts: tuple[int, ...] = (8_192, 32_768, 65_536, 131_072)
+    prefills: tuple[PrefillPoint, ...] = PREFILLS
     histories: tuple[int, ...] = (1_024, 8_192, 32_768)
     turns: int = 3
     host_memory: str | None = "24GiB"
@@ -87,7 +104,7 @@ SMALL = GpuSize(
     tests=("tests/unit/transfer/test_gpu_streams.py",),
     kernels=kernels.SMALL,
     decode=replace(DECODE, shape=("small",), layers=1, contexts=(512,), repeats=1, threads=1),
-    prompts=(256, 512),
+    prefills=(PrefillPoint("small", 256, ("transformers", "full", "infinigen"), 1),),
     histories=(128,),
     turns=1,
     host_memory="256MiB",

@@ -6,28 +6,24 @@ therefore keeps its results. An `exit_code` other than 0 in the results counts a
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...llm import LLM
-from ...sampling_params import SamplingParams
 from ..speed import kernels, session_ttft
 from ..speed.baselines import SHAPES
 from ..speed.bench import run_bench
 from . import programs
 from .gpu_job import GpuJob, Results
+from .gpu_prefill import run_prefill
 from .gpu_trace import run_trace
 from .gpu_trained import run_trained
 from .programs import CLI, ROOT, TOLD
@@ -74,32 +70,6 @@ def run_decode(job: GpuJob) -> Iterator[Results]:
         report = run_bench(config, job.out / f"decode_{context}", lambda line: print(line, file=sys.stderr))
         rows += report.rows
         yield {"about": report.about, "rows": rows}
-
-
-def run_prefill(job: GpuJob) -> Iterator[Results]:
-    """Measure time and peak device memory of prefills for an 8B shape and 8k to 128k tokens, by policy."""
-    shape, lengths = SHAPES[job.size.decode.shape[0]], job.size.prompts
-    model = shape.model(max(lengths) + 64, job.device)
-    rows = []
-    for policy, length in itertools.product(("full", "infinigen"), lengths):
-        llm = LLM(model, policy=policy, host_memory=job.size.host_memory, enable_prefix_caching=False)
-        prompt = torch.randint(1, shape.vocab, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-        llm.generate(prompt[:64], SamplingParams(max_tokens=1, temperature=0))  # warm-up
-        if job.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        [output] = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0))
-        seconds = time.perf_counter() - began
-        stats = output.outputs[0].stats
-        assert stats is not None
-        rows.append(
-            {"policy": policy, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds}
-            | {"peak_device_bytes": stats.peak_device_bytes, "weight_bytes": stats.weight_bytes}
-            | {"d2h_bytes": stats.d2h_bytes}
-        )
-        del llm
-        yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}
 
 
 def run_accuracy(job: GpuJob) -> Iterator[Results]:

@@ -111,13 +111,15 @@ def _kernels(results: Record) -> str:
 
 
 def _prefill(results: Record) -> str:
-    rows = [
-        [f"{r['tokens']:,}", f"{r['seconds']:.2f}", f"{r['tokens_per_second']:,.0f}",
-         f"{r['peak_device_bytes'] / 2**30:.1f}", f"{(r['peak_device_bytes'] - r['weight_bytes']) / 2**30:.2f}"]
-        for r in results["rows"]
-    ]  # fmt: skip
-    head = ("tokens", "seconds", "tokens/s", "device peak, GiB", "without weights, GiB")
-    return f"**Prefill**, `full`:\n\n{table(head, rows)}"
+    rows = []
+    for r in results["rows"]:
+        peak = r.get("peak_device_bytes")
+        memory = [f"{peak / 2**30:.1f}", f"{(peak - r['weight_bytes']) / 2**30:.2f}"] if peak else ["–", "–"]
+        # Results of before 2026-11-26 are prefills of an 8B shape with `full`.
+        what = [r.get("shape", "llama-8b"), r.get("program", "full"), f"{r['tokens']:,}"]
+        rows.append([*what, f"{r['seconds']:.2f}", f"{r['tokens'] / r['seconds']:,.0f}", *memory])
+    head = ("shape", "program", "tokens", "seconds", "tokens/s", "device peak, GiB", "without weights, GiB")
+    return f"**Prefill**:\n\n{table(head, rows)}"
 
 
 def _sessions(results: Record) -> str:

@@ -297,7 +297,7 @@ def _skew() -> None:
 
 def _tail(bits: int, d: int) -> None:
     """Launch the kernels of low-bit KV: append, scores, and merge with exact attention."""
-    from offload_rt.kernels import triton_low_bit, triton_low_bit_rows
+    from offload_rt.kernels import triton_low_bit, triton_low_bit_rows, triton_low_bit_scores
 
     layout, lists = Layout(d, bits), BATCH * KV_HEADS
     page, count = torch.zeros(2, KV_HEADS, PAGE_BLOCKS, layout.block_bytes, dtype=torch.uint8), TOKENS // PAGE_TOKENS
@@ -308,7 +308,7 @@ def _tail(bits: int, d: int) -> None:
     triton_low_bit_rows.append_rows(k, k, basis, mean, mixing, layout, table, slots)
     for values in (False, True):
         triton_low_bit_rows.store_rows(table.pages[0], layout, torch.empty(KV_HEADS, 200, d), 70, values=values)
-    triton_low_bit.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
+    triton_low_bit_scores.scores(q, mean, layout, table, _lists(), _lists(), TOKENS)
     chosen, exact = torch.zeros(lists, 80, dtype=torch.int64), (torch.empty(lists, GROUP, d), torch.empty(lists, GROUP))
     triton_low_bit.merge_approximate(
         q, mean, mixing, layout, table, _lists(), _lists(), chosen, _lists(), TOKENS, *exact

@@ -76,6 +76,9 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
     changes["hidden_size"] = kv_heads * group * size
     if name == "opt":
         changes["word_embed_proj_dim"] = changes["hidden_size"]
+    if "mamba_d_head" in text:
+        # The configuration checks these sizes although no layer is recurrent.
+        changes["mamba_d_head"] = changes["hidden_size"] * text["mamba_expand"] // text["mamba_n_heads"]
     return changes
 
 

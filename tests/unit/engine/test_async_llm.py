@@ -302,7 +302,7 @@ from support.tiny_models import tiny_model
 from offload_rt import LLM, AsyncLLM, SamplingParams
 
 model = tiny_model("llama", num_hidden_layers=2, eos_token_id=None)
-engine = AsyncLLM(LLM(model, policy="full", host_memory="8MiB"))
+engine = AsyncLLM(LLM(model, policy="full", host_memory="16MiB"))
 outputs = engine.generate([3] * 30, SamplingParams(max_tokens=10_000, temperature=0))
 asyncio.new_event_loop().run_until_complete(anext(outputs))
 """

@@ -24,7 +24,11 @@ OPERATIONS = {
     },
     segments: {"triton_segments": ["attend_runs"]},
     low_bit: {"triton_low_bit_rows": ["store_rows"]},
-    low_bit_lists: {"triton_low_bit_rows": ["append_rows"], "triton_low_bit": ["scores", "merge_approximate"]},
+    low_bit_lists: {
+        "triton_low_bit_rows": ["append_rows"],
+        "triton_low_bit_scores": ["scores"],
+        "triton_low_bit": ["merge_approximate"],
+    },
 }
 CASES = [(a, b, name) for a, modules in OPERATIONS.items() for b, names in modules.items() for name in names]
 

@@ -25,7 +25,7 @@ REGISTERS = {
     ("int8 keys", "triton_scores._packed"): 80,
     ("int4 keys", "triton_scores._packed"): 80,
     ("partial keys", "triton_scores._partial"): 96,
-    ("tail, int4", "triton_low_bit._score"): 112,
+    ("tail, int4", "triton_low_bit_scores._score"): 112,
     ("tail, int4", "triton_low_bit._attend"): 168,
     ("tail, int2, d 64", "triton_low_bit._attend"): 96,
 }
@@ -94,7 +94,7 @@ WIDE = {
     "triton_attention._attend": 0,
     "triton_segments._attend": 0,
     "triton_select._histogram": 0,
-    "triton_low_bit._score": 1,
+    "triton_low_bit_scores._score": 1,
     "triton_low_bit._attend": 8,
 }
 """Allowed loads of one or two bytes for each kernel: of the query if it has one head, of the steps of low-bit KV and

@@ -78,7 +78,7 @@ def test_a_batch_is_joined_with_its_exact_rows(
 
 @pytest.mark.parametrize(("d", "group", "value_bits"), SHAPES)
 def test_scores_are_the_integers(kernel_device: torch.device, d: int, group: int, value_bits: int) -> None:
-    from offload_rt.kernels.triton_low_bit import scores
+    from offload_rt.kernels.triton_low_bit_scores import scores
 
     torch.manual_seed(d)
     q, mean, _, layout, table, starts, stops, *_ = ragged_lists(Layout(d, value_bits), group, kernel_device)

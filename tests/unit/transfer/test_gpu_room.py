@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,9 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.errors import InputError, MemoryLimitError
-from offload_rt.eval.speed import kernels
+from offload_rt.eval.speed import kernels, step_trace
 from offload_rt.eval.suites import gpu, gpu_parts, gpu_readme, programs
-from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize
+from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
 
 CPU = torch.device("cpu")
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
@@ -33,7 +34,12 @@ TINY = replace(
     SMALL,
     kernels=kernels.KernelSize(1 << 12, 128, 0.05, 2, 32, 16, 1),
     decode=replace(SMALL.decode, shape=("tiny",), layers=None if ALL else 1, contexts=(128, 192) if ALL else (128,)),
-    prompts=(96, 128),
+    prefills=(PrefillPoint("tiny", 96, ("transformers", "full", "infinigen"), 1),),
+    traced=(TracePoint(128, 1, 0.1, ("infinigen-default", "resident")),),
+    trained_prompts=(64,),
+    trained_tokens=4,
+    trained_perplexity=("--context", "24", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
+    trained_needles=("--lengths", "160", "--passages", "1", "--kinds", "single"),
     histories=(80,),
     policies=("--policies", "infinigen,h2o,quest,streaming" if ALL else "infinigen", "--budgets", "0.2"),
     perplexity=("--context", "24", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
@@ -96,12 +102,16 @@ def run_all_parts(out: Path, data: Path) -> Path:
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
             patch.setattr(kernels, name, value)
         patch.setattr(programs, "run_program", program)
+        # The profiler sees no simulated device.
+        patch.setattr(step_trace, "profile", lambda activities: nullcontext(SimpleNamespace(events=list)))
         # shutil itself stays as it is: the simulator's build would find a compiler wrapper that does not exist
         patch.setattr(gpu_parts, "shutil", SimpleNamespace(which=lambda name: name))
         patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
         with simulated(Late((1,))):
             for part in gpu_parts.PARTS:
-                went_well = gpu.run_part(part, GpuJob(torch.device("cuda"), replace(TINY, models=models), out))
+                went_well = gpu.run_part(
+                    part, GpuJob(torch.device("cuda"), replace(TINY, models=models, trained=models), out)
+                )
                 assert went_well == (part != "tests"), part
     return out
 
