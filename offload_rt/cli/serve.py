@@ -18,7 +18,6 @@ from ..server.options import ServerOptions
 from ..storage.options import StoreOptions
 from ..utils.config_fields import option_of
 from ..utils.extras import install_command
-from ..utils.progress import report
 from .common import add_command, check_before_loading, default_store
 from .flags import (
     Groups,
@@ -60,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     check_before_loading(args.model, config, text=False)
 
     def make_app() -> FastAPI:
+        from ..utils.progress import report
+
         report("importing torch and transformers")
         from ..llm import LLM
         from ..server.app import make_app
