@@ -95,7 +95,8 @@ class DiskIndex:
             self._stamp = used if used <= now else max(now, self._stamp + 1)
             if used > now:
                 ahead.append(path)
-            keep = min(max(self._stamp, accessed), self._stamp + LONGEST_KEEP) if self._weighs else self._stamp
+            # A clock that went backwards moves last use and rank alike.
+            keep = self._stamp + (min(max(accessed - used, 0), LONGEST_KEEP) if self._weighs else 0)
             self.files[path] = _File(size, self._stamp, keep)
             self._order.enter(path, keep)
             self._stored += size

@@ -158,6 +158,23 @@ TestLimitedStore = LimitedStoreAgainstModel.TestCase
 TestLimitedStore.settings = _settings
 
 
+def test_ranks_from_a_clock_that_went_backwards_do_not_outlive_a_restart() -> None:
+    """Otherwise, blocks from before the restart would be kept in place of new ones."""
+    model = LimitedStoreAgainstModel()
+    model.start(policy="lookahead")
+    try:
+        model.save_one(number=0)
+        model.clock_moves(step=-5)
+        for number in (2, 3, 4):
+            model.save_one(number=number)
+        model.restart()
+        for number in (1, 5):
+            model.save_one(number=number)
+            model.holds()
+    finally:
+        model.teardown()
+
+
 def test_header_survives_the_round_trip_and_keeps_its_place() -> None:
     header = BlockHeader(b"k" * 32, 1 << 40, tuple(range(2**63, 2**63 + 80)))
     data = header.encode()
