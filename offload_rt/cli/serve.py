@@ -59,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     check_before_loading(args.model, config, text=False)
 
     def make_app() -> FastAPI:
+        from ..utils.progress import report
+
+        report("importing torch and transformers")
         from ..llm import LLM
         from ..server.app import make_app
 

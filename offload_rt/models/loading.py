@@ -149,6 +149,7 @@ def load_model(
     if tokenizer is not None:
         tokenizer = _given_tokenizer(tokenizer, hub)
     elif source is not None:
+        report("reading the tokenizer")
         tokenizer = read_tokenizer(source)
     with nullcontext() if source is None else one_error(f"the checkpoint {name!r} is not a valid model"):
         loaded = _verify(model, name, tokenizer, verify, identify)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..storage.block_store import StorageTier
+from ..storage.block_store import StorageTier, Summary
 from .history import SINKS, History, document_name
 
 
@@ -58,15 +58,18 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
         StoreError: A file cannot be deleted.
     """
 
-    def owns(data: bytes) -> bool | None:
-        """Return whether `data` is a history of the session, or None if it cannot be read."""
-        history = History.from_bytes(data)  # check the content, because a file may have been renamed
-        return None if history is None else document_name(history.name) == document
-
     removed = _remove_unowned(store, space, document, held, claimed=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
-    store.delete(f"{space}/{document}", owns)
+    store.delete(f"{space}/{document}", summary_of)
     return removed
+
+
+def summary_of(data: bytes) -> Summary | None:
+    """Return the summary of a session history. None if `data` is not a valid one."""
+    history = History.from_bytes(data)
+    if history is None:
+        return None
+    return Summary(document_name(history.name), tuple(history.block_keys), history.sinks_document)
 
 
 def remove_claims(store: StorageTier, space: str) -> Removed:
@@ -88,14 +91,13 @@ def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterabl
     The session `document` does not count as an owner.
     """
     keys, sinks, unreadable = set(held), set[str](), []
-    documents = {key.split("/")[1]: found for key, found in store.documents().items() if key.startswith(f"{space}/")}
-    for other, found in documents.items():
-        history = None if found is None else History.from_bytes(found.data)
-        if history is None and other != document and not other.startswith(SINKS):
+    documents = store.summaries(space, summary_of)
+    for other, summary in documents.items():
+        if summary is None and other != document and not other.startswith(SINKS):
             unreadable.append(other)
-        elif history is not None and document_name(history.name) != document:
-            keys.update(history.block_keys)
-            sinks.add(history.sinks_document)
+        elif summary is not None and summary.document != document:
+            keys.update(summary.blocks)
+            sinks.add(summary.sinks)
     freed = store.retain(keys, space, claimed=claimed)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:

@@ -169,6 +169,25 @@ class Document:
     damage: str = ""
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What a deletion needs to know about a session history.
+
+    Attributes:
+        document: Name of the document that the history belongs to. A renamed file keeps it.
+        blocks: Keys of the blocks that the session uses.
+        sinks: Name of the document with the keys of its attention sinks.
+    """
+
+    document: str
+    blocks: tuple[bytes, ...]
+    sinks: str
+
+
+Summarise = Callable[[bytes], Summary | None]
+"""Function that parses the content of a document. It returns None if the content is not a valid session history."""
+
+
 class StorageTier(BlockSink, Protocol):
     """A storage tier below host memory.
 
@@ -269,14 +288,22 @@ class StorageTier(BlockSink, Protocol):
         """
         ...
 
-    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+    def summaries(self, space: str, summarise: Summarise) -> Mapping[str, Summary | None]:
+        """Return the summaries of all documents of a namespace by name.
+
+        The newest intact generation of each document is summarised. The value is None if there is none, or if
+        `summarise` returns None. The store may keep summaries of unchanged files.
+        """
+        ...
+
+    def delete(self, name: str, summarise: Summarise | None = None) -> bool:
         """Delete all generations and copies of a document.
 
         Args:
             name: Name of the document, or "namespace/name" as returned by `documents`.
-            owns: Decides from the content of a file whether it belongs to the document. It is called for every file of
-                the namespace, because files may have been renamed. If it returns None or the file is unreadable, the
-                file name decides.
+            summarise: Finds from the content of a file to which document it belongs. It is applied to every file of the
+                namespace, because files may have been renamed. If it returns None or the file is unreadable, the file
+                name decides.
 
         Returns:
             False if the document did not exist.

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from ..errors import StoreError
 from ..utils.units import format_size
-from .block_store import Document
+from .block_store import Document, Summarise, Summary
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
 from .options import StoreOptions
+from .summary_cache import SummaryCache
 
 
 class NamespaceDocuments:
@@ -33,6 +34,7 @@ class NamespaceDocuments:
     def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
         self._folder, self._own, self._options = folder, own, options
         self._writing = threading.Lock()
+        self._summaries = SummaryCache()
 
     def put(self, name: str, data: bytes) -> None:
         """Write a document atomically, and keep the previous generation.
@@ -132,7 +134,16 @@ class NamespaceDocuments:
                 found[f"{space.name}/{name}"] = None
         return found
 
-    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+    def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
+        files = {path for path in self._files(self._folder.path / space) if path.suffix in (DOCUMENTS, BEFORE)}
+        found: dict[str, Summary | None] = {}
+        for name in sorted({path.stem for path in files}):
+            generations = [path for path in self._paths(f"{space}/{name}") if path in files]
+            known = (self._summaries.of(path, summarise) for path in generations)
+            found[name] = next((one.summary for one in known if one is not None), None)
+        return found
+
+    def delete(self, name: str, summarise: Summarise | None = None) -> bool:
         """Delete all generations and damaged copies of a document (`StorageTier.delete`).
 
         The newest generation is deleted last. If the process is killed before that, the document still exists.
@@ -140,9 +151,9 @@ class NamespaceDocuments:
         newest, _ = self._paths(name)
         doomed = []
         for path in self._files(newest.parent):
-            data = read_document(path).data
-            own = None if owns is None or data is None else owns(data)
-            if path.stem == newest.stem if own is None else own:
+            known = None if summarise is None else self._summaries.of(path, summarise)
+            summary = None if known is None else known.summary
+            if newest.stem == (path.stem if summary is None else summary.document):
                 doomed.append(path)
         with self._writing:
             self._folder.remove(sorted(doomed, key=lambda path: path.suffix == DOCUMENTS))

@@ -20,7 +20,9 @@ class StoreOptions:
     `limit` may be a string such as "50GiB", and `ttl` a string such as "7d".
 
     Attributes:
-        limit: Hard limit on the total size of the store's files in bytes; None means no limit.
+        limit: Hard limit on the total size in bytes of the store's KV and of the histories of its sessions, including
+            files that are being written; None means no limit. Not included are the file `lock` (some bytes) and, with
+            `offload-rt serve`, the folder `server` with the texts of conversations and responses.
         policy: Eviction policy. "lookahead" keeps KV that queued turns will use, and evicts the rest by last use and
             recomputation cost. "lru" and "fifo" ignore the queue and the cost, and do not prefetch.
         ttl: Seconds after the last use until stored KV is deleted and KV in host memory is released; None means never.
@@ -32,7 +34,10 @@ class StoreOptions:
     """
 
     limit: Size | None = option(
-        None, help="limit on the store's files, such as 50GiB (default: none)", flag="--store-limit", group="store"
+        None,
+        help="limit on stored KV and session histories, such as 50GiB (default: none)",
+        flag="--store-limit",
+        group="store",
     )
     policy: Literal["lookahead", "lru", "fifo"] = option(
         "lookahead", help="eviction policy of the store (default: lookahead)", flag="--store-policy", group="store"

@@ -276,14 +276,19 @@ class Scanner:
                 outer.feed("{")
                 yield from self.brackets(lambda text: None, outer)
             return True
-        self._at, parts = start, list[str]()
-        complete = yield from self.brackets(parts.append)
-        found = _described_call(_json("".join(parts)), self.tools) if complete else None
+        self._at = start
+        found = yield from self.described_call()
         if found is None:
             self._at = start
             return False
         self.emit_call(found.name, found.arguments)
         return True
+
+    def described_call(self) -> Scan[ToolCall | None]:
+        """Read the whole JSON object that follows. Return its call, or None if it is not a call of an offered tool."""
+        parts: list[str] = []
+        complete = yield from self.brackets(parts.append)
+        return _described_call(_json("".join(parts)), self.tools) if complete else None
 
     def _json_head(self) -> Scan[str]:
         """Read `{"name": NAME, "arguments": ` and return the name. Return "" if something else follows."""

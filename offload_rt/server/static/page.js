@@ -24,14 +24,14 @@ const chat = new Conversation({
   regenerate() {
     const before = [...chat.messages];
     chat.messages.splice(-1, 1, { role: "assistant", content: "", traces: [] });
-    run(() => chat.open(before));
+    run(() => chat.open(before), "The earlier answer was kept.");
   },
   proceed() {
     const answer = chat.messages.at(-1);
     answer.traces ??= [];
     const { content, thought, finish, failed } = answer, traces = [...answer.traces];
     delete answer.failed; // else the request would not contain the answer
-    run(() => { Object.assign(answer, { content, thought, finish, failed, traces }); chat.draw(); }, true);
+    run(() => { Object.assign(answer, { content, thought, finish, failed, traces }); chat.draw(); }, "The answer was not continued.", true);
   },
   sources(message, body) {
     sources.show(message, body);
@@ -76,8 +76,9 @@ function body(messages) {
   };
 }
 
-// Answer the last question, or continue the last answer. `restore` is called if there is no answer, or no whole continuation.
-function run(restore, continues = false) {
+// Answer the last question, or continue the last answer. `restore` is called if there is no answer. With a text `kept`, there
+// was an answer before: `restore` is also called if the new one fails, and the status is this text.
+function run(restore, kept = "", continues = false) {
   const answer = chat.messages.at(-1), trace = new Trace(answer.content.length), begun = performance.now();
   const usage = { tokens: 0, read: 0, cached: 0 };
   let first = 0, failure = "", asked;
@@ -109,12 +110,12 @@ function run(restore, continues = false) {
       grow();
     }
   };
-  // A continued answer stays as it was before. A new answer is marked: it is not part of later requests.
+  // An earlier answer stays as it was before. A first answer is marked: it is not part of later requests.
   const failed = (message) => {
-    if (continues) restore();
+    if (kept) restore();
     else answer.failed = message;
-    ended(answer, continues ? "The answer was not continued." : message, "session" in asked);
-    if (continues) complain(message);
+    ended(answer, kept || message, "session" in asked);
+    if (kept) complain(message);
   };
   abort = send(asked, {
     uploading: (share) => say(share < 1 ? `Sending… ${Math.round(100 * share)} %` : "Reading…"),

@@ -227,6 +227,36 @@ def test_an_answer_stays_if_its_continuation_fails(
         assert answer.inner_text().startswith(before) and answer.inner_text() != before
 
 
+@pytest.mark.parametrize("lost", [True, False], ids=["connection lost", "engine failed"])
+def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engine, tmp_path: Path, lost: bool) -> None:
+    options = ServerOptions(port=0, grace=5, documents=tmp_path / "server")
+    with (
+        answering(make_app(engine, options), options) as (url, server),  # type: ignore[arg-type]
+        page_of(browser, url, allowed="net::ERR_") as page,
+    ):
+        engine.say = lambda prompt: "It was a dark night."
+        ask(page, "What of the night?")
+        done(page)
+        answer = page.locator("article.assistant .text")
+        expect(answer).to_have_text("It was a dark night.")
+        engine.say = lambda prompt: "Another answer, which is never complete."
+        engine.pause, engine.fails_after = 2, 1
+        engine.fails = None if lost else InputError("the disk is full")
+        action(page, "assistant", "Regenerate the answer")
+        if lost:
+            expect(page.locator("#status")).to_have_text("Answering…")
+            for connection in list(server.server_state.connections):
+                connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+        expect(page.locator("#status")).to_have_text("The earlier answer was kept.")
+        expect(page.locator("#problem")).to_have_text("The server does not respond." if lost else "the disk is full")
+        expect(answer).to_have_text("It was a dark night.")
+        expect(page.locator("article.failed")).to_have_count(0)
+        engine.fails, engine.pause = None, 0
+        action(page, "assistant", "Regenerate the answer")
+        done(page)
+        expect(answer).to_have_text("Another answer, which is never complete.")
+
+
 def exported(page: Page, button: str) -> tuple[str, ...]:
     """Return the name and the non-empty lines of a file that the page saves."""
     with page.expect_download() as saving:

@@ -99,6 +99,12 @@ RECORDED: dict[str, tuple[str, str, list[Piece]]] = {
         "<tool_call>\n" + "\n".join(described(*call) for call in CALLS) + "\n</tool_call>",
         [],
     ),
+    "hermes, fences": (
+        "hermes",
+        "Look:\n" + "\n".join(f"```json\n{json.dumps(one, indent=2, ensure_ascii=False)}\n```" for one in LISTED),
+        LOOK,
+    ),
+    "hermes, one fence": ("hermes", "Look:\n```json\n" + "\n".join(described(*call) for call in CALLS) + "\n```", LOOK),
     "qwen3_coder": ("qwen3_coder", "Look:\n\n" + sections("", "", "\n", of_qwen_coder), LOOK),
     "qwen3_coder, first tag omitted": (
         "qwen3_coder",
@@ -169,11 +175,12 @@ def test_a_recorded_response(case: str) -> None:
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_arguments_arrive_in_parts(case: str) -> None:
-    """A file that a model writes is shown while it is generated. Python calls must be complete."""
+    """A file that a model writes is shown while it is generated. Python calls and untagged calls must be complete."""
     name, text, _ = RECORDED[case]
+    complete = name == "pythonic" or case in ("hermes, fences", "hermes, one fence")
     pieces = parse(make(name), list(text))
     parts = [piece for piece in pieces if isinstance(piece, Arguments)]
-    assert (len(parts) > len(CODE)) == (name != "pythonic")
+    assert (len(parts) > len(CODE)) != complete
 
 
 @pytest.mark.parametrize("case", RECORDED)
@@ -197,6 +204,8 @@ def test_calls_of_tools_that_are_not_offered_stay_text(case: str) -> None:
     said = "".join(piece.text for piece in found if isinstance(piece, Content))
     assert said == text or name == "harmony"
 
+
+FENCED_STOP = f"```json\n{described('stop', {})}\n```"
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<function=find>", "<parameter=q>", "</parameter>", "</function>", "<arg_key>",
@@ -245,6 +254,25 @@ def test_any_cut_gives_the_same(name: str, data: st.DataObject) -> None:
             [ToolCall("find", '{"q": "</tool_call>"}')],
         ),
         ("hermes", '<tool_call>{"name": "stop", "arguments": {}</tool_call>', [ToolCall("stop", "{}")]),
+        ("hermes", FENCED_STOP, [ToolCall("stop", "{}")]),
+        ("hermes", FENCED_STOP.removesuffix("```"), [ToolCall("stop", "{}")]),
+        ("hermes", f"{FENCED_STOP}\n{of_hermes('stop', {})}", [ToolCall("stop", "{}"), ToolCall("stop", "{}")]),
+        (
+            "hermes",
+            f"{of_hermes('stop', {})}\n{FENCED_STOP}",
+            [ToolCall("stop", "{}"), Content(FENCED_STOP)],
+        ),
+        *(
+            ("hermes", text, [Content(text)])
+            for text in (
+                '```json\n{"a": 1}\n```', "```json\n[1]\n```", FENCED_STOP.replace("json", "python"),
+                FENCED_STOP.replace("stop", "other"), FENCED_STOP.replace("\n```", "\n{}\n```"),
+                FENCED_STOP.replace("\n```", " is a call.\n```"), "```json\n" + described("find", {"x": 1}) + "\n```",
+                "```json\n" + described("find", {"most": "3"}) + "\n```",
+                "```json\n" + described("find", {"most": True}) + "\n```",
+                '```json\n{"name": "stop"', "```json\n{}\n```",
+            )
+        ),
         ("llama3_json", "No { here", [Content("No { here")]),
         ("llama3_json", "[" * 5000, [Content("[" * 5000)]),
         ("llama3_json", "{" + '"a":{' * 5000, [Content("{" + '"a":{' * 5000)]),

@@ -18,9 +18,13 @@ from offload_rt import LLM, InputError, SamplingParams
 from offload_rt.cli import main
 from offload_rt.errors import StoreError
 from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
-from offload_rt.sessions.history import document_name
+from offload_rt.sessions.deletion import remove_session, summary_of
+from offload_rt.sessions.history import History, document_name
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.whole_prompts import WholePrompts
+from offload_rt.storage import summary_cache
+from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.files import Reading, read_document
 
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
@@ -161,6 +165,36 @@ def test_a_deletion_spares_what_an_open_session_has_on_its_way(llm: LLM, tmp_pat
     again = llm.session("s", tmp_path)
     assert again.tokens == tokens and answer(again, tiny_prompt(9)) and again.host.stats.computed_tokens == 0
     again.close()
+
+
+def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, read = DiskStore(tmp_path, "deletions", layers=1), list[str]()
+    space = store.root.hex()
+
+    def counted(path: Path) -> Reading:
+        read.append(path.name)
+        return read_document(path)
+
+    def write(name: str, block: str) -> None:
+        store.put(document_name(name), History(name, "model", keys=[block * 64]).to_bytes())
+
+    for name in "abcd":
+        write(name, "1")
+    monkeypatch.setattr(summary_cache, "read_document", counted)
+    remove_session(store, space, document_name("a"))  # the files are too new to be cached
+    monkeypatch.setattr(summary_cache, "_SETTLED_NS", -1)
+    for _ in range(2):
+        read.clear()
+        remove_session(store, space, document_name("none"))
+    assert not read
+    write("b", "2")
+    kept: list[set[bytes]] = []
+    monkeypatch.setattr(store, "retain", lambda keys, *args, **options: kept.append(set(keys)) or 0)
+    remove_session(store, space, document_name("c"))
+    assert set(read) == {f"{document_name('b')}.doc", f"{document_name('b')}.before"}
+    assert kept == [{bytes.fromhex("1" * 64), bytes.fromhex("2" * 64)}]
+    assert set(store.summaries(space, summary_of)) == {document_name("b"), document_name("d")}
+    store.close()
 
 
 def test_a_session_that_answers_while_it_is_deleted_writes_nothing_afterwards(llm: LLM, tmp_path: Path) -> None:

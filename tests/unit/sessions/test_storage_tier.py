@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from offload_rt.kv_cache.prefix_tree import block_key, root_key
 from offload_rt.sessions.history import document_name
 from offload_rt.sessions.store import SessionStore
 from offload_rt.sessions.turn_queue import TurnQueue
-from offload_rt.storage.block_store import Document, NamedBlock, StorageTier, read_through
+from offload_rt.storage.block_store import Document, NamedBlock, StorageTier, Summarise, Summary, read_through
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -135,7 +135,10 @@ class MemoryTier:
     def documents(self) -> dict[str, Document | None]:
         return {f"{self.root.hex()}/{name}": self.get(name) for name in self.texts}
 
-    def delete(self, name: str, owns: Callable[[bytes], bool | None] | None = None) -> bool:
+    def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
+        return {name: summarise(data) for name, data in self.texts.items()}
+
+    def delete(self, name: str, summarise: Summarise | None = None) -> bool:
         return self.texts.pop(name.split("/")[-1], None) is not None
 
     def close(self) -> None:
