@@ -29,8 +29,8 @@ REGISTERS = {
     ("tail, int4", "triton_low_bit._attend"): 168,
     ("tail, int2, d 64", "triton_low_bit._attend"): 128,
 }
-"""Register limits of a thread on every GPU. Programs of `triton_low_bit._attend` have two warps instead of four, so each
-thread holds more values."""
+"""Register limits of a thread on every GPU. Programs of `triton_low_bit._attend` have two warps instead of four, so
+each thread holds more values."""
 
 AT_RISK = ["model", "gather, bf16", "partial keys", "int8 keys", "attend, bf16", "runs, bf16", "tail, int4"]
 """Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
