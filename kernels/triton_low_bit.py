@@ -144,12 +144,8 @@ def _attend(
             own = page + (block - piece * PIECE) * (_BLOCK * (KEYS + VALUES + 2))
             keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
             steps = own + _BLOCK * (KEYS + VALUES) + token
-            scores = (
-                (key_products(low, high, keys, INTERPRETED) - centre[:, None])
-                * decoded_steps(tl.load(steps))[None, :]
-                * scale[:, None]
-            )
-            scores += shift[:, None]
+            products = key_products(low, high, keys, INTERPRETED) - centre[:, None]
+            scores = products * decoded_steps(tl.load(steps))[None, :] * scale[:, None] + shift[:, None]
             if CAPPED:
                 scores = _capped(scores, softcap)
             counts = tl.load(excluded + p * tokens + block * _BLOCK + token) == 0
@@ -161,8 +157,8 @@ def _attend(
             share = shares * decoded_steps(tl.load(steps + _BLOCK))[None, :]
             if not WIDEN:
                 share = share.to(tl.bfloat16)
-            values = own + _BLOCK * KEYS
-            raw = tl.load(values + token[:, None] * VALUES + column[None, :], mask=(column < VALUES)[None, :], other=0)
+            at = own + _BLOCK * KEYS + token[:, None] * VALUES + column[None, :]
+            raw = tl.load(at, mask=(column < VALUES)[None, :], other=0)
             acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN, INTERPRETED)
             acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN, INTERPRETED)
             if BITS == 2:

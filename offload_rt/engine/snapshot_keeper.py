@@ -76,7 +76,7 @@ class SnapshotKeeper:
         free. If there are few free slots, the snapshot at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
-        for place in [place for place in sequence.snapshots if place > start]:  # of a prefill that was given up
+        for place in [place for place in sequence.snapshots if place > start]:  # left by a cancelled prefill
             self._table.release(sequence.snapshots.pop(place))
         ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
         wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]

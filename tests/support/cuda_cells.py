@@ -343,7 +343,7 @@ _CELLS = [
     Cell("sessions, tail", "infinigen", session, TAIL),
     Cell("prompts", "infinigen", stored, SPARSE),
     Cell("default, windows, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="qwen2"),
-    # The only layer without a window selects. Otherwise nothing is captured.
+    # The only layer without a window must select: a step without selecting layers is not captured.
     Cell("a window, graphs", "quest", slid_replayed, POLICIES["quest"] | {"dense_layers": ()}, GRAPHS, model="qwen2"),
     Cell("default, gpt-oss, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="gpt_oss"),
     Cell("default, mixtral, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model="mixtral"),

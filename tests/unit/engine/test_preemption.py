@@ -201,7 +201,7 @@ def test_a_preempted_request_that_fails_leaves_nothing_on_disk(tmp_path: Path, m
     monkeypatch.setattr(swap, "swap_out", swap_out)
     monkeypatch.setattr(Scheduler, "restart", restart)
     while not engine.idle:
-        with contextlib.suppress(EngineError):  # of the failed requests
+        with contextlib.suppress(EngineError):  # raised for failed requests
             engine.step()
     assert any(swapped) and not swap._users and swap.bytes_used == 0
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.serving import ScriptedEngine, answering, served
 from transformers import PreTrainedTokenizerBase
+from uvicorn import Server
 
 from offload_rt.errors import InputError
 from offload_rt.server.app import make_app
@@ -194,6 +195,18 @@ def test_a_failed_deletion_is_reported(browser: Browser, url: str, status: int |
         expect(page.locator("#session-list .title")).to_have_count(1)
 
 
+def fail_during(page: Page, engine: Engine, server: Server, label: str, lost: bool) -> None:
+    """Start an action on the answer. After the first token, abort the connections (`lost`) or let the engine fail."""
+    engine.pause, engine.fails_after = 2, 1
+    engine.fails = None if lost else InputError("the disk is full")
+    action(page, "assistant", label)
+    if lost:
+        expect(page.locator("#status")).to_have_text("Answering…")
+        for connection in list(server.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+    expect(page.locator("#problem")).to_have_text("The server does not respond." if lost else "the disk is full")
+
+
 @pytest.mark.parametrize("lost", [True, False], ids=["connection lost", "engine failed"])
 def test_an_answer_stays_if_its_continuation_fails(
     browser: Browser, engine: Engine, tmp_path: Path, lost: bool
@@ -209,15 +222,8 @@ def test_an_answer_stays_if_its_continuation_fails(
         done(page)
         answer = page.locator("article.assistant .text")
         before = answer.inner_text()
-        engine.pause, engine.fails_after = 2, 1
-        engine.fails = None if lost else InputError("the disk is full")
-        action(page, "assistant", "Continue the answer")
-        if lost:
-            expect(page.locator("#status")).to_have_text("Answering…")
-            for connection in list(server.server_state.connections):
-                connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+        fail_during(page, engine, server, "Continue the answer", lost)
         expect(page.locator("#status")).to_have_text("The answer was not continued.")
-        expect(page.locator("#problem")).to_have_text("The server does not respond." if lost else "the disk is full")
         assert answer.inner_text() == before
         expect(page.locator("article.failed")).to_have_count(0)
         engine.fails, engine.pause = None, 0
@@ -240,15 +246,8 @@ def test_an_answer_stays_if_it_cannot_be_replaced(browser: Browser, engine: Engi
         answer = page.locator("article.assistant .text")
         expect(answer).to_have_text("It was a dark night.")
         engine.say = lambda prompt: "Another answer, which is never complete."
-        engine.pause, engine.fails_after = 2, 1
-        engine.fails = None if lost else InputError("the disk is full")
-        action(page, "assistant", "Regenerate the answer")
-        if lost:
-            expect(page.locator("#status")).to_have_text("Answering…")
-            for connection in list(server.server_state.connections):
-                connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+        fail_during(page, engine, server, "Regenerate the answer", lost)
         expect(page.locator("#status")).to_have_text("The earlier answer was kept.")
-        expect(page.locator("#problem")).to_have_text("The server does not respond." if lost else "the disk is full")
         expect(answer).to_have_text("It was a dark night.")
         expect(page.locator("article.failed")).to_have_count(0)
         engine.fails, engine.pause = None, 0

@@ -148,7 +148,7 @@ def test_requests_with_several_answers_and_unusual_ones(tmp_path: Path) -> None:
 
 
 def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
-    """Open a store twice. The second engine reads what the first one has written, and writes nothing."""
+    """Open a store twice. The second engine reads the blocks of the first and writes none."""
 
     async def both(writer: AsyncLLM) -> tuple[int, int]:
         await last(writer, prompt(200))

@@ -142,7 +142,7 @@ def test_a_replayed_step_of_sequences_that_share_blocks_is_the_eager_one(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     (eager, replayed), (first_one, second_one) = (run[1] for run in runs), runs[1][1][:2]
     assert [one[::2] for one in eager] == [one[::2] for one in replayed]
-    assert second_one[1] < first_one[1], "nothing is fetched once for both"
+    assert second_one[1] < first_one[1], "shared KV is fetched for each sequence"
     if not joined:
         assert eager == replayed
 
