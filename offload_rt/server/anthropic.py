@@ -17,7 +17,7 @@ from .connection import event, json_answer, streamed, until_gone
 from .conversation import Conversation, call_message, content_text, continues_last, parsed_arguments, tool_options
 from .errors import refused
 from .openai.requests import Body, CacheSalt, Count, RequestBody, Texts, sampling_fields
-from .parsers import Arguments, Content, Piece, Reasoning, ToolCall
+from .parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall
 from .service import CurrentService, EngineArguments
 
 router = APIRouter()

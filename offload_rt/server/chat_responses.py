@@ -13,7 +13,9 @@ from ..sampling_params import SamplingParams
 from .chat_stream import ChatStream, Step
 from .connection import until_gone
 from .conversation import Conversation, forced_call
-from .parsers import FirstCall, Parser, answer_parser, ends_within_thinking, needs_special_tokens
+from .parsers import answer_parser, needs_special_tokens
+from .parsers.pieces import FirstCall, Parser
+from .parsers.reasoning import ends_within_thinking
 from .service import EngineArguments, Service
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import astuple, dataclass
 
 from ..outputs import Logprobs, RequestOutput, StopReason
-from .parsers import Parser, Piece, Plain, ToolCall, joined
+from .parsers.pieces import Parser, Piece, Plain, ToolCall, joined
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from ..sampling_params import StructuredOutputs
 from .errors import refused
 from .openai.requests import ChatRequest, Message, NamedTool, TokenizeRequest
-from .parsers import Tools
+from .parsers.pieces import Tools
 
 Choice = Literal["auto", "none", "required"]
 

@@ -21,7 +21,7 @@ from ..chat_stream import Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat, with_answer
 from ..errors import refused
-from ..parsers import Arguments, Content, Piece, Reasoning, ToolCall, joined, text_of
+from ..parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall, joined, text_of
 from ..service import CurrentService, EngineArguments, Service
 from .completions import chat_logprobs, response_head, usage_json
 from .requests import ChatRequest, sampling_fields, structured_outputs

@@ -19,7 +19,7 @@ from ..chat_stream import ChatStream, Step, Usage, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..errors import refused
 from ..fill_in_middle import fill_in_middle
-from ..parsers import Content, text_of
+from ..parsers.pieces import Content, text_of
 from ..service import CurrentService, EngineArguments, Service
 from .requests import CompletionRequest, sampling_fields, structured_outputs
 
