@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ..chat_responses import ChatJob, prepare, respond_to
-from ..chat_stream import Step, Usage, collected
+from ..chat_stream import ChatJob, Step, collected, prepare, respond_to
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import (
     Conversation,
@@ -25,6 +24,7 @@ from ..conversation import (
 )
 from ..documents import StoredResponse, response_of
 from ..errors import RefusedError, refused
+from ..metrics import Usage
 from ..service import CurrentService, EngineArguments, Service
 from .requests import FlatNamed, ResponsesRequest, sampling_fields, structured_outputs
 from .response_items import Event, Items
