@@ -129,14 +129,8 @@ Each comes with the part of the text that follows it.
 """
 
 FIM_ENDS = (
-    "<|endoftext|>",
-    "<|fim_pad|>",
-    "<|file_sep|>",
-    "<|repo_name|>",
-    "<|file_separator|>",
-    "<file_sep>",
-    "▁<EOT>",
-)
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>",
+)  # fmt: skip
 """Further tokens that end a completion. The tokens in `FIM_MARKS` also end it."""
 
 
