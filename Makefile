@@ -94,7 +94,7 @@ STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_de
 	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
 	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py
-STRESS_kernels := tests/unit/kernels/test_triton_compile.py
+STRESS_kernels := tests/unit/kernels/test_triton_compile.py tests/unit/kernels/test_native.py
 STRESS_api := tests/unit/stress/test_fuzz_api.py
 STRESS_files := tests/unit/stress/test_fuzz_files.py
 STRESS_faults := tests/unit/stress/test_failing_files.py tests/unit/stress/test_memory_limit.py
