@@ -61,7 +61,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
     """
     module: Any = rotary
-    if _compiled(x) and x.stride(2) == 1 and x.shape[1]:
+    if x.is_cuda and _compiled(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
     return rotated

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -228,7 +229,7 @@ class PagedRows:
     resident: tuple[range, range]
     tokens: torch.Tensor
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Hkv, and the number of entries of each KV head. The latter counts resident tokens and `tokens`."""
         kv_heads, n = self.tokens.shape

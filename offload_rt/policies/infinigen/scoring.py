@@ -91,6 +91,7 @@ class PartialKeys:
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skew keys k `[Hkv, m, d]` and store them in the slots from `start` on."""
+        assert start <= self.length(layer), f"layer {layer} has {self.length(layer)} keys, not {start}"
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
@@ -208,6 +209,7 @@ class QuantisedKeys:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)
+        assert start <= known, f"layer {layer} has {known} keys, not {start}"
         data = self.storage(layer, range(start, start + k.shape[1]))
         for rows in k.split(LEARNED_AT_ONCE, dim=1):
             self._write(layer, data, rows, start, max(known, start))
