@@ -18,7 +18,9 @@ from ...core import ModelGeometry
 from ...errors import ConfigError
 from ...kernels import dispatch
 from ...kernels.lists import Scores
-from ...kernels.low_bit import Layout, LowBitQuery, mixing, packs
+from ...kernels.low_bit import Layout, mixing, packs
+from ...kernels.low_bit_cpu import NativeQuery
+from ...kernels.low_bit_query import LowBitQuery, low_bit_query
 from ...kernels.pages import BLOCK, Pages, PageTable
 from ...kernels.selection import skew
 from ...skewing.artifact import SkewArtifact
@@ -184,12 +186,12 @@ class LowBitRows:
             for old, new in zip(parts(read), parts(written), strict=True):
                 new[:, into, place] = old[:, block, row]
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
+    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
         """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
         if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
         own, pages = self.bases[layer], self._rows.pages(layer)
-        return dispatch.ask_low_bit(own.basis.skew_query(q), own.mean, pages, self._layout, tokens)
+        return low_bit_query(own.basis.skew_query(q), own.mean, pages, self._layout, tokens)
 
     def basis(self, layer: int) -> Basis:
         """Return the basis of keys and queries, with all columns."""

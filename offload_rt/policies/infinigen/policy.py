@@ -16,7 +16,8 @@ import torch
 from ...core import ModelGeometry, Selection, VisibleTokens
 from ...errors import ArtifactError
 from ...kernels.h2d_copy import copy_into, to_device
-from ...kernels.low_bit import LowBitQuery
+from ...kernels.low_bit_cpu import NativeQuery
+from ...kernels.low_bit_query import LowBitQuery
 from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
 from ...kernels.selection import extend_selection, selection_limit
@@ -41,7 +42,7 @@ class InfiniGenState(PolicyState):
         self._policy, self._keys = policy, keys
         self._approximate = keys if isinstance(keys, LowBitRows) else None
         """The approximate KV, whose keys also score tokens; None without approximate KV."""
-        self._prepared: LowBitQuery | None = None
+        self._prepared: LowBitQuery | NativeQuery | None = None
         """The prepared true query of the current layer, kept from `select` until `merge_approximate` uses it."""
 
     @property
@@ -166,8 +167,8 @@ class InfiniGenState(PolicyState):
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             prepared = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
-        heads, device = prepared.q.shape[:2], self._policy.keys_device
-        exact = out.to(device).unflatten(0, heads), lse.to(device).unflatten(0, heads)
+        kv_heads, device = self._policy.geometry.kv_heads, self._policy.keys_device
+        exact = out.to(device).unflatten(0, (kv_heads, -1)), lse.to(device).unflatten(0, (kv_heads, -1))
         skip = selection.tokens if selection.counts is None else _padded_tokens(selection.tokens, selection.counts)
         unmixing, softcap = self._approximate.bases[layer].unmixing, self._policy.geometry.softcap
         merged, total = prepared.merge(exact, skip.to(device), unmixing, softcap)
