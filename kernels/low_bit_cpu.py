@@ -85,7 +85,8 @@ def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tok
     code.score_all(
         ctypes.byref(call), team.runner(), team.threads(heads * group * len(tokens) // native.WORTH_A_THREAD)
     )
-    return NativeQuery(code, call, tokens, scores, statistics, (q, mean, pages))
+    begin = tokens.start % BLOCK
+    return NativeQuery(code, call, scores[:, :, begin : begin + len(tokens)], statistics, (q, mean, pages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,24 +99,16 @@ class NativeQuery:
     Attributes:
         code: The compiled code.
         call: Arguments of the C functions, with the addresses of all tensors of this object.
-        tokens: The scored tokens.
-        block_scores: Scores of all tokens in the blocks that contain `tokens`, `[Hkv, G, blocks * 64]`.
+        scores: Scores of the n tokens, `[Hkv, G, n]`: a view of the scores of all tokens in their blocks.
         statistics: `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query, then statistics of parts.
         inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages. Their addresses are in `call`.
     """
 
     code: ctypes.CDLL
     call: _Call
-    tokens: range
-    block_scores: torch.Tensor
+    scores: torch.Tensor
     statistics: torch.Tensor
     inputs: tuple[torch.Tensor, torch.Tensor, Pages]
-
-    @property
-    def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]`."""
-        begin = self.tokens.start % BLOCK
-        return self.block_scores[:, :, begin : begin + len(self.tokens)]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by threshold and best score.
@@ -134,7 +127,7 @@ class NativeQuery:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to tokens that are not in `skip` (`LowBitQuery.merge`)."""
         call, (heads, group, d) = self.call, self.inputs[0].shape
-        blocks, parts = self.block_scores.shape[2] // BLOCK, len(self.statistics) // 2 - 1
+        blocks, parts = self.scores.stride(1) // BLOCK, len(self.statistics) // 2 - 1
         skip, results = skip.contiguous(), heads * group * parts
         out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
         room = torch.empty(heads * blocks * 2 + results * (d + 1))
@@ -143,7 +136,7 @@ class NativeQuery:
         call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
         call.part_outs = room.data_ptr() + 8 * heads * blocks
         call.mixed_sums = call.part_outs + 4 * results * d
-        threads = team.threads(heads * group * len(self.tokens) // native.WORTH_A_THREAD)
+        threads = team.threads(self.scores.numel() // native.WORTH_A_THREAD)
         self.code.mix_all(ctypes.byref(call), team.runner(), threads)
         return out, lse
 

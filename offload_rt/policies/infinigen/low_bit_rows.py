@@ -27,7 +27,7 @@ from ...skewing.artifact import SkewArtifact
 from ..rule import Spans
 from .bases import Basis
 from .layer_pages import LayerPages
-from .scoring import LEARNED_AT_ONCE
+from .scoring import PROMPT_KEYS_AT_ONCE
 
 WAITING = 32
 """Number of new tokens that wait until they are quantised together on a CPU.
@@ -186,7 +186,7 @@ class LowBitRows:
             for old, new in zip(parts(read), parts(written), strict=True):
                 new[:, into, place] = old[:, block, row]
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
+    def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
         """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
         if tokens.stop > self._rows.lengths[layer]:
             self._round(layer)
@@ -203,7 +203,7 @@ class LowBitRows:
         self._lengths[layer] = max(self._lengths[layer], slots.stop)
         return self._rows.reserve(layer, slots)
 
-    def enter(
+    def append_batch(
         self,
         layer: int,
         k: torch.Tensor,
@@ -219,7 +219,7 @@ class LowBitRows:
         own = self.bases[layer]
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
-    def found(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
         """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         skewed, mean = basis.skew_queries(q, table.heads), self.bases[layer].mean
         return dispatch.score_low_bit(skewed, mean, self._layout, table, spans.starts, spans.stops, spans.tokens)
@@ -271,9 +271,9 @@ class LowBitRows:
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
-    """Split `rows` `[Hkv, m, d]` into pieces of up to `LEARNED_AT_ONCE` tokens.
+    """Split `rows` `[Hkv, m, d]` into pieces of up to `PROMPT_KEYS_AT_ONCE` tokens.
 
     Return each with the slot of its first token.
     """
-    firsts = range(0, rows.shape[1], LEARNED_AT_ONCE)
-    return [(start + first, rows[:, first : first + LEARNED_AT_ONCE]) for first in firsts]
+    firsts = range(0, rows.shape[1], PROMPT_KEYS_AT_ONCE)
+    return [(start + first, rows[:, first : first + PROMPT_KEYS_AT_ONCE]) for first in firsts]

@@ -98,9 +98,9 @@ class InfiniGenState(PolicyState):
             return self._counted(self._policy.rule, layer, query, visible)
         prepared: KeyQuery
         if self._approximate is None:
-            prepared = self._keys.ask(layer, query, candidates)
+            prepared = self._keys.query(layer, query, candidates)
         else:
-            prepared = own = self._approximate.ask(layer, query, candidates)
+            prepared = own = self._approximate.query(layer, query, candidates)
             if self._policy.query_source == "query":
                 self._prepared = own
         selection = self._policy.selection
@@ -140,7 +140,7 @@ class InfiniGenState(PolicyState):
         if most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
-        estimated = self._keys.ask(layer, q.to(self._policy.keys_device), visible.all).scores
+        estimated = self._keys.query(layer, q.to(self._policy.keys_device), visible.all).scores
         scores = capped(estimated, self._policy.geometry.softcap)
         first = visible.all.start
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
@@ -166,7 +166,7 @@ class InfiniGenState(PolicyState):
             return out, lse
         prepared, self._prepared = self._prepared, None
         if prepared is None:
-            prepared = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
+            prepared = self._approximate.query(layer, q.to(self._policy.keys_device), visible.candidates)
         kv_heads, device = self._policy.geometry.kv_heads, self._policy.keys_device
         exact = out.to(device).unflatten(0, (kv_heads, -1)), lse.to(device).unflatten(0, (kv_heads, -1))
         skip = selection.tokens if selection.counts is None else _padded_tokens(selection.tokens, selection.counts)
