@@ -14,16 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import EngineConfig
 from .engine.build import build, build_beside
-from .engine.checks import (
-    max_length,
-    salt,
-    sampling,
-    sampling_of_each,
-    texts_or_ids,
-    whole_or_none,
-)
+from .engine.checks import max_length, salt, sampling, sampling_of_each, texts_or_ids, whole_or_none
 from .engine.engine import Engine
-from .engine.offline import run_all
 from .engine.prompts import PromptLike, each_prompt
 from .engine.request import Request, request_output
 from .engine.runner import Runner
@@ -275,7 +267,7 @@ class LLM:
         self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object, cache_salt: str
     ) -> list[RequestOutput]:
         each, self._last = sampling_of_each(sampling_params, len(encoded), self.runner.model.sampling), None
-        requests = run_all(self.make_engine(), encoded, each, cache_salt, self._progress)
+        requests = self.make_engine().run_all(encoded, each, cache_salt, self._progress)
         given = zip(requests, encoded, texts, strict=True)
         return [request_output(request, ids, text) for request, ids, text in given]
 

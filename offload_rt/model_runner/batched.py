@@ -22,6 +22,7 @@ from ..transfer.residency import places
 from ..transfer.row_lists import PendingBatchFetch
 from .attention import give_to_sinks, scores_lse
 from .batch import Attend, DecodeBatch
+from .decode import DecodeStep
 from .per_sequence import PerSequenceMode
 from .step_inputs import StepInputs, StepShape
 from .trace import TransferUse
@@ -197,11 +198,18 @@ class LayerSelection:
 MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
 
 
-class StepModes:
-    """Chooses the selection mode of each step. The inputs of the latest batch sizes and context buckets are cached."""
+class EagerSteps:
+    """Runs decode steps eagerly: the host launches every kernel.
+
+    The inputs of the latest batch sizes and context buckets are cached.
+    """
 
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
+
+    def run(self, batch: DecodeBatch) -> torch.Tensor:
+        """Run a decode step. Return float32 logits `[B, V]`."""
+        return DecodeStep(batch, self.mode(batch)).run()
 
     def mode(self, batch: DecodeBatch) -> PerSequenceMode:
         """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""

@@ -6,7 +6,7 @@ layer, and temporary tensors of one slice. Each layer updates the hidden states 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
@@ -15,14 +15,37 @@ import torch
 from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..kv_cache.pool import HostPool
+from ..kv_cache.state_pool import StatePool
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
+from ..models.recurrent import StateSlots
 from ..policies.base import Policy, PolicyState
 from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
-from .state_capture import StateCapture
 
 LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at the same time
+
+
+class StateCapture:
+    """Copies the recurrent state of one sequence to snapshots at certain places of a prefill, layer by layer.
+
+    A place is a number of tokens. A snapshot is complete when every layer has processed the tokens before its place.
+
+    Args:
+        slots: Recurrent state of all sequences on the device.
+        slot: Slot of the sequence in `slots`.
+        pool: Memory of the snapshots.
+        targets: Slot of `pool` for the snapshot at each place. Places are counted from the start of the sequence.
+    """
+
+    def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
+        self._slots, self._slot, self._pool, self._targets = slots, slot, pool, dict(targets)
+        self.places = sorted(targets)
+
+    def finished(self, layer: int) -> None:
+        """Copy the state of a decoder layer if the layer has just processed the last token before a place."""
+        if (target := self._targets.get(self._slots.seen[layer][self._slot])) is not None:
+            self._pool.save(target, layer, *self._slots.of_layer(layer, self._slot))
 
 
 class Prefill:
