@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, Totals, call_in_thread
+from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, call_in_thread
 from .engine.checks import salt, sampling, shown, whole_or_none
 from .engine.logits_processors import check_answerable
 from .engine.prompts import PromptLike, one_prompt
@@ -76,7 +76,7 @@ class AsyncLLM:
         self._closed = False
         self._clients: dict[str, Client] = {}  # Only the engine thread changes the following attributes.
         self._by_number: dict[int, Client] = {}
-        self._totals = Totals()
+        self._totals = EngineLoad()
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -170,7 +170,7 @@ class AsyncLLM:
 
     def load(self) -> EngineLoad:
         """Return the current load and the totals since the start."""
-        load = self._totals.load(self._engine, self._arriving)
+        load = self._totals.at_present(self._engine, self._arriving)
         return load if self._sessions is None else self._sessions.add_load(load)
 
     async def close(self) -> None:
@@ -255,7 +255,7 @@ class AsyncLLM:
             except Exception as error:  # The error was not caused by a single request, so no output can be trusted.
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
-            self._totals.device_bytes = self._llm.runner.transfer.device_bytes
+            self._totals.device_kv_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:

@@ -15,7 +15,7 @@ from ..errors import PoolFullError
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
-from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ..model_runner.slot_table import InPlaceEviction, SlotTable
 from ..policies.base import Policy
 from ..transfer.base import KVStorage
 from ..utils.units import format_size
@@ -89,7 +89,7 @@ class CacheManager:
 
     def slots(self) -> SlotTable:
         if self._config.eviction is None:
-            return AppendOnly(self._pool)
+            return SlotTable(self._pool)
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
     def diverges(self, tokens: Seq[int], provenance: str) -> int | None:

@@ -123,9 +123,9 @@ class BatchedMode(PerSequenceMode):
             use = TransferUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
-            if sequence.slots.listens or recorder is not None:
+            if sequence.slots.records_selected or recorder is not None:
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
-                sequence.slots.selected(layer, slots)
+                sequence.slots.record_selected(layer, slots)
                 if recorder is not None:
                     recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
 

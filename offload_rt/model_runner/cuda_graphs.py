@@ -194,7 +194,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on its inputs and the host reads no values during the step."""
     own = batch.policy.rule is not None and batch.policy.rule.own_bases
-    watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
+    watched = any(s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     # Slots of recurrent state may move.
     return not (batch.geometry.states or own or watched)
 
