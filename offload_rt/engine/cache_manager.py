@@ -92,7 +92,7 @@ class CacheManager:
             return SlotTable(self._pool)
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
-    def diverges(self, tokens: Seq[int], provenance: str) -> int | None:
+    def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
         """Return the index of the first token that is not cached under `provenance`.
 
         Return None if all tokens are cached, or if prefixes are not shared.

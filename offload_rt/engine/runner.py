@@ -174,7 +174,7 @@ class Runner(SequenceManager):
             self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
-        sharing = self.prefixes.of([sequence.blocks for sequence in batch])
+        sharing = self.prefixes.find([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         decoding = DecodeBatch(ordered, self.adapter, self.policy, self.transfer, sharing)
         with self._threads.step(self.adapter.device, len(batch)):

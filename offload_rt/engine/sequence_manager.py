@@ -90,7 +90,7 @@ class SequenceManager:
         """
         check_token_ids(tokens, self.model)
         provenance = self.model.weights_provenance() + provenance
-        diverged_at = self.cache_manager.diverges(tokens[:reuse], provenance)
+        diverged_at = self.cache_manager.first_uncached(tokens[:reuse], provenance)
         blocks = self.cache_manager.block_table(tokens[:reuse], capacity, len(tokens), provenance)
         known = blocks.length
         sequence = self._create(blocks, tokens, known=known, exact=known, shift=0, provenance=provenance)

@@ -160,7 +160,7 @@ class BatchedMode(PerSequenceMode):
         if selected is not None:
             if batch.policy.wants_weights:
                 scaled, fetched = grouped.to(lse.dtype) * scale, KVPart(k, v, counts)
-                seen = inputs.attended(scaled, resident, fetched, selected, lse)
+                seen = inputs.attention_weights(scaled, resident, fetched, selected, lse)
                 inputs.keys.attended(layer, inputs.candidates, *seen)
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
         if (sinks := batch.adapter.sinks(layer)) is not None:

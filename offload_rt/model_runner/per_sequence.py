@@ -77,7 +77,7 @@ class PerSequenceMode:
         for segment, pending in zip(segments, shared, strict=True):
             batch.sequences[segment.first].trace.bytes_requested += pending.bytes
         if segments:
-            visible = [batch.sharing.own(b, seen) for b, seen in enumerate(visible)]
+            visible = [batch.sharing.private_part(b, seen) for b, seen in enumerate(visible)]
         selections = [None] * len(visible)
         fetches = self._start(layer, visible, selections)
         if segments:

@@ -204,7 +204,7 @@ class Prefill:
             residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen, position)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:
-            learn(state, layer, kv, rows.first, self._learn_from)
+            pass_to_policy(state, layer, kv, rows.first, self._learn_from)
 
     @property
     def _keeps_state(self) -> bool:
@@ -235,14 +235,14 @@ class Prefill:
             q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
             attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
         if slices or self._learn_from < rows.first:
-            go_through(rows.past, attending, state, layer, self._learn_from)
+            attend_past_kv(rows.past, attending, state, layer, self._learn_from)
         for s, each in zip(slices, attending, strict=True):
             each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
             attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
 
 
-def go_through(
+def attend_past_kv(
     parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
     """Attend to each part of a layer's KV with every accumulator in `attending`. `parts` can be iterated only once.
@@ -253,11 +253,11 @@ def go_through(
     for part in parts:
         for each in attending:
             each.add(part.k, part.v)
-        learn(state, layer, part, at, start)
+        pass_to_policy(state, layer, part, at, start)
         at += part.k.shape[1]
 
 
-def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
+def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
     """Pass the KV in `rows` to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
         state.on_keys(layer, rows.k[:, known:], at + known)

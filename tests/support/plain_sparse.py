@@ -170,7 +170,7 @@ def _step(
 def _select(state: PolicyState, layer: int, q: torch.Tensor, guess: torch.Tensor, slots: _Slots) -> torch.Tensor:
     """Return the selected slots `[Hkv, n]`, repaired with the true query q `[H, d]`."""
     selection = state.select(layer, guess, slots.visible).known()
-    slots.record_selected(selection.tokens)
+    slots.selected(selection.tokens)
     extra = state.repair(layer, q, slots.visible, selection)
     return selection.tokens if extra is None else torch.cat((selection.tokens, extra.tokens), 1)
 

@@ -139,7 +139,7 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
     """Return the operations of a decode step from the tokens to the logits."""
     for sequence in batch:
         sequence.slots.begin_step(sequence.blocks, sequence.position)
-    sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
+    sharing = runner.prefixes.find([sequence.blocks for sequence in batch])
     members = [batch[i] for i in sharing.order]
     step = DecodeBatch(members, runner.adapter, runner.policy, runner.transfer, sharing)
     with torch.inference_mode():
