@@ -18,8 +18,7 @@ from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
 from .checkpoint import build_skeleton, one_error, read_tokenizer
-from .importers import IMPORTERS
-from .importers.base import Importer
+from .importers import IMPORTERS, Importer
 from .linear import packing
 from .linear.packed_experts import is_stacked
 from .packed_checkpoint import CannotPackError, write_checkpoint
