@@ -20,7 +20,7 @@ from ..utils.progress import Progress
 from .checkpoint import build_skeleton, one_error, read_tokenizer
 from .importers import IMPORTERS, Importer
 from .linear import packing
-from .linear.packed_experts import is_stacked
+from .linear.packed import is_stacked
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
 from .stored_tensors import StoredTensor, check_complete, stored_tensors

@@ -17,8 +17,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
-from .linear.packed import PACKED, can_hold_packed, hold_packed
-from .linear.packed_experts import hold_packed_stack, is_stacked
+from .linear.packed import PACKED, can_hold_packed, hold_packed, hold_packed_stack, is_stacked
 from .packed_cache import is_intact
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
 from .importing import Conversion, conversion_of, ready_source
-from .linear import can_stream, packing, packing_of, stays_packed, use_backends
+from .linear import backend_of, packing, packing_of, use_backends
 from .linear.packed import PACKED
 from .loading import check_loaded, quantize_checkpoint
 from .multimodal import belongs_to, unused_modules
@@ -104,11 +104,12 @@ def load_shape(
     packed = packing_of(skeleton)
     if packed == PACKED.method:
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where, packed)
-    if not stays_packed(config, where):
+    backend = backend_of(config)
+    if backend is None or not backend.stays_packed(where):
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
     fixed, layers = _packed_bytes(source, skeleton, chosen)
     sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
-    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), can_stream(config))
+    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), backend.can_stream(config))
 
 
 def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from ...errors import ModelError
-from .backend import BackendLinear, LinearBackend, TensorLocation, quantization_option
+from .backend import MXFP4, BackendLinear, BitsAndBytes, LinearBackend, TensorLocation, TorchAO, quantization_option
 from .dense import DenseCPU
 from .packed import PACKED
-from .quantizers import MXFP4, BitsAndBytes, TorchAO
 
 BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
 """All weight formats. The first format that supports a layer computes it."""
@@ -60,18 +59,6 @@ def backend_of(config: Any) -> LinearBackend | None:
     if method is None:
         return None
     return next((backend for backend in BACKENDS if backend.method == method), LinearBackend())
-
-
-def stays_packed(config: Any, device: torch.device) -> bool:
-    """Return whether the weights of a checkpoint stay packed when it is loaded."""
-    backend = backend_of(config)
-    return backend is not None and backend.stays_packed(device)
-
-
-def can_stream(config: Any) -> bool:
-    """Return whether the layers of a checkpoint can be copied one by one between host and device memory."""
-    backend = backend_of(config)
-    return backend is None or backend.can_stream(config)
 
 
 def refuse_packed(model: Any, why: str) -> None:
