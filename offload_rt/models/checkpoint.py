@@ -7,10 +7,9 @@ checkpoint runs only with `trust_remote_code`. Errors of transformers are conver
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -18,8 +17,7 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
-from ..utils.extras import install_command
-from .gguf_header import read_header
+from .gguf_header import fast_reader
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
@@ -42,11 +40,11 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    source.check_files()
+    source.check_reachable()
     if source.gguf is not None:
         return _read_gguf_config(source)
     place = source.place
-    source.check_folder()
-    source.check_reachable()
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
@@ -67,28 +65,15 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the configuration in the header of a GGUF file.
-
-    Raise ModelError if it is damaged or gguf is not installed.
-    """
+    """Return the configuration in the header of a GGUF file. Raise ModelError if it is not supported."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    require_gguf(source)
-    source.check_reachable()
-    if source.folder is not None:
-        read_header(source.folder / str(source.gguf))
-    with one_error(f"cannot read the configuration of {source}"), _quiet():
+    with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_reader():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     return config
-
-
-def require_gguf(source: ModelSource) -> None:
-    """Raise ModelError if the package that reads GGUF files is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"reading {source} needs the package gguf: {install_command('gguf')}")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -157,7 +142,8 @@ def read_weights(
     # Without a device map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"
-    with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet():
+    reader = nullcontext() if source.gguf is None else fast_reader()
+    with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
             source.place,
@@ -237,8 +223,8 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
     if not source.has_tokenizer:
         return None
-    of_file = {} if source.gguf is None else {"gguf_file": source.gguf}
-    with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="):
+    of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_reader())
+    with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.place, **source.hub.options, **of_file
         )

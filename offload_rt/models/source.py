@@ -88,10 +88,20 @@ class ModelSource:
         name = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return name if self.folder is None else str(Path(name).absolute())
 
-    def check_folder(self) -> None:
-        """Raise ModelError if a local folder contains no model. Files are not opened."""
+    def check_files(self) -> None:
+        """Raise ModelError if a local folder contains no model, or if a local GGUF file is damaged or incomplete.
+
+        This is fast, because it imports neither torch nor transformers.
+        """
         folder = self.folder
-        if folder is None or self.gguf is not None or (folder / "config.json").is_file():
+        if self.gguf is not None:
+            from .gguf_header import read_header, require_gguf
+
+            require_gguf(self)
+            if folder is not None:
+                read_header(folder / self.gguf)
+            return
+        if folder is None or (folder / "config.json").is_file():
             return
         if (folder / "adapter_config.json").is_file():
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
