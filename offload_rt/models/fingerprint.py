@@ -1,4 +1,4 @@
-"""Identity of a model: a digest of configuration and weights, a cache of digests, and detection of changed weights.
+"""Identity of a model: a digest of configuration and weights, and detection of changed weights.
 
 Skew artifacts, the calibration cache and stored KV are valid for one model only, which this digest identifies.
 """
@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
 import re
-import secrets
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,24 +16,13 @@ import xxhash
 from torch import nn
 
 from ..errors import ModelError
-from ..utils.native_code import cache_folder
-from ..utils.private_files import make_private_folder, open_private
-from ..utils.small_files import read_json, read_small
+from .checkpoint_cache import CheckpointCache
 from .linear import packing_of, tensors_of
 from .multimodal import belongs_to, text_config, unused_modules
-from .source import ModelSource
 
 VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
 """Number of elements that are digested at a time, so that copies stay in the CPU cache."""
-
-_INDEX = "model.safetensors.index.json"
-_SETTLED_SECONDS = 2.0
-"""Minimum age of a file, in seconds, before its fingerprint is cached.
-
-File systems may store times with a resolution of a second or more. A later change of a younger file could then leave
-its times unchanged.
-"""
 
 _SAMPLES = 16
 """Maximum number of elements per weight that are compared to detect changes.
@@ -47,8 +30,6 @@ _SAMPLES = 16
 PEFT merges adapters through `.data`, which does not increase a tensor's version counter. Such a merge changes the whole
 matrix, so a few elements suffice.
 """
-
-_log = logging.getLogger(__name__)
 
 _NEUTRAL = frozenset(
     {
@@ -144,105 +125,22 @@ def _bytes(block: torch.Tensor) -> memoryview:
     return block.contiguous().view(torch.uint8).numpy().data
 
 
-class FingerprintCache:
-    """Access to the cached fingerprint of one checkpoint. Create the object before the weights are read.
-
-    The key of a cache entry is a digest of everything that determines the weights: name, device, inode, size, mtime and
-    ctime of each file; the configuration; shape and dtype of each weight; and the versions of the libraries that read
-    the files. An entry is read or written only if no file has changed since this object was created. Hub checkpoints
-    and checkpoints with remote code are digested on every load.
-    """
-
-    def __init__(self, source: ModelSource) -> None:
-        self._source = source
-        self._files = _identities(source)
-
-    def fingerprint(self, model: Any) -> str:
-        """Return the fingerprint of `model`, from the cache if possible.
-
-        `model` must have been read from the checkpoint.
-        """
-        if self._files is None or self._files != _identities(self._source):
-            return fingerprint(model)
-        entry = cache_folder() / "fingerprints" / _key(model, self._files)
-        if (known := _read(entry)) is not None:
-            return known
-        found = fingerprint(model)
-        if self._files == _identities(self._source) and _settled(self._files):
-            _write(entry, found)
-        return found
-
-
-def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
-    """Return the identity (`file_identity`) of each file that may contain weights.
-
-    Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
-    """
-    folder = source.folder
-    if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
-        return None
-    try:
-        if source.gguf is not None:
-            paths = {folder / source.gguf}
-        else:
-            paths = {path for path in folder.iterdir() if path.is_file()}
-            if (index := folder / _INDEX).exists():  # the index may refer to files in other folders
-                paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
-        return [file_identity(path) for path in sorted(paths)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # Reading the weights will report the error.
-
-
-def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return name, device, inode, size, mtime and ctime of a file, which change with its contents.
-
-    Raises:
-        OSError: If the file cannot be accessed.
-    """
-    status = path.stat()
-    # Copying or restoring a file can preserve its mtime, but not its ctime.
-    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _settled(files: list[tuple[Any, ...]]) -> bool:
-    """Return whether all files are old enough that any later change would alter their times."""
-    newest = max(int(changed) for each in files for changed in each[-2:])
-    return newest < time.time_ns() - _SETTLED_SECONDS * 1e9
-
-
-def _key(model: Any, files: list[tuple[Any, ...]]) -> str:
-    """Return the cache key of a model that was read from `files`."""
+def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
+    """Return the fingerprint of `model`, which must have been read from the checkpoint of `cache`."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    inputs = {
-        "versions": [VERSION, *(version(package) for package in ("offload-rt", "transformers", "torch"))],
-        "files": files,
+    arguments = {
+        "version": VERSION,
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
         "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in named],
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    return cache.lookup("fingerprints", arguments, lambda: fingerprint(model), _checked)
 
 
-def _read(entry: Path) -> str | None:
-    try:
-        text = read_small(entry, 100).decode()
-    except (OSError, ValueError):
-        return None
-    return text if re.fullmatch("[0-9a-f]{64}", text) else None
-
-
-def _write(entry: Path, text: str) -> None:
-    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        make_private_folder(entry.parent)
-        try:
-            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-                file.write(text)
-            os.replace(temporary, entry)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("the model's fingerprint could not be cached, so the next load computes it again: %s", error)
+def _checked(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError("it is not a fingerprint")
+    return text
 
 
 class LiveWeights:

@@ -18,7 +18,7 @@ from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
 from .checkpoint import read_config
-from .fingerprint import file_identity
+from .checkpoint_cache import file_identity
 from .folder_import import FolderImport
 from .gguf_import import GGUFImport
 from .importers import IMPORTERS

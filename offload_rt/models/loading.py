@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from .checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from .fingerprint import FingerprintCache, LiveWeights, fingerprint
+from .checkpoint_cache import CheckpointCache
+from .fingerprint import LiveWeights, cached_fingerprint, fingerprint
 from .importing import conversion_of, packed_source
 from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
@@ -139,7 +141,7 @@ def load_model(
         source = find_source(model, hub)
         if (conversion := conversion_of(source, target, quantize)) is not None:
             source = packed_source(conversion)
-        identify = FingerprintCache(source).fingerprint
+        identify = partial(cached_fingerprint, cache=CheckpointCache(source))
         model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)
     else:
         if quantize in ("int4", "int8"):

@@ -56,6 +56,11 @@ def architectures() -> tuple[str, ...]:
     return tuple(_adapters)
 
 
+def has_external_adapters() -> bool:
+    """Return whether adapters outside of this package are registered."""
+    return not all(adapter.startswith("offload_rt.") for adapter in _adapters.values())
+
+
 def adapter_for(model: Any) -> ModelAdapter:
     """Return the adapter of a loaded transformers model, chosen by its class.
 

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..utils.small_files import read_json
 from .source import ModelSource, truncated
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
 """Largest size in bytes of a header that the safetensors library accepts."""
 
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     These are the files listed in the index, else model.safetensors, else all safetensors files.
     """
-    if (index := folder / _INDEX).exists():
+    if (index := folder / INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
@@ -105,7 +105,7 @@ def check_weights(source: ModelSource) -> None:
         try:
             files = weight_files(folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"'{folder / _INDEX}' is damaged: {error}") from error
+            raise ModelError(f"'{folder / INDEX}' is damaged: {error}") from error
         for file in files:
             check_complete(file)
         return
