@@ -181,7 +181,7 @@ def _field(file: BinaryIO, kind: int) -> GGUFField:
         return GGUFField([kind, inner], [_string(file) for _ in range(count)])
     if inner not in _NUMBERS:
         raise _EarlyEndError
-    return GGUFField([kind, inner], _numbers(file, inner, count)[:, None])
+    return GGUFField([kind, inner], list(_numbers(file, inner, count)[:, None]))
 
 
 def _numbers(file: BinaryIO, kind: int, count: int) -> npt.NDArray[Any]:
