@@ -97,7 +97,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
-    if native.low_bit(D, VALUE_BITS, GROUP) is None:
+    if low_bit_cpu.library(D, VALUE_BITS) is None:
         return
     shape = (1, HEADS, PAGE_BLOCKS, layout.block_bytes)
     pages = Pages.of(
@@ -109,7 +109,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     q, mean = torch.randn(HEADS, GROUP, D) / 4, torch.randn(HEADS, D)
 
     def score() -> LowBitQuery:
-        asked = low_bit_cpu.ask(q, mean, pages, layout, range(tokens))
+        asked = low_bit_cpu.query(q, mean, pages, layout, range(tokens))
         assert asked.scores is not None
         return asked
 
