@@ -41,21 +41,17 @@ def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
-def _q4_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 2:], 16), _half(blocks, 0)
+def _q4(blocks: torch.Tensor) -> Parts:
+    """Convert Q4_0 blocks (a scale and nibbles) or Q4_1 blocks (a scale, a minimum and nibbles)."""
+    start = blocks.shape[1] - 16
+    return _nibbles(blocks[:, start:], 16), *(_half(blocks, at) for at in range(0, start, 2))
 
 
-def _q4_1(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]) << 4, _half(blocks, 0)
-
-
-def _q5_1(blocks: torch.Tensor) -> Parts:
-    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]) << 4
-    return codes, _half(blocks, 0), _half(blocks, 2)
+def _q5(blocks: torch.Tensor) -> Parts:
+    """Convert Q5_0 or Q5_1 blocks, which are Q4_0 or Q4_1 blocks with 4 bytes of fifth bits before the nibbles."""
+    start = blocks.shape[1] - 20
+    codes, *parts = _q4(torch.cat((blocks[:, :start], blocks[:, start + 4 :]), dim=1))
+    return codes | _fifth_bits(blocks[:, start : start + 4]) << 4, *parts
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
@@ -87,10 +83,10 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
 
 
 _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Parts]]] = {
-    "Q4_0": (18, 4, 32, 8, _q4_0),
-    "Q4_1": (20, 4, 32, None, _q4_1),
-    "Q5_0": (22, 5, 32, 16, _q5_0),
-    "Q5_1": (24, 5, 32, None, _q5_1),
+    "Q4_0": (18, 4, 32, 8, _q4),
+    "Q4_1": (20, 4, 32, None, _q4),
+    "Q5_0": (22, 5, 32, 16, _q5),
+    "Q5_1": (24, 5, 32, None, _q5),
     "Q8_0": (34, 8, 32, 128, _q8_0),
     "Q4_K": (144, 4, 32, None, _q4_k),
     "Q5_K": (176, 5, 32, None, _q5_k),

@@ -98,8 +98,5 @@ def unsupported(architecture: str, why: str = "", reason: str = "architecture") 
 
     If `why` is empty, the message lists the supported architectures.
     """
-    return ModelError(f"{architecture} is not supported{f': {why}' if why else _listed()}", reason=reason)
-
-
-def _listed() -> str:
-    return f"; supported are {', '.join(_adapters)}"
+    details = f": {why}" if why else f"; supported are {', '.join(_adapters)}"
+    return ModelError(f"{architecture} is not supported{details}", reason=reason)

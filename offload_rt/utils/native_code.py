@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,28 +86,13 @@ def machine_levels() -> tuple[str, ...]:
     return tuple(_X86_FEATURES) if architecture in ("x86_64", "amd64") else ("scalar",)
 
 
-@dataclass(frozen=True)
-class LibraryPath:
-    """Paths at which a compiled library may be, in the order of search."""
+def library_paths(source: Path, flags: Sequence[str], level: str) -> tuple[Path, Path]:
+    """Return the path in the wheel and the path in the user's cache of the library from `source`, `flags` and `level`.
 
-    prebuilt: Path
-    cached: Path
-
-    @property
-    def is_prebuilt(self) -> bool:
-        """Whether the library is in the wheel."""
-        return self.prebuilt.exists()
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the library is in the user's cache, compiled by an earlier process."""
-        return self.cached.exists()
-
-
-def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
-    """Return the path in the wheel and the path in the cache of the library from `source`, `flags` and `level`."""
+    A library is in the cache if an earlier process has compiled it.
+    """
     name = library_name(source, flags, level)
-    return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
+    return PREBUILT / name, user_cache() / "native" / name
 
 
 class _Field(ctypes.Structure):
@@ -145,13 +129,13 @@ def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CD
     and one warning for all libraries together.
     """
     level = processor_level()
-    path = library_path(source, flags, level)
+    prebuilt, cached = library_paths(source, flags, level)
     try:
-        if path.is_prebuilt:
-            return ctypes.CDLL(str(path.prebuilt))
-        if not path.is_cached:
-            compile_library(source, flags, level, path.cached)
-        return ctypes.CDLL(str(path.cached))
+        if prebuilt.exists():
+            return ctypes.CDLL(str(prebuilt))
+        if not cached.exists():
+            compile_library(source, flags, level, cached)
+        return ctypes.CDLL(str(cached))
     except (OSError, subprocess.SubprocessError) as error:
         _log.info("%s is not available, %s: %s", source.name, fallback, error)
         _warn_once(level)
@@ -202,10 +186,7 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler: `$CC`, which may include arguments, else `cc`.
-
-    None if it is not installed.
-    """
+    """Return the command of the C compiler (`$CC` with arguments, else `cc`), or None if it is not installed."""
     name, *options = _compiler_command()
     compiler = shutil.which(name)
     return None if compiler is None else [compiler, *options]

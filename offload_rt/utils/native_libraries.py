@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .native_code import find_compiler, library_path, load_library, machine_levels, processor_level
+from .native_code import find_compiler, library_paths, load_library, machine_levels, processor_level
 
 if TYPE_CHECKING:
     import ctypes
@@ -130,10 +130,8 @@ def native_status() -> NativeStatus:
 
 @functools.cache
 def _origin(level: str) -> str:
-    wanted = [
-        library_path(library.path, flags, level) for library in LIBRARIES.values() for flags in library.prebuilt_flags()
-    ]
-    if all(path.is_prebuilt for path in wanted):
+    paths = [library_paths(each.path, flags, level) for each in LIBRARIES.values() for flags in each.prebuilt_flags()]
+    if all(prebuilt.exists() for prebuilt, _ in paths):
         return "prebuilt"
-    can_compile = find_compiler() is not None or any(path.is_cached for path in wanted)
+    can_compile = find_compiler() is not None or any(cached.exists() for _, cached in paths)
     return "compiled" if can_compile else "missing"
