@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..errors import ModelError
 from ..utils.extras import install_command
-from .source import truncated
+from ..utils.small_files import truncated
 
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",

@@ -145,11 +145,6 @@ class ModelSource:
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 
 
-def truncated(path: Path, missing: int) -> ModelError:
-    """Return the error for a file of weights that lacks its last `missing` bytes."""
-    return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")
-
-
 def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:
     """Resolve `model` without network access.
 

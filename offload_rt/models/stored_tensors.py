@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelError
-from ..utils.small_files import read_json
-from .source import ModelSource, truncated
+from ..utils.small_files import read_json, truncated
+from .source import ModelSource
 
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
