@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 def read_config(source: ModelSource) -> PreTrainedConfig:
     """Return the configuration of a checkpoint, from its config.json or from the header of a GGUF file.
 
-    Raises:
-        ModelError: The configuration is missing or damaged. Or its architecture is neither registered nor a causal or
-            multimodal language model of transformers.
+    Raise ModelError if it is missing or damaged, or if its architecture is unknown to this package and transformers.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -193,11 +191,7 @@ def _format_options(source: ModelSource) -> dict[str, Any]:
 
 
 def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a checkpoint on the meta device, without weights.
-
-    Raises:
-        ModelError: The configuration is not valid.
-    """
+    """Build the model of a checkpoint on the meta device. Raise ModelError if the configuration is not valid."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -214,11 +208,7 @@ def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.d
 
 
 def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a checkpoint with its chat template, or None if the folder has none.
-
-    Raises:
-        ModelError: The tokenizer is damaged.
-    """
+    """Return the tokenizer of a checkpoint, or None if the folder has none. Raise ModelError if it is damaged."""
     from transformers import AutoTokenizer
 
     if not source.has_tokenizer:
@@ -232,11 +222,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device for a name. "auto" is CUDA if it is available, else the CPU.
-
-    Raises:
-        ConfigError: The device does not exist.
-    """
+    """Return the device for a name ("auto": CUDA if available). Raise ConfigError if the device does not exist."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -58,7 +58,8 @@ class CheckpointCache:
             name: Name of the result, for example "fingerprints".
             arguments: Everything that the result depends on besides the files. It is converted to JSON.
             compute: Computes the result.
-            parse: Converts text to the result. It raises LookupError, TypeError or ValueError if the text is damaged.
+            parse: Converts text to the result. It raises one of these errors if the text is damaged: LookupError,
+                TypeError, ValueError or AttributeError.
             dump: Converts the result to text of at most `LARGEST` bytes.
         """
         if self._files is None or self._files != _identities(self._source):
@@ -68,7 +69,7 @@ class CheckpointCache:
         entry = cache_folder() / name / hashlib.sha256(key.encode()).hexdigest()
         try:
             return parse(read_small(entry, LARGEST).decode())
-        except (OSError, LookupError, TypeError, ValueError):
+        except (OSError, LookupError, TypeError, ValueError, AttributeError):
             result = compute()
         if self._files == _identities(self._source) and _settled(self._files):
             _write(entry, dump(result))

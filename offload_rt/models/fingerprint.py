@@ -63,10 +63,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name.
-
-    For packed models, buffers are included, because some formats store weights in buffers.
-    """
+    """Return all weights by name, including the buffers of packed models, which may store weights in them."""
     buffers = {} if packing_of(model) is None else dict(model.named_buffers())
     return {**dict(model.named_parameters()), **buffers}
 
@@ -93,10 +90,9 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return the digest of all elements. It does not depend on strides and device.
+    """Return the digest of all elements, whatever their strides, device and dtype.
 
-    All blocks are digested as bfloat16, so that the digest does not depend on the dtype in which a checkpoint is
-    loaded. Blocks that bfloat16 cannot represent exactly are also digested in a wider dtype.
+    All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly also are in a wider dtype.
     """
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
@@ -111,10 +107,7 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements in order as flat blocks on the CPU, each with the index of its first row.
-
-    Block boundaries depend only on the shape of the weight.
-    """
+    """Yield the elements in order as flat blocks on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), at_once):
@@ -153,11 +146,7 @@ class LiveWeights:
         self._seen = self._state()
 
     def changes(self) -> int:
-        """Return how many calls of this method, including this one, have found changed weights.
-
-        Raises:
-            ModelError: If a module of the model was replaced.
-        """
+        """Return how many calls so far have found changed weights. Raise ModelError if a module was replaced."""
         if (seen := self._state()) != self._seen:
             self._seen, self._changes = seen, self._changes + 1
         return self._changes

@@ -96,11 +96,7 @@ class FolderImport:
 
 
 class _Layers:
-    """The tensors of a checkpoint, grouped by module.
-
-    Attributes:
-        modules: Tensors of each module, by module name and then by the last part of the tensor's name.
-    """
+    """The tensors of a checkpoint: `modules` has them by module name and by the last part of the tensor's name."""
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
         """Raise CannotPackError if names in the checkpoint differ from names in transformers' model."""

@@ -89,12 +89,7 @@ class _Layout:
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Map the tensors of a file to the weights of a model on the meta device.
-
-        Raises:
-            CannotPackError: No tensor has a type that can stay packed, or, for this architecture, transformers does not
-                make each weight from one tensor.
-        """
+        """Raise CannotPackError if no type can stay packed, or if transformers joins several tensors to one weight."""
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils
@@ -118,10 +113,7 @@ class _Layout:
         return np.asarray(result.weights) if result.name == tensor.name else None
 
     def packing(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
-        """Return the packed format of a weight and the order of its rows in the file.
-
-        Return None if the weight must be dequantised.
-        """
+        """Return the packed format of a weight and the order of its rows, or None if it must be dequantised."""
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
         if not can_hold_packed(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
@@ -144,7 +136,7 @@ class _Layout:
         return form, order.astype(np.int64)
 
     def packed(self, tensor: GGUFTensor, name: str) -> tuple[torch.Tensor, PackedFormat] | None:
-        """Return the packed rows of a tensor and their format. Return None if the tensor must be dequantised."""
+        """Return the packed rows of a tensor and their format, or None if it must be dequantised."""
         if (found := self.packing(tensor, name)) is None:
             return None
         form, order = found

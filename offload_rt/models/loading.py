@@ -63,7 +63,6 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        eos_token_ids: Token ids that end a text; empty if there are none.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
@@ -182,11 +181,7 @@ def _read_checkpoint(
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
-    """Quantise the linear layers of a 16-bit checkpoint in place, if `quantize` requests it.
-
-    Raises:
-        ConfigError: The checkpoint is already quantised.
-    """
+    """Quantise the linear layers of a checkpoint in place, if `quantize` requests it. Raise ConfigError if they are."""
     if quantize not in ("int4", "int8"):
         return
     if (method := packing(model.config)) is not None:
@@ -287,12 +282,7 @@ def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Pla
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or load it by name.
-
-    Raises:
-        ConfigError: `tokenizer` has another type.
-        ModelError: The tokenizer cannot be loaded.
-    """
+    """Return the tokenizer, or load it by name. Raise ConfigError if `tokenizer` has another type, or ModelError."""
     if isinstance(tokenizer, str):
         found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
         if found is None:
@@ -304,10 +294,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids of a model.
-
-    They come from the generation configuration, the model configuration or the tokenizer: the first that states some.
-    """
+    """Return the end-of-text ids of the generation configuration, the configuration or the tokenizer, in this order."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for each in sources:
@@ -318,10 +305,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """Return `SamplingParams` with the values of a generation configuration. None gives the defaults.
-
-    Invalid values are ignored with a warning.
-    """
+    """Return `SamplingParams` with the values of a generation configuration. Warn of invalid values and ignore them."""
     found: dict[str, Any] = {}
     for name, ours in _SAMPLING.items():
         value = getattr(generation_config, name, None)

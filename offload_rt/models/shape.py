@@ -43,12 +43,9 @@ class ModelShape:
     """Properties of a model that are determined before its weights are read.
 
     Attributes:
-        geometry: Dimensions of the model.
         weight_bytes: Size in bytes of parameters and buffers, without weights that `placement` keeps in host memory.
             Tied weights count once.
         sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
-        dtype: Dtype of the weights.
-        device: Compute device.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Experts and embedding that stay in host memory.
@@ -160,13 +157,10 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the sizes in bytes of a packed checkpoint's weights: of all weights outside of layers, and of each layer.
+    """Return the sizes in bytes of a packed checkpoint's weights outside of layers, and in each layer (aligned).
 
-    Packed weights count with their size in the file, other weights with their size in `dtype`. Each weight of a layer
-    is aligned.
-
-    Raises:
-        ModelError: The files cannot be read.
+    Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
+    files cannot be read.
     """
     named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))

@@ -23,10 +23,7 @@ GGUF_NOTE = (
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Assign each plain linear layer of `model` that runs on `device` to the first backend that supports the layer.
-
-    The layers are changed in place.
-    """
+    """Change each plain linear layer of `model` to the first backend that supports it on `device`, in place."""
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -82,5 +79,4 @@ def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def held_bytes(weight: torch.Tensor) -> int:
-    """Return the size in bytes of a weight in memory."""
     return sum(tensor.nbytes for tensor in tensors_of(weight))

@@ -32,11 +32,8 @@ class TensorLocation:
 
 
 def quantization_option(config: Any, name: str) -> Any:
-    """Return an entry of `config.quantization_config`, or None if it does not exist.
-
-    The configuration is a dictionary before loading and an object afterwards.
-    """
-    given = getattr(config, "quantization_config", None)
+    """Return an entry of `config.quantization_config`, or None if it does not exist."""
+    given = getattr(config, "quantization_config", None)  # a dictionary before loading, and an object afterwards
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
 
 
@@ -66,20 +63,14 @@ class LinearBackend:
         return False
 
     def pack(self, layer: nn.Linear) -> None:
-        """Convert the weight of `layer` to this format in place.
-
-        On the meta device, only the sizes of tensors are used.
-        """
+        """Convert the weight of `layer` to this format in place. On the meta device, only sizes are used."""
 
     def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
         """Return the output `[..., out]` of `layer` for input x `[..., in]`."""
         return F.linear(x, layer.weight, layer.bias)
 
     def stays_packed(self, device: torch.device) -> bool:
-        """Return whether the weights of a checkpoint stay packed.
-
-        Otherwise they are dequantised when they are loaded.
-        """
+        """Return whether the weights of a checkpoint stay packed, or are dequantised when they are loaded."""
         return True
 
     def can_stream(self, config: Any) -> bool:
@@ -96,10 +87,7 @@ class LinearBackend:
         """
 
     def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
-        """Return the locations of the plain tensors that `weight` consists of, including scales.
-
-        Return None if `weight` has another format.
-        """
+        """Return the locations of the tensors that `weight` consists of, or None if it has another format."""
         return None
 
 

@@ -77,10 +77,9 @@ class PackedEmbedding(nn.Embedding):
 
 
 def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None) -> None:
-    """Change `module`, a linear layer or an embedding, in place so that it computes with packed weights.
+    """Change `module` in place so that it computes with packed weights.
 
-    If `form.permuted`, the layer also gets a tensor `order`, int32 `[ins]`: packed input i is input `order[i]` of the
-    layer.
+    If `form.permuted`, it also gets a tensor `order`, int32 `[ins]`: packed input i is input `order[i]` of the layer.
 
     Args:
         module: A plain `nn.Linear`, or a subclass of `nn.Embedding` that calls its `forward`.
@@ -137,13 +136,7 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of the experts' outputs `[T, D]`, as transformers' loop over experts does.
-
-        Args:
-            hidden_states: `[T, D]`.
-            router_indices: Chosen experts `[T, k]`.
-            routing_weights: Their weights `[T, k]`.
-        """
+        """Return the sum of the experts' outputs `[T, D]` for chosen experts `[T, k]` and their weights `[T, k]`."""
         own: Any = self
         out = torch.zeros_like(hidden_states)
         for expert in router_indices.unique().tolist():
