@@ -181,7 +181,7 @@ def _read_checkpoint(
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
-    """Quantise the linear layers of a checkpoint in place, if `quantize` requests it. Raise ConfigError if they are."""
+    """Quantise linear layers in place, if `quantize` requests it. Raise ConfigError if the checkpoint is quantised."""
     if quantize not in ("int4", "int8"):
         return
     if (method := packing(model.config)) is not None:
@@ -282,7 +282,7 @@ def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Pla
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or load it by name. Raise ConfigError if `tokenizer` has another type, or ModelError."""
+    """Return the tokenizer, or load it by name. Raise ConfigError for other types, or ModelError if loading fails."""
     if isinstance(tokenizer, str):
         found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
         if found is None:

@@ -87,10 +87,7 @@ def machine_levels() -> tuple[str, ...]:
 
 
 def library_paths(source: Path, flags: Sequence[str], level: str) -> tuple[Path, Path]:
-    """Return the path in the wheel and the path in the user's cache of the library from `source`, `flags` and `level`.
-
-    A library is in the cache if an earlier process has compiled it.
-    """
+    """Return the paths of a library in the wheel and in the user's cache of compiled libraries."""
     name = library_name(source, flags, level)
     return PREBUILT / name, user_cache() / "native" / name
 
@@ -155,11 +152,7 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library: source name, processor architecture, level and a hash.
-
-    The hash covers the source, all headers in its folder, and the compiler flags. `level` is an instruction set level,
-    such as "avx2".
-    """
+    """Return the file name of a compiled library. Its hash covers the source, all headers in its folder, and flags."""
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -167,11 +160,9 @@ def library_name(source: Path, flags: Sequence[str], level: str) -> str:
 
 
 def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
-    """Compile `source` to `target` for the instruction set level `level`, atomically.
+    """Compile `source` to `target` for an instruction set level, atomically.
 
-    Raises:
-        OSError: There is no compiler, or the folder of `target` cannot be written.
-        subprocess.SubprocessError: The compiler failed.
+    Raise OSError if there is no compiler or the folder cannot be written, or SubprocessError if the compiler fails.
     """
     if (compiler := find_compiler()) is None:
         raise FileNotFoundError(f"there is no compiler {_compiler_command()[0]}")
@@ -204,11 +195,7 @@ def cache_folder() -> Path:
 
 
 def user_cache() -> Path:
-    """Return the cache folder of this user.
-
-    It is `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`. If neither can be used, it is a temporary folder of
-    this process.
-    """
+    """Return `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`, else a temporary folder of this process."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
     except RuntimeError:
