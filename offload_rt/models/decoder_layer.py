@@ -141,10 +141,7 @@ def _names(norms: Norms) -> set[str]:
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes the norm `module`, `[T, D]` to `[T, D]`. On CUDA, it is one kernel if possible.
-
-    Only copies of `LlamaRMSNorm`, which most models use, are fused. Other modules are returned unchanged.
-    """
+    """Return a function that computes the norm `module`, with one kernel on CUDA if it is a copy of `LlamaRMSNorm`."""
     if not _is_llama_norm(module):
         return module
     known: Any = module
@@ -282,11 +279,10 @@ class Projections:
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the norm of queries or keys.
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm in `names`, if any.
 
-        The norm is the first attribute in `names` that exists. The shape of its weight determines its kind: `[d]`
-        normalises each head with the same weight, `[heads, d]` each head with a separate weight, `[heads * d]` all
-        heads together. If there is no norm, the function only transposes.
+        A weight `[d]` normalises each head with the same weight, `[heads, d]` each head with a separate weight, and
+        `[heads * d]` all heads together.
         """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:

@@ -25,10 +25,9 @@ _BLOCK_ELEMENTS = 1 << 20
 """Number of elements that are digested at a time, so that copies stay in the CPU cache."""
 
 _SAMPLES = 16
-"""Maximum number of elements per weight that are compared to detect changes.
+"""Maximum number of elements per weight that are compared to detect changes without a new version counter.
 
-PEFT merges adapters through `.data`, which does not increase a tensor's version counter. Such a merge changes the whole
-matrix, so a few elements suffice.
+PEFT merges adapters in this way, through `.data`. A merge changes the whole matrix, so a few elements suffice.
 """
 
 _NEUTRAL = frozenset(

@@ -59,10 +59,7 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the 6-bit scales and minima of Q4_K and Q5_K blocks, each `[n, 8]`, and their factors.
-
-    Scales and minima are packed in bytes 4 to 16 of a block.
-    """
+    """Return the 6-bit scales and minima (in bytes 4 to 16) of Q4_K and Q5_K blocks, `[n, 8]`, and their factors."""
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
@@ -97,12 +94,10 @@ _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Part
 The offset is None for types with minima.
 """
 
-_ROWS_AT_ONCE = 1 << 22
-"""Number of weights that are converted at a time, which limits the memory of intermediate results."""
+_WEIGHTS_AT_ONCE = 1 << 22  # limits the memory of intermediate results
 
 
 def can_pack(kind: str) -> bool:
-    """Return whether tensors of the GGUF type `kind` can be packed."""
     return kind in _TYPES
 
 
@@ -117,13 +112,10 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
 
 
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
-    """Convert the bytes of a GGUF tensor, uint8 `[out, bytes]`, to packed rows.
-
-    Return None if scales are not finite.
-    """
+    """Convert a GGUF tensor, uint8 `[out, bytes]`, to packed rows. Return None if scales are not finite."""
     size, *_, convert = _TYPES[kind]
     found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
-    step = max(1, _ROWS_AT_ONCE // form.ins)
+    step = max(1, _WEIGHTS_AT_ONCE // form.ins)
     for start in range(0, len(data), step):
         rows = data[start : start + step]
         codes, *parts = (part.reshape(len(rows), -1) for part in convert(rows.reshape(-1, size)))

@@ -25,8 +25,8 @@ from .multimodal import text_config, text_decoder
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """RoPE types with frequencies that depend on the text length.
 
-"longrope" (Phi) has two sets of frequencies: one for texts up to the original training length and one for longer texts.
-"dynamic" has one set for texts up to the training length, and a different set for each longer length.
+Both have one set of frequencies for texts up to the original training length. For longer texts, "longrope" (Phi) has
+one other set, and "dynamic" a different set for each length.
 """
 
 KEPT = 8

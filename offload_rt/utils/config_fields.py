@@ -129,7 +129,7 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """Return `config` (or `cls()` if None) with the fields in `options` replaced. Raise ConfigError for unknown fields."""
+    """Return `config`, or `cls()` if None, with fields replaced by `options`. Raise ConfigError for unknown names."""
     if config is None:
         return from_mapping(cls, options)
     check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
