@@ -17,7 +17,7 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
-from .gguf_header import fast_reader
+from .gguf_header import fast_gguf
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
@@ -67,7 +67,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_reader():
+    with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_gguf():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
@@ -140,7 +140,7 @@ def read_weights(
     # Without a device map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"
-    reader = nullcontext() if source.gguf is None else fast_reader()
+    reader = nullcontext() if source.gguf is None else fast_gguf()
     with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
@@ -213,7 +213,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
     if not source.has_tokenizer:
         return None
-    of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_reader())
+    of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
     with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.place, **source.hub.options, **of_file

@@ -15,7 +15,7 @@ from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
 from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer
 from .gguf_blocks import can_pack, packed_format, packed_rows
-from .gguf_header import GGUFHeader, GGUFTensor, read_header, require_gguf
+from .gguf_header import GGUFHeader, GGUFTensor, fast_gguf, read_header, require_gguf
 from .linear.packed import can_hold_packed
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
@@ -98,7 +98,8 @@ class _Layout:
         processor_of = loader.TENSOR_PROCESSORS.get(header.architecture, loader.TensorProcessor)
         self._skeleton, self._processor = skeleton, processor_of(config=skeleton.config.to_dict())
         try:
-            names = loader.get_gguf_hf_weights_map(skeleton, self._processor)
+            with fast_gguf():
+                names = loader.get_gguf_hf_weights_map(skeleton, self._processor)
         except NotImplementedError as error:
             raise CannotPackError(str(error)) from error
         self.tensors = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
