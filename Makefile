@@ -4,7 +4,8 @@
 #   make quick   ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
 #   make test-training  the tests of scripts/reference that train
 #   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while blocks are written, 100 over
-#                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
+#                contexts on disk, whose every write fails once, and a million tokens' resident memory), sampled (every
+#                case of the tests of which `make test` runs a sample), sessions (50 kills
 #                while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
 #                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
 #                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
@@ -76,8 +77,9 @@ quick: $(READY)
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
+STRESS_PARTS := disk sampled sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
+STRESS_sampled := $(sort $(shell grep -rl "pytest.mark.sampled(" tests/unit))
 STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
 STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
 	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
