@@ -79,7 +79,7 @@ test-training: $(READY)
 
 STRESS_PARTS := disk sampled sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
-STRESS_sampled := $(sort $(shell grep -rl mark.sampled --include=*.py tests/unit))
+STRESS_sampled := tests/unit/kv_cache/test_pool_properties.py tests/unit/sessions/test_claims.py $(sort $(shell grep -rl mark.sampled --include=*.py tests/unit))
 STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
 STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
 	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
