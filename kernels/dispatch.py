@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
+from . import lists, low_bit, low_bit_cpu, low_bit_lists, reference, segments
 from .lists import Scores
 from .low_bit import Layout
 from .pages import Pages
@@ -48,7 +48,7 @@ def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide x `[T, D]` by its root mean square and multiply by weight `[D]`."""
-    module: Any = norm
+    module: Any = reference
     if _compiled(x) and len(x):
         from . import triton_norm as module
     normed: torch.Tensor = module.rms_norm(x, weight, eps)
@@ -60,7 +60,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
     x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
     """
-    module: Any = rotary
+    module: Any = reference
     if x.is_cuda and _compiled(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
