@@ -282,7 +282,7 @@ def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
     starts, stops = _bounds(device, size.tokens)
-    found = lists.within(4 * torch.randn(KV_HEADS, GROUP, size.tokens, device=device), starts, stops)
+    found = lists.mask_scores(4 * torch.randn(KV_HEADS, GROUP, size.tokens, device=device), starts, stops)
     cap = _chosen(size)
     limits = torch.tensor([cap], dtype=torch.int32, device=device)
 
