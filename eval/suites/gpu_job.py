@@ -58,7 +58,7 @@ DECODE = BenchConfig(
     ("llama-8b",),
     contexts=(8_192, 32_768, 131_072),
     baselines=(
-        "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
+        "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-tail4",
         "floor", "floor-ours",
     ),
     repeats=5,
