@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..speed.baselines import MAKERS, SHAPES, Baseline, Field
+from ..speed.baselines import MAKERS, SHAPES, Field
 from ..speed.bench import make_field
 from .gpu_job import GpuJob, Results
 
@@ -59,8 +59,8 @@ def _measured(job: GpuJob, field: Field, name: str) -> dict[str, Any]:
     for layer, kv in enumerate(field.synthetic.layers(job.device)):
         baseline.fill(layer, kv)
     filled = time.perf_counter() - began
-    first = [_timed(job, baseline) for _ in range(WARM_UP)]
-    steps = sorted(_timed(job, baseline) for _ in range(job.size.traced_steps))
+    first = [1e3 * job.timed(baseline.step)[0] for _ in range(WARM_UP)]
+    steps = sorted(1e3 * job.timed(baseline.step)[0] for _ in range(job.size.traced_steps))
     found: dict[str, Any] = {
         "seconds_to_fill": filled,
         "first_ms": first,
@@ -72,15 +72,6 @@ def _measured(job: GpuJob, field: Field, name: str) -> dict[str, Any]:
         found["peak_device_bytes"] = torch.cuda.max_memory_allocated()
         found["trace"] = traced(baseline.step, 3)
     return found
-
-
-def _timed(job: GpuJob, baseline: Baseline) -> float:
-    """Return the time in ms of a step, including the wait for the device."""
-    began = time.perf_counter()
-    baseline.step()
-    if job.cuda:
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
