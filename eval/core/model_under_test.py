@@ -184,7 +184,7 @@ def _scored(score: Score) -> Scored:
         sparse_attended=stats.sparse_exact_fraction,
         sparse_link=stats.sparse_fetched_fraction,
         missed=stats.missed_mass,
-        missed_worst=stats.missed_mass_worst_layer,
+        worst_layer=stats.missed_mass_worst_layer,
     )
 
 

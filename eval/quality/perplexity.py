@@ -124,9 +124,10 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 def costs(scored: Sequence[Scored]) -> Row:
     """Return the cost columns: attended and fetched fractions and missed attention mass, as means over texts."""
     found: Row = {}
-    for name in ("attended", "link", "sparse_attended", "sparse_link", "missed", "missed_worst"):
+    columns = {name: name for name in ("attended", "link", "sparse_attended", "sparse_link", "missed")}
+    for column, name in (columns | {"missed_worst": "worst_layer"}).items():
         values = [value for score in scored if (value := getattr(score, name)) is not None]
-        found[name] = sum(values) / len(values) if values else None
+        found[column] = sum(values) / len(values) if values else None
     return found
 
 
