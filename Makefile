@@ -63,9 +63,11 @@ test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
 # Names of the parts of `make stress`. Server parts also test LangChain, litellm, llm, schemathesis, llm-comply and ray if installed.
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
+STRESS_PARTS := disk sampled sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
 # Kill 200 processes while they write blocks; fail every write once; a million tokens in little memory.
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
+# Every case of the tests of which `make test` runs a sample.
+STRESS_sampled := $(sort $(shell grep -rl mark.sampled --include=*.py tests/unit))
 # Kill 50 processes while they save sessions; flip 100 bits.
 STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
 # Each model with each policy, feature and beam search.
@@ -82,7 +84,7 @@ STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_de
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
 	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py
 # Compile all Triton kernels for four GPUs.
-STRESS_kernels := tests/unit/kernels/test_triton_compile.py
+STRESS_kernels := tests/unit/kernels/test_triton_compile.py tests/unit/kernels/test_native.py
 # 100,000 random values and calls; 85,000 damaged files; every file system call fails; memory does not grow.
 STRESS_api := tests/unit/stress/test_fuzz_api.py
 STRESS_files := tests/unit/stress/test_fuzz_files.py
