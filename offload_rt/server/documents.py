@@ -18,7 +18,7 @@ from typing import Any
 from ..storage.files import open_regular
 from ..utils.private_files import make_private, make_private_folder, open_private
 from ..utils.small_files import parse_json
-from .errors import RefusedError, refused
+from .errors import RefusedError, bad_request
 
 Head = dict[str, Any]
 
@@ -87,9 +87,9 @@ class DocumentCache:
         for name in self._heads.keys() - found.keys():
             self._forget(name)
         for name in sorted(found.keys() - self._heads.keys(), key=found.__getitem__):
-            self._enter(name)
+            self._read_head(name)
 
-    def _enter(self, name: str) -> None:
+    def _read_head(self, name: str) -> None:
         """Read the head of the document `name`. A missing or malformed file is ignored."""
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
@@ -109,7 +109,7 @@ class DocumentCache:
 
     def head(self, name: str) -> Head | None:
         if self._folder is not None:
-            self._enter(name)
+            self._read_head(name)
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
@@ -133,9 +133,9 @@ class DocumentCache:
         if self.head(name) is None:
             return None
         self._heads.move_to_end(name)
-        return self.peek(name)
+        return self.read_body(name)
 
-    def peek(self, name: str) -> Any:
+    def read_body(self, name: str) -> Any:
         """Return the body of a document, without marking the document as used. Worker threads may call this."""
         try:
             if self._folder is None:
@@ -181,7 +181,7 @@ _EXCERPT = 120
 def session_of(owner: str, name: str) -> str:
     """Return the engine's id of the session `name`. It is unique per API key (`owner`). Raises RefusedError."""
     if not 1 <= len(name) <= MAX_NAME:
-        raise refused(f"session must be a string of 1 to {MAX_NAME} characters", "session")
+        raise bad_request(f"session must be a string of 1 to {MAX_NAME} characters", "session")
     return digest("session", owner, name)
 
 
@@ -193,7 +193,9 @@ class Conversations:
     def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
 
-    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None) -> list[str]:
+    def store(
+        self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None
+    ) -> list[str]:
         """Store a conversation. Return the engine's ids of sessions whose conversations were evicted for it.
 
         If `title` is None, the last title that a client set remains. If there is none, the title is the first question.
@@ -214,15 +216,15 @@ class Conversations:
         If the name is unknown, the messages start a new conversation. Raises RefusedError (404) for an unknown name
         without messages.
         """
-        return self.keep(owner, name, self.messages(owner, name) if messages is None else messages, title)
+        return self.store(owner, name, self.messages(owner, name) if messages is None else messages, title)
 
-    def of(self, owner: str) -> list[dict[str, Any]]:
+    def list_heads(self, owner: str) -> list[dict[str, Any]]:
         """Return the heads of all conversations of `owner`, newest first."""
         found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
-    def containing(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
+    def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
         """Return the conversations whose title and messages together contain all `words`. The words are in lower case.
 
         `excerpt` in the result is the text around the first word that occurs in the messages, or "". All files are
@@ -230,7 +232,7 @@ class Conversations:
         """
         found = []
         for head in heads:
-            messages = self._documents.peek(session_of(owner, head["id"])) or []
+            messages = self._documents.read_body(session_of(owner, head["id"])) or []
             text = "\n".join(each["content"] for each in messages if isinstance(each.get("content"), str))
             everything = f"{head['title']}\n{text}".lower()
             if all(word in everything for word in words):

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .connection import ClientGoneError, body_parts
-from .errors import RefusedError, ending, error_response, refusal
+from .errors import RefusedError, as_http_error, error_response, shutting_down
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
 from .protocol import MAX_HEAD_BYTES
@@ -74,11 +74,11 @@ class RequestMiddleware:
             await self._pass(scope, receive, noted)
         except asyncio.CancelledError:  # the server stops and the grace period is over
             if status == GONE:
-                await error_response(ending(), scope["path"])(scope, receive, noted)
+                await error_response(shutting_down(), scope["path"])(scope, receive, noted)
         except Exception as error:
             logger.exception("a request failed")
             if status == GONE:
-                await error_response(refusal(error), scope["path"])(scope, receive, noted)
+                await error_response(as_http_error(error), scope["path"])(scope, receive, noted)
         finally:
             log_request(scope, status, time.perf_counter() - begun)
 

@@ -24,7 +24,7 @@ from ..utils.private_files import make_private_folder, open_private
 from ..utils.small_files import read_small
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
-from .errors import RefusedError, ending, refused
+from .errors import RefusedError, bad_request, shutting_down
 from .log import logger
 from .metrics import Metrics, Usage
 from .openai.requests import RequestBody, SampledBody
@@ -57,9 +57,9 @@ class Service:
         self.responses = ResponseStore(self._documents("responses", ResponseStore.FIELDS))
         self._locked: set[str] = set()
         self._salt_key = _salt_key(options.documents)
-        self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
-        self._forgetting: set[asyncio.Task[None]] = set()
-        self.names = options.served_model_names or (_called(engine.llm.name),)
+        self._separate_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
+        self._deletions: set[asyncio.Task[None]] = set()
+        self.names = options.served_model_names or (_default_name(engine.llm.name),)
         self.name = self.names[0]
         self.created = int(time.time())
         self.limits = limits = TokenLimits(engine.llm.geometry.max_positions, engine.llm.max_model_len, options)
@@ -79,7 +79,7 @@ class Service:
             code="model_not_found",
         )
 
-    def admit(self, body: RequestBody, request: Request) -> None:
+    def check_request(self, body: RequestBody, request: Request) -> None:
         """Check the model name of a request. Record unknown fields for the log and for the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
@@ -88,17 +88,19 @@ class Service:
     def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
-            raise refused("exact differs from the server's setting, which requests cannot change: remove it", "exact")
+            raise bad_request(
+                "exact differs from the server's setting, which requests cannot change: remove it", "exact"
+            )
         salt = self.salt(request, body.cache_salt)
         if body.session is None:
             return EngineArguments(body.policy, body.policy_options, None, trace, salt)
-        if not self.remembers:
-            raise refused(
+        if not self.stores_sessions:
+            raise bad_request(
                 "this server does not store sessions: remove session, or start the server with its own --store folder",
                 "session",
             )
         if body.policy is not None:
-            raise refused("a session always uses the server's policy: remove policy or session", "policy")
+            raise bad_request("a session always uses the server's policy: remove policy or session", "policy")
         session = session_of(request.state.owner, body.session)
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
@@ -107,7 +109,7 @@ class Service:
 
         If the server has several API keys, the salt also depends on the request's key.
         """
-        owner = request.state.owner if self._salts_keys else ""
+        owner = request.state.owner if self._separate_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
@@ -128,7 +130,7 @@ class Service:
             raise ConfigError(f"cannot store conversations in {str(folder)!r}: {error.strerror or error}") from error
 
     @property
-    def remembers(self) -> bool:
+    def stores_sessions(self) -> bool:
         """Whether the engine stores sessions, so that conversations can continue later."""
         return self.options.documents is not None
 
@@ -168,19 +170,19 @@ class Service:
                 self.responses.delete(name)
 
     async def _delete_kv(self, session: str) -> bool:
-        return self.remembers and await self.engine.delete_session(session)
+        return self.stores_sessions and await self.engine.delete_session(session)
 
-    def forget(self, sessions: Sequence[str]) -> None:
+    def delete_in_background(self, sessions: Sequence[str]) -> None:
         """Delete the KV of evicted conversations in the background.
 
         A session that a request uses now is skipped, because the request will store its conversation again.
         """
-        for session in [name for name in sessions if self.remembers and not self.is_locked(name)]:
-            task = asyncio.ensure_future(self._forget(session))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+        for session in [name for name in sessions if self.stores_sessions and not self.is_locked(name)]:
+            task = asyncio.ensure_future(self._delete_quietly(session))
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
-    async def _forget(self, session: str) -> None:
+    async def _delete_quietly(self, session: str) -> None:
         try:
             await self.engine.delete_session(session)
         except OffloadError as error:
@@ -208,7 +210,7 @@ class Service:
             copies, params = params.n, replace(params, n=1)
         try:
             async with (
-                self.engines.under(arguments.policy, arguments.policy_options) as engine,
+                self.engines.engine_for(arguments.policy, arguments.policy_options) as engine,
                 aclosing(engine.generate(list(ids), params, **given)) as states,
             ):
                 while last is None or not last.finished:
@@ -216,10 +218,10 @@ class Service:
                         last = _copied(await anext(states), copies)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
-                        self.metrics.began(first - begun)
+                        self.metrics.record_first_token(first - begun)
                     reasons = [each.finish_reason for each in last.outputs]
                     if "abort" in reasons:
-                        raise ending()
+                        raise shutting_down()
                     if last.finished:
                         reason = reasons[0] or "abort"
                     yield last
@@ -231,9 +233,9 @@ class Service:
             raise
         finally:
             now = time.perf_counter()
-            usage = Usage(len(ids)) if last is None else Usage.of(last)
-            self.metrics.ended(reason, usage, now - begun, now - first if first else 0.0)
-            self._note(request, ids, last, usage, reason, first - begun if first else None)
+            usage = Usage(len(ids)) if last is None else Usage.from_output(last)
+            self.metrics.record_request(reason, usage, now - begun, now - first if first else 0.0)
+            self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
         """Return the message of an error for the client.
@@ -245,7 +247,7 @@ class Service:
             error = error.__cause__
         return str(error).replace(self.engine.llm.name, self.name)
 
-    def _note(
+    def _log_statistics(
         self,
         request: Request,
         ids: Sequence[int],
@@ -279,7 +281,7 @@ class Service:
     async def close(self) -> None:
         """Abort running requests and stop all threads."""
         self.prompts.close()
-        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        await asyncio.gather(*self._deletions, return_exceptions=True)
         await self.engines.close()
 
 
@@ -328,7 +330,7 @@ def _write_once(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _called(name: str) -> str:
+def _default_name(name: str) -> str:
     """Return the default served model name: the hub id, or the last part of a path, so that folders stay private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name

@@ -44,14 +44,14 @@ class CancelledError(Exception):
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _TokenizerSteps:
     """The steps of a fast tokenizer before its BPE model: all normalizers and all pre-tokenizers, in order."""
 
     normalizers: list[Mapping[str, Any]]
     pre_tokenizers: list[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, backend: Any) -> _Steps:
+    def from_backend(cls, backend: Any) -> _TokenizerSteps:
         return cls(list(_flat(backend.normalizer)), list(_flat(backend.pre_tokenizer)))
 
     @property
@@ -176,7 +176,7 @@ class TextTokenizer:
         yield text[start:]
 
     @cached_property
-    def _bpe(self) -> tuple[Any, _Steps] | None:
+    def _bpe(self) -> tuple[Any, _TokenizerSteps] | None:
         """Return the tokenizer's backend and its normalisation and pre-tokenisation steps.
 
         Return None if text cannot be tokenized in independent pieces. It can if the tokenizer is a BPE tokenizer and no
@@ -189,7 +189,7 @@ class TextTokenizer:
         added = self._tokenizer.added_tokens_decoder.values()
         if any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None
-        return backend, _Steps.of(backend)
+        return backend, _TokenizerSteps.from_backend(backend)
 
     @cached_property
     def most_bytes(self) -> int | None:
