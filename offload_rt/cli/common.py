@@ -133,11 +133,10 @@ def stderr_console(quiet: bool) -> Console:
 
 @contextmanager
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Record Ctrl-C while the body of the `with` statement runs, instead of raising KeyboardInterrupt immediately.
+    """Yield a function that raises KeyboardInterrupt again if Ctrl-C was pressed. The body must call it often.
 
-    Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed. The body must call it often. The reason is
-    that Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference callback. Outside the
-    main thread this has no effect, because only the main thread receives signals.
+    This is necessary because Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference
+    callback. Outside the main thread the function does nothing, because only the main thread receives signals.
     """
     pressed = False
 

@@ -163,9 +163,8 @@ def _named(kind: str, **fields: Any) -> bytes:
 
 def _empty(block: dict[str, Any]) -> dict[str, Any]:
     """Return a content block with empty text or input, for `content_block_start`."""
-    return block | {
-        name: {"text": "", "thinking": "", "input": {}}[name] for name in ("text", "thinking", "input") if name in block
-    }
+    empty: dict[str, Any] = {"text": "", "thinking": "", "input": {}}
+    return block | {name: value for name, value in empty.items() if name in block}
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

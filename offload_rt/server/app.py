@@ -147,9 +147,14 @@ async def session(name: str, request: Request, service: CurrentService) -> Respo
 
 @router.post("/v1/sessions/{name}")
 async def update_session(name: str, body: SessionUpdate, request: Request, service: CurrentService) -> Response:
-    messages = None if body.messages is None else [one.model_dump(exclude_none=True) for one in body.messages]
-    with service.locked(session_of(request.state.owner, name)):
-        service.delete_in_background(service.conversations.update(request.state.owner, name, body.title, messages))
+    """Change the title, the messages or both. Messages for an unknown name begin a new conversation."""
+    owner, conversations = request.state.owner, service.conversations
+    with service.locked(session_of(owner, name)):
+        if body.messages is None:
+            messages = conversations.messages(owner, name)
+        else:
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        service.delete_in_background(conversations.store(owner, name, messages, body.title))
     return json_response({"id": name, "object": "session"})
 
 

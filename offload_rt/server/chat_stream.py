@@ -1,4 +1,4 @@
-"""Generate chat responses for all protocols, as parsed increments: text, reasoning, tool calls and token counts."""
+"""Generate chat responses for all protocols. A response arrives in steps of parsed text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Step:
 
 
 class ChatStream:
-    """Compute the increments (`Step`) between successive outputs of a request.
+    """Compute the steps between successive outputs of a request.
 
     Args:
         make_parser: Creates a parser for each completion. By default all text is content.
@@ -145,7 +145,7 @@ class ChatStream:
 async def generate_steps(
     service: Service, request: Request, job: ChatJob, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Generate `params.n` responses to a conversation, and yield their parsed increments."""
+    """Generate `params.n` responses to a conversation, and yield their steps."""
     stream = ChatStream(job.make_parser)
     async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
         async for output in outputs:

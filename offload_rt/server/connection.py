@@ -31,20 +31,16 @@ class ClientGoneError(Exception):
 
 
 async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Call `until_disconnect` for a request, with the deadline of the request.
+    """Run `work` until the client disconnects (ClientGoneError) or the request's deadline has passed (TimeoutError).
 
-    Raises TimeoutError if `work` does not end by the deadline. The connection is aborted a little later, so the client
-    can still receive the error.
+    The connection is aborted a little after the deadline, so that the client can still receive the error.
     """
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result.
-
-    If the client closes the connection, cancel `work` and raise ClientGoneError.
-    """
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGoneError."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +81,7 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. `stream_response` creates it."""
+    """Response of server-sent events. Use `stream_response` to create it."""
 
     media_type = "text/event-stream"
 
@@ -135,7 +131,8 @@ async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
 async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """Return a response that streams `events`.
 
-    Errors in the first `PATIENCE` seconds are raised, so that they get an error status. Later errors become events.
+    Errors in the first `PATIENCE` seconds are raised here, so that the response gets an error status. Later errors are
+    sent as events.
     """
     first = asyncio.ensure_future(anext(events))
     try:

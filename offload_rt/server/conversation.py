@@ -1,4 +1,4 @@
-"""Conversations as input of a chat template: their conversion from requests, and required tool calls."""
+"""Convert requests to conversations for a chat template, and force required tool calls."""
 
 from __future__ import annotations
 
@@ -78,10 +78,7 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Return the conversation with the response appended.
-
-    If the response continues the last message, both become one message.
-    """
+    """Return the conversation with the response, which is a new message or continues the last one."""
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -205,9 +202,9 @@ MAX_CALLS = 8
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return {"structured_outputs": ...} for `SamplingParams`, which forces tool calls, or {} if none is required.
+    """Return the field `structured_outputs` of `SamplingParams` that forces tool calls, or {} if none is required.
 
-    The response then is one call, or a list of calls if several are allowed.
+    The schema allows one call, or a list of calls if the response may have several.
     """
     if conversation.choice != "required":
         return {}
@@ -236,10 +233,7 @@ def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a JSON schema that is inserted into another schema at the JSON pointer `place`.
-
-    Its references (`#/$defs/...`) are changed to the new position.
-    """
+    """Return a JSON schema whose references (`#/$defs/...`) are valid if it is inserted at the JSON pointer `place`."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Engines:
 
     @asynccontextmanager
     async def engine_for(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
-        """Open the engine of a policy, or reuse it, and keep it open while the body of the `async with` statement runs.
+        """Yield the engine of a policy, and keep it open while the body of the `async with` statement runs.
 
         Raises:
             RefusedError: Requests cannot choose a policy on this server, or too many policies are in use.

@@ -1,4 +1,4 @@
-"""The object that all endpoints share: it checks limits, manages sessions, generates, counts metrics and logs."""
+"""The object that all endpoints share. It starts generations, locks and deletes sessions, and records metrics."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Service:
         )
 
     def check_request(self, body: RequestBody, request: Request) -> None:
-        """Check the model name of a request. Record unknown fields for the log and for the response header."""
+        """Check the model name of a request. Record its unknown fields for the log and the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -105,7 +105,7 @@ class Service:
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the cache salt of a request, derived from its field `cache_salt` (`given`).
+        """Return the engine's cache salt for the field `cache_salt` of a request (`given`).
 
         If the server has several API keys, the salt also depends on the request's key.
         """
@@ -122,7 +122,7 @@ class Service:
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open a document store whose heads have the given fields. Raises ConfigError if the folder cannot be used."""
+        """Open the store of one kind of documents. Raises ConfigError if its folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)
@@ -238,10 +238,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return the message of an error for the client.
-
-        It reveals neither the model's folder nor how much memory other sessions use.
-        """
+        """Return the message of an error, without the model's folder and the memory that other sessions use."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -256,7 +253,7 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of a request to its log record. Several prompts of one request are summed.
+        """Add the statistics of one prompt to the log record of its request. Token counts are added up.
 
         Args:
             ids: Token ids of the prompt.
@@ -286,7 +283,7 @@ class Service:
 
 
 def _copied(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return `output`, which has one completion, with `copies` copies of this completion."""
+    """Return an output with `copies` copies of its only completion."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
@@ -314,10 +311,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """Write a file unless it exists.
-
-    If several processes do this at the same time, the file of one of them is kept. Raises OSError.
-    """
+    """Write a file unless it exists. Of several processes that do this at once, one succeeds. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

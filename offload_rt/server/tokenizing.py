@@ -72,10 +72,7 @@ class _TokenizerSteps:
 
     @property
     def local(self) -> bool:
-        """Whether a text may be split before a space between two letters.
-
-        It may if all steps give the same words for the two parts together and for the whole text.
-        """
+        """Whether all steps give the same words if a text is split before a space between two letters."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # A pre-tokenizer that splits at spaces would split after the space, unless a normalizer has replaced all
         # spaces.
@@ -177,10 +174,9 @@ class TextTokenizer:
 
     @cached_property
     def _bpe(self) -> tuple[Any, _TokenizerSteps] | None:
-        """Return the tokenizer's backend and its normalisation and pre-tokenisation steps.
+        """Return the tokenizer's backend and its steps before the BPE model.
 
-        Return None if text cannot be tokenized in independent pieces. It can if the tokenizer is a BPE tokenizer and no
-        added token strips whitespace or must be a whole word.
+        Return None unless the tokenizer uses BPE, and no added token strips whitespace or must be a whole word.
         """
         # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

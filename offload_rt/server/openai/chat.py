@@ -33,13 +33,13 @@ MAX_SEGMENTS = 1024
 
 
 class TraceEvents:
-    """Create the trace events of one request. They show on the web page which parts of the prompt the model attends to.
+    """Create the trace events of one request, from which the web page shows what the model attends to.
 
-    The first event is `head`, and the following ones are the results of `next_event`.
+    The first event is `head`. `next_event` returns the following ones.
     """
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Create `head`.
+        """Create the first event.
 
         Args:
             llm: Engine of the request.
@@ -140,7 +140,7 @@ async def _stored(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps` while the session is locked. Store the conversation at the beginning and at the end."""
+    """Yield `steps` while the session is locked. Store the conversation at the first step and at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:

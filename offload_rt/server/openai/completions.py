@@ -52,7 +52,7 @@ class _Prompt:
 
 
 Choice = Callable[[Step, int], dict[str, Any]]
-"""Function that converts a step to a choice of the response. Its second argument is the length of the earlier text."""
+"""Converts a step to a choice of the response. The second argument is the length of the earlier text in characters."""
 
 
 @router.post("/v1/completions")
@@ -161,10 +161,7 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
 async def _one(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of all completions of one prompt.
-
-    The first step of each completion includes the echoed prompt.
-    """
+    """Yield the steps of all completions of one prompt. The first step of each includes the echoed prompt, if any."""
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
@@ -182,10 +179,9 @@ async def _one(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Merge the steps of several prompts, with `n` completions each, into one stream, as they arrive.
+    """Merge the streams of several prompts, with `n` completions each, as their steps arrive.
 
-    In the result, completion indices and token counts refer to the whole request. An error in one stream ends all
-    streams.
+    In the result, completion indices and token counts refer to the whole request. An error in one stream ends all.
     """
     # The queue holds at most one step, so that a client that does not read costs no memory.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
@@ -241,10 +237,7 @@ def response_head(service: Service, request: Request, prefix: str, kind: str) ->
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response.
-
-    For hybrid models it has a field `recomputed_tokens`, which OpenAI lacks.
-    """
+    """Return the usage object of a response. `recomputed_tokens` (hybrid models) is not part of OpenAI's API."""
     recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,

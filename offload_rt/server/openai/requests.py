@@ -45,10 +45,7 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unsupported fields that would change the response.
-
-Requests with them are refused, with this advice for the client.
-"""
+"""Unsupported fields that would change the response, with advice for the client. Requests with them are refused."""
 
 UNREPORTED_FIELDS = {
     "include",
@@ -314,7 +311,7 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 def structured_outputs(
     requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
 ) -> dict[str, Any]:
-    """Return {"structured_outputs": ...} for `SamplingParams`, or {} if the request sets no format.
+    """Return the field `structured_outputs` of `SamplingParams`, or {} if the request sets no format.
 
     Args:
         requested: Format in OpenAI's fields.

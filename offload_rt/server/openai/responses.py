@@ -148,9 +148,9 @@ class _Generation:
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock the engine session of the response `name`, and yield the session's id.
+        """Lock an engine session for the response `name`, and yield the session's id.
 
-        If another request continues the same conversation at the same time, the response gets a new session.
+        This is the session of the continued conversation, or a new one if another request is using it.
         """
         service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before
