@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..models.shape import load_shape
 from ..models.source import hub_of
 from ..models.weights import ON_DEVICE, Placement
 from ..planning.device_plan import DevicePlan, plan_for, requested_placement
-from ..planning.host_memory import snapshot_slots
+from ..planning.host_memory import divided_host_memory
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
@@ -43,6 +44,7 @@ from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
 from .checks import check_keeps_no_state
 from .runner import Runner
+from .selection_cost import measured_dense_until
 from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
@@ -98,7 +100,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
     """Return a KV cache for the model. Its memory limit is the fraction `share` of the configured memory."""
     adapter, host = loaded.adapter, config.host_memory
     geometry, dtype = adapter.geometry, adapter.dtype
-    snapshots = snapshot_slots(config, geometry, dtype)
+    snapshots = divided_host_memory(config, geometry, dtype).snapshot_slots
     if share < 1 or snapshots:
         host = int(memory_limit(host, at_most=LIMITLESS) * share) - snapshots * slot_bytes(geometry, dtype)
     states = StatePool(geometry, dtype, snapshots, adapter.device) if snapshots else None
@@ -187,6 +189,7 @@ def build_policy(
     Raises ConfigError for unknown names, and for options that do not fit the model.
     """
     adapter = loaded.adapter
+    measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype)
     return make_policy(
         name,
         options,
@@ -195,6 +198,7 @@ def build_policy(
         dtype=adapter.dtype,
         artifact=artifact,
         keys_on_host=keys_on_host,
+        measure=measure if adapter.device.type == "cpu" else None,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from typing import Self
 
-from ..engine.checks import sampling
+from ..engine.checks import check_sampling_params
 from ..engine.engine import Engine
 from ..errors import InputError
 from ..outputs import Stats, TokenOutput
@@ -137,7 +137,7 @@ class Session:
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
-        params = sampling(params, self.kv.runner.model.sampling)
+        params = check_sampling_params(params, self.kv.runner.model.sampling)
         events = self._send(prompt, self.encode(prompt, params), params, on_prefill)
         self._answers.add(events)
         return events
