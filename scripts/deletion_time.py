@@ -46,7 +46,7 @@ def fill(store: NamespaceDocuments, sessions: int, tokens: int) -> None:
         keys = [chance.randbytes(32).hex() for _ in range(tokens // 64)]
         history = History(f"s{i}", "model", tokens=ids, computed=tokens, keys=keys)
         for _ in range(2):
-            store.put(document_name(history.name), history.to_bytes())
+            store.documents.put(document_name(history.name), history.to_bytes())
 
 
 if __name__ == "__main__":

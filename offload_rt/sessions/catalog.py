@@ -114,7 +114,7 @@ def read_catalog(folder: Path) -> Catalog:
         StoreError: An earlier version wrote the store.
     """
     _check_folder(folder)
-    documents = DiskStore(folder, "", 0, read_only=True).documents()
+    documents = DiskStore(folder, "", 0, read_only=True).documents.read_all()
     files = {(space.name, key): file for space in spaces(folder) for key, file in _files(block_paths(space))}
     told = {name: file.used for name in documents for _, file in _files([folder / f"{name}{DOCUMENTS}"])}
     histories, damaged = dict[str, History](), []

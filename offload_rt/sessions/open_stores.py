@@ -34,7 +34,7 @@ class OpenStores:
         known = self._stores.get(folder)
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)
-            known = self._stores[folder] = SessionStore.on_disk(self._runner, folder, chosen, read_only=read_only)
+            known = self._stores[folder] = SessionStore(self._runner, folder, chosen, read_only=read_only)
         elif known.read_only is not read_only:
             kind = "for reading only" if known.read_only else "for writing"
             raise InputError(f"the store {str(folder)!r} is already open {kind}: close its sessions and engines first")

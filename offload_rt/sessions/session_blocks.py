@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
-from ..storage.block_store import NamedBlock, PlacedBlock, StoredBlock
-from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.block_file import StoredBlock
+from ..storage.loader import PlacedBlock
+from ..storage.naming import NamedBlock, SessionProvenance, name_blocks, window_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
-from .session_states import SessionStates
 
 
 class SessionBlocks:
@@ -20,8 +20,7 @@ class SessionBlocks:
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
-        self._recurrent, snapshots = context.runner.states is not None, context.runner.snapshots
-        self._states = None if snapshots is None else SessionStates(context, snapshots)
+        self._recurrent, self._states = context.runner.states is not None, context.states
         self._pinned: set[bytes] = set()
         self._broken: set[bytes] = set()
 
@@ -61,12 +60,14 @@ class SessionBlocks:
             if self._states is None or known == blocks.length:
                 return found, known, None
             name = self.names(known)[-1].state()
-            snapshot = self._states.take()
+            assert self.runner.snapshots is not None
+            snapshot = self.runner.snapshots.take()
             if snapshot is None:  # The file is intact, and a later turn can read it.
                 return [], blocks.length, None
             if self._states.load(name, snapshot):
                 self._pin([name.key])
                 return found, known, snapshot
+            self.runner.snapshots.give_back(snapshot)
             self._broken.add(name.key)
             self._shorten(blocks)
 
@@ -114,7 +115,7 @@ class SessionBlocks:
         return start if self._recurrent else known
 
     def _find_one(self, name: NamedBlock) -> StoredBlock | None:
-        block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
+        block = self.context.storage.find(name)
         right = block is not None and block.layer_bytes == layer_bytes(self.runner.pool, name.count)
         return block if right and name.key not in self._broken else None
 

@@ -9,9 +9,8 @@ from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.block_store import STATE, NamedBlock, read_through
 from ..storage.loader import BlockLoader, DamagedBlockError
-from ..storage.naming import name_blocks
+from ..storage.naming import STATE, NamedBlock, name_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
@@ -30,7 +29,7 @@ class SessionKV(SessionBlocks):
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether the session's blocks must be claimed in the store (`StorageTier.claim`), because no history
+        claims: Whether the session's blocks must be claimed in the store (`DiskStore.claim`), because no history
             lists them.
     """
 
@@ -201,15 +200,15 @@ class SessionKV(SessionBlocks):
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
-        history = self.history
+        history, runner = self.history, self.runner
         try:
-            sequence = self.runner.adopt(
+            sequence = runner.adopt(
                 history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
                 shift=history.shift, provenance=history.provenance, snapshot=snapshot,
             )  # fmt: skip
         except BaseException:
-            if self._states is not None and snapshot is not None:
-                self._states.release(snapshot)
+            if runner.snapshots is not None and snapshot is not None:
+                runner.snapshots.give_back(snapshot)
             raise
         if snapshot is not None:
             sequence.snapshots[known] = snapshot  # published with the blocks
@@ -229,7 +228,7 @@ class SessionKV(SessionBlocks):
             history.restart(history.tokens)
         # If one block is damaged, later ones may be damaged too. Check them, so that damaged blocks are stored again.
         for name in self.stored(stop)[known // BLOCK_SIZE :]:
-            read_through(self.context.storage, name)
+            self.context.storage.verify(name)
 
     # --------------------------------------------------------------------------------------------------------- saving
 
@@ -355,7 +354,7 @@ class SessionKV(SessionBlocks):
         if (data := self._unwritten) is None:
             return
         try:
-            self.context.storage.put(self.history.document, data)
+            self.context.storage.documents.put(self.history.document, data)
         except StoreError:
             self._unwritten = None
             raise

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self, get_args
+from typing import Protocol, get_args
 
 import torch
 
@@ -18,12 +18,10 @@ from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, StoreError
 from ..kv_cache.prefix_tree import root_key
 from ..storage.block_file import LAYOUT_VERSION
-from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.options import StoreOptions
 from ..storage.saver import Saver
-from ..storage.state_blocks import StateBlocks
 from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, document_name
@@ -31,9 +29,7 @@ from .host_tier import HostTier
 from .names import check_name
 from .session import Session
 from .session_kv import SessionKV
-
-OpenTier = Callable[[str, int], StorageTier]
-"""Function that opens a storage tier, given a namespace (model, number format and layout) and the number of layers."""
+from .stored_states import StoredStates
 
 
 @dataclass(frozen=True)
@@ -85,59 +81,43 @@ class StoreUser(Protocol):
 class SessionStore:
     """Sessions of one model, by name.
 
-    All sessions share a storage tier on disk, and a saver thread that writes to it (`context`). Open sessions stay in
+    All sessions share the files of a folder, and a saver thread that writes them (`context`). Open sessions stay in
     host memory (`host`) while there is room. The prefix tree also keeps blocks of closed sessions.
     """
 
-    def __init__(self, runner: Runner, open_tier: OpenTier, options: StoreOptions | None = None) -> None:
-        """Open a store.
-
-        Args:
-            runner: Runner of the model.
-            open_tier: Opens the storage tier. It is called once. The store closes the tier.
-            options: Store options, or None for the defaults.
-
-        Raises:
-            ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
-            ModelError: The model's weights were changed after loading.
-            StoreError: The storage tier cannot be opened.
-        """
-        _check_restorable(runner)
-        runner.model.check_weights_unchanged()
-        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
-        storage = open_tier(str(space), runner.pool.groups.layers)
-        saver = Saver(storage, runner.pool, runner.transfer.storage)
-        states = None
-        if runner.snapshots is not None and runner.pool.states is not None:
-            states = StateBlocks(storage, saver, runner.pool.states)
-        self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
-        self.host = HostTier(self.context)
-        self.closed = False
-        self._namespace = space
-        self._folder: Path | None = None
-        self.read_only = False
-        self._open: dict[str, Session] = {}
-        self._holders: set[StoreUser] = set()
-        runner.reclaimables.append(self)
-
-    @classmethod
-    def on_disk(
-        cls, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
-    ) -> Self:
+    def __init__(
+        self, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
+    ) -> None:
         """Open the store in `folder`. Unless `read_only`, no other process can write to the folder until `close`.
 
         A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
+        Args:
+            runner: Runner of the model.
+            folder: Folder of the store.
+            options: Store options, or None for the defaults.
+            read_only: Whether the store only reads.
+
         Raises:
-            ConfigError, ModelError, StoreError: See `__init__`.
+            ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
+            ModelError: The model's weights were changed after loading.
+            StoreError: The folder cannot be used.
         """
-        store = cls(
-            runner,
-            lambda namespace, layers: DiskStore(folder, namespace, layers, options, read_only=read_only),
-            options,
-        )
-        store._folder, store.read_only = folder, read_only
-        return store
+        _check_restorable(runner)
+        runner.model.check_weights_unchanged()
+        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
+        storage = DiskStore(folder, str(space), runner.pool.groups.layers, options, read_only=read_only)
+        saver = Saver(storage, runner.pool, runner.transfer.storage)
+        states = None
+        if runner.snapshots is not None and runner.pool.states is not None:
+            states = StoredStates(storage, saver, runner.pool.states, runner.snapshots)
+        self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
+        self.host = HostTier(self.context)
+        self.closed, self.read_only = False, read_only
+        self._namespace, self._folder = space, folder
+        self._open: dict[str, Session] = {}
+        self._holders: set[StoreUser] = set()
+        runner.reclaimables.append(self)
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
         """Open a stored session, or create a new one.
@@ -166,9 +146,7 @@ class SessionStore:
     def _check_number_format(self, name: str) -> None:
         """Raise StoreError if the session `name` of this model was stored with another number format."""
         # A changed default or option must not silently start the session again with an empty history.
-        if (folder := self._folder) is None:
-            return
-        file, siblings = document_name(name) + DOCUMENTS, self._namespace.siblings()
+        folder, file, siblings = self._folder, document_name(name) + DOCUMENTS, self._namespace.siblings()
         if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
             raise StoreError(
@@ -183,7 +161,7 @@ class SessionStore:
         """
         mend = "put a copy of the file back, or delete the session"
         try:
-            document = self.context.storage.get(document_name(name))
+            document = self.context.storage.documents.get(document_name(name))
         except StoreError as error:
             raise StoreError(f"session {name!r} cannot be opened, and nothing was changed: {error}; {mend}") from error
         if document is None:
@@ -220,7 +198,7 @@ class SessionStore:
 
     def exists(self, name: str) -> bool:
         try:
-            return name in self._open or self.context.storage.get(document_name(name)) is not None
+            return name in self._open or self.context.storage.documents.get(document_name(name)) is not None
         except StoreError:
             return True
 
@@ -278,7 +256,7 @@ class SessionStore:
             self.close()
 
     def close(self) -> None:
-        """Close all queues and sessions, the saver and the storage tier. A second call has no effect.
+        """Close all queues and sessions, the saver and the files. A second call has no effect.
 
         After that, another process may open the store.
 

@@ -18,7 +18,7 @@ from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
-from ..storage.block_store import NamedBlock
+from ..storage.naming import NamedBlock
 from .context import SessionContext
 from .history import History
 from .host_tier import HostTier

@@ -203,7 +203,7 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
         history.sinks = sinks
-        kv.context.storage.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
+        kv.context.storage.documents.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
 
 
 def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
     history, pool = kv.history, kv.runner.pool
     shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
     try:
-        document = kv.context.storage.get(history.sinks_document)
+        document = kv.context.storage.documents.get(history.sinks_document)
     except StoreError:
         return None
     one_sink = shape[0] * shape[1] * shape[3] * pool.format.storage.itemsize

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,7 @@ from ..kv_cache.disk.direct_file import aligned
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import SlotSpan
-from .block_store import PlacedBlock, StoredBlock
-from .disk_store import DiskBlock
+from .block_file import StoredBlock
 
 READERS = min(4, os.cpu_count() or 1)
 """Number of threads that read, verify and copy the blocks of a layer.
@@ -26,6 +26,20 @@ READERS = min(4, os.cpu_count() or 1)
 One thread is not enough: on an H100 host it reads cached files at 0.86 GB/s, and the GPU computes the KV of 8,192
 tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 """
+
+
+class PlacedBlock(NamedTuple):
+    """A stored block and where to load it.
+
+    Attributes:
+        place: Index in the block table.
+        block: The stored block.
+        group: Layer group whose KV the block contains.
+    """
+
+    place: int
+    block: StoredBlock
+    group: int = 0
 
 
 class DamagedBlockError(Exception):
@@ -184,7 +198,6 @@ class BlockLoader:
         try:
             own = buffer.numpy().data[: block.layer_bytes]
             if extent is not None:
-                assert isinstance(block, DiskBlock)
                 return block.read_from(extent.file.handle, place, own)
             if not block.read_layer(place, own):
                 return False
@@ -202,7 +215,7 @@ def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent |
     Return the extent, or None if this is not possible.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
-    if file is None or not isinstance(block, DiskBlock) or span.size < BLOCK_SIZE or not file.blank(number):
+    if file is None or span.size < BLOCK_SIZE or not file.blank(number):
         return None
     extent = block.extent()
     return extent if extent is not None and file.attach(number, extent, range(pool.layout.layers)) else None

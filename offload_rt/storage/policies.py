@@ -56,7 +56,7 @@ def recomputation_cost(tokens: int, start: int) -> int:
 
 
 class EvictionOrder(Generic[K]):
-    """The order in which the items of one storage tier are evicted.
+    """The order in which files or sessions are evicted.
 
     The item with the lowest rank is evicted first. By default this is the least recently used item, and with "fifo" the
     oldest item. With "lookahead", items in the eviction window are evicted after all other items, beginning with the

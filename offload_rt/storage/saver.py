@@ -18,9 +18,11 @@ from ..kv_cache.disk.file_layout import block_layer_bytes
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import SlotSpan
 from ..transfer.base import KVStorage
-from .block_store import BlockSink, BlockWriter, NamedBlock
-from .disk_store import DiskBlockWriter
+from .block_file import BlockWriter
+from .disk_store import DiskStore
+from .naming import NamedBlock
 from .policies import recomputation_cost
+from .swap_file import SwapFile
 
 WRITE_BUFFER = 1 << 28
 """Maximum number of bytes that wait to be written."""
@@ -106,7 +108,9 @@ class Saver:
     writes to the store.
     """
 
-    def __init__(self, store: BlockSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
+    def __init__(
+        self, store: DiskStore | SwapFile, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER
+    ) -> None:
         self._store, self._pool, self._rows, self._file = store, pool, rows, pool.file
         self._last = len(pool.groups.group) - 1
         self._buffer_bytes = buffer_bytes
@@ -189,8 +193,7 @@ class Saver:
 
         Return None if that is not possible.
         """
-        writer = self._begin_writer(entry)
-        if isinstance(writer, DiskBlockWriter):
+        if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
             entry.give_up()
@@ -337,10 +340,8 @@ class Saver:
         Return None if the block is already in the store, or the store does not accept it.
         """
         if entry.writer is None and not entry.refused:
-            block, size = entry.block, layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(
-                block.parent, block.provenance_key, block.tokens, size, entry.cost, claim=entry.claim
-            )
+            size = layer_bytes(self._pool, entry.block.count)
+            entry.writer = self._store.begin(entry.block, size, entry.cost, claim=entry.claim)
             entry.refused = entry.writer is None
         return entry.writer
 

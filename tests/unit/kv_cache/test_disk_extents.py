@@ -29,7 +29,6 @@ from offload_rt.kv_cache.disk.extents import StoredExtent
 from offload_rt.kv_cache.disk.file_arena import FileArena
 from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.sessions.session import Session
-from offload_rt.storage.block_store import read_through
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.saver import Saver
 
@@ -323,9 +322,9 @@ def test_a_stored_extent_that_cannot_be_written(at: int, tmp_path: Path, monkeyp
         [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
         assert say(session, TURNS[2]) == list(wanted.outputs[0].token_ids)
         session.close()
-    store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)  # type: ignore[attr-defined]
+    store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)
     store.check_integrity()
-    assert all(read_through(store, name) for name in session.kv.names(len(session.tokens) // BLOCK_SIZE * BLOCK_SIZE))
+    assert all(store.verify(name) for name in session.kv.names(len(session.tokens) // BLOCK_SIZE * BLOCK_SIZE))
 
 
 def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
-    store.put(named("one"), bytes(500))
-    store.put(named("one"), bytes(600))
+    store.documents.put(named("one"), bytes(500))
+    store.documents.put(named("one"), bytes(600))
     there = store.bytes_used
     store.close()
     next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
@@ -173,7 +173,7 @@ def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatc
     assert save(store, 1) and save(store, 2)
     assert store.begin(store.root, "exact", tokens_of(9), 4 * FILE_BYTES) is None
     with pytest.raises(StoreError, match="is full"):
-        store.put(named("huge"), bytes(4 * FILE_BYTES))
+        store.documents.put(named("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
     with monkeypatch.context() as patch:  # files that cannot be removed free no space
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))
