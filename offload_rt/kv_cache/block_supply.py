@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 
 import torch
 
 from ..config import KVFormatName
 from ..core import BlockTable, ModelGeometry
-from ..errors import PoolFullError
+from ..errors import InputError, PoolFullError
 from .arena import Arena
 from .block_allocator import BlockAllocator
 from .disk.disk_tier import DiskTier, open_file_arena
@@ -18,7 +20,6 @@ from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .machine import memory_limit, pool_full
 from .prefix_cache import PrefixCache
-from .process_lock import ProcessLock
 from .state_pool import StatePool
 from .stored_rows import StoredRows
 
@@ -27,6 +28,29 @@ MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more 
 # If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `NAMES` ids at a
 # time. When there are `MOST_NAMES` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
 NAMES, MOST_NAMES = 1 << 10, 1 << 16
+
+
+class ProcessLock:
+    """A re-entrant lock that raises InputError if a forked child process enters it.
+
+    After `os.fork`, the child has none of the parent's threads (savers, loaders) but shares the parent's file locks on
+    stores.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(
+                f"this runtime was loaded in process {self._process} and cannot be used in a forked process: load it "
+                "after the fork, or start workers with multiprocessing's start method 'spawn'"
+            )
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
 
 
 class BlockSupply(StoredRows):

@@ -179,7 +179,7 @@ class HostPool(BlockSupply):
             floor: First token that sliding-window layers may see. A prefix is only used if all tokens from `floor` on
                 that its next token sees have cached window blocks.
         """
-        self._unkey_lost()
+        self._unpublish_lost()
         return self.cached.match(tokens, *provenance_keys, floor=floor)
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
@@ -199,7 +199,7 @@ class HostPool(BlockSupply):
         Returns:
             Indices of the exchanged blocks in the block table. Their KV is in other slots now.
         """
-        lost, full = self._unkey_lost(), blocks.length // BLOCK_SIZE
+        lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._claimed | lost if self.groups.full else self._claimed:
             full = next((i for i in range(full) if blocks.ids[i] in barred), full)
         assert len(tokens) >= full * BLOCK_SIZE, "publish needs the tokens of every full block"
@@ -261,7 +261,7 @@ class HostPool(BlockSupply):
         assert self._arena.active == self._held.slabs
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
-    def _unkey_lost(self) -> set[int]:
+    def _unpublish_lost(self) -> set[int]:
         """Remove blocks that could not be written to disk, and their descendants, from the prefix tree.
 
         Return all removed blocks.

@@ -95,7 +95,7 @@ class PrefixCache:
 
     def remove(self, block: int) -> None:
         """Remove a block and its descendants from the tree, because its content changes or is lost."""
-        self._forget(self.tree.unkey(block))
+        self._forget(self.tree.remove(block))
 
     def _forget(self, blocks: Sequence[int]) -> None:
         """Drop the references to `blocks`, which were removed from the tree. Free their window blocks and snapshots."""

@@ -53,7 +53,7 @@ class SnapshotTable:
         self._pending.remove(slot)
         self._free.append(slot)
 
-    def of(self, block: int) -> int | None:
+    def slot_of(self, block: int) -> int | None:
         """Return the slot with the snapshot of a block, or None if the block has no snapshot."""
         return self._kept.get(block)
 

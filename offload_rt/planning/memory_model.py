@@ -307,7 +307,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = FileLayout.fit(limit, replace(shape.geometry, head_dim=format.width), format)
-    return DiskPlan(limit, MemoryBudget.of(host, layout))
+    return DiskPlan(limit, MemoryBudget.divide(host, layout))
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class SessionStore:
             if not prompts_are_whole:
                 self._check_number_format(name)
             history = History(name, self.context.runner.model.name)
-        return self.enter(history)
+        return self.open_history(history)
 
     def _check_number_format(self, name: str) -> None:
         """Raise StoreError if the session `name` of this model was stored with another number format."""
@@ -186,7 +186,8 @@ class SessionStore:
             )
         return history
 
-    def enter(self, history: History) -> Session:
+    def open_history(self, history: History) -> Session:
+        """Return a new open session with this history."""
         session = Session(SessionKV(self.context, history), self.host, self)
         self._open[history.name] = session
         return session
@@ -213,19 +214,19 @@ class SessionStore:
         if (session := self._open.get(name)) is not None:
             return session.discard()
         with self.context.runner.pool.lock:
-            return self.forget(name)
+            return self.delete_stored(name)
 
-    def forget(self, name: str) -> Removed:
+    def delete_stored(self, name: str) -> Removed:
         """Delete a stored session, and all blocks without another owner.
 
         Raises StoreError if a file cannot be deleted.
         """
         self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
-        held = {key for session in others for key in session.kv.needed(answering=session.busy)}
+        held = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
         return remove_session(storage, storage.root.hex(), document_name(name), held)
 
-    def left(self, session: Session) -> None:
+    def session_closed(self, session: Session) -> None:
         self._open.pop(session.name, None)
         self.close_if_idle()
 

@@ -53,9 +53,10 @@ class PromptKV(SessionKV):
 
         Claimed blocks are kept if a session with the same text is deleted.
         """
-        names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
+        names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
+        groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
-        states = (name.state() for name in names if self._states is not None)
+        states = (name.state() for name in names if self.context.states is not None)
         keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
         self.context.saver.notify(lambda: storage.claim(keys))  # opens a file per block, so not on this thread
 
@@ -75,7 +76,7 @@ class PromptKV(SessionKV):
         if self._stores_windows and sequence is not None and self._windows is None:
             self._windows = pool.fork(sequence.blocks)
             pool.shrink(self._windows, 0)
-            shown = self.fresh(self._shown(sequence.position))
+            shown = self.unsaved(self.blocks.window_names(sequence.position))
             self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown, claim=True)])
 
     @property
@@ -111,7 +112,7 @@ class PromptKV(SessionKV):
     def persist(self) -> None:
         """Record the use of the blocks on disk."""
         self.claim()  # also blocks that a session has written since the start
-        self.context.storage.touch([name.key for name in self.names(self.history.computed)])
+        self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 
 class StoredPrompt(StoredRequest):
@@ -159,14 +160,14 @@ class StoredPrompt(StoredRequest):
 
     def resume(self, sequence: Sequence) -> None:
         super().resume(sequence)
-        self.kv.replace(sequence)
+        self.kv.set_sequence(sequence)
 
     def _after_reclaim(self, action: Callable[[], T]) -> T:
         return self.kv.runner.retry_after_reclaim(action)
 
     def _leave(self, *, untouched: bool) -> None:
         self.kv.drop()
-        self.kv.unpin()
+        self.kv.blocks.unpin_all()
 
     def _keep(self, runner: Runner) -> None:
         sequence = self.sequence
@@ -189,13 +190,13 @@ class StoredPrompt(StoredRequest):
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True
-        self.leave_host(write=False)
+        self.free_memory(write=False)
         return False
 
-    def leave_host(self, *, write: bool) -> None:
+    def free_memory(self, *, write: bool) -> None:
         """Free the memory of an ended request. Wait for its pending writes, and `write` blocks that are left over."""
-        self._host.take(self.kv)
+        self._host.unpark(self.kv)
         if write:
-            self.kv.leave_host()
+            self.kv.evict()
         self.kv.drop()
-        self.kv.unpin()
+        self.kv.blocks.unpin_all()

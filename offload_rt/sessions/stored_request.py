@@ -100,7 +100,7 @@ class StoredRequest(SampledRequest):
         assert self.sequence is None
         kv = self.kv
         runner.model.check_weights_unchanged()
-        self._host.take(kv)
+        self._host.unpark(kv)
         in_memory = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:
             self._prepare(runner)
@@ -191,7 +191,7 @@ class StoredRequest(SampledRequest):
                 sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
             )
         )
-        fresh = kv.fresh(kv.stored(stop // BLOCK_SIZE * BLOCK_SIZE))
+        fresh = kv.unsaved(kv.blocks.full_names(stop // BLOCK_SIZE * BLOCK_SIZE))
         self._saving = kv.context.saver.begin(sequence.blocks, fresh, claim=kv.claims)
         return self._prefill
 
@@ -234,7 +234,7 @@ class StoredRequest(SampledRequest):
             return
         assert self.sequence is not None and self._prefill is not None
         kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
-        kv.recheck()
+        kv.cancel_replaced()
         if kv.loader is not None:
             stalled = kv.end_loading()
             kv.runner.reload(self.sequence)
@@ -268,7 +268,7 @@ class StoredRequest(SampledRequest):
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
-        self.kv.recheck()
+        self.kv.cancel_replaced()
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from `logits`.

@@ -248,10 +248,10 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
     runner = kv.runner
     runner.transfer.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
-    kv.replace(None)
+    kv.set_sequence(None)
     runner.free(sequence)
     adopted = kv.adopt(blocks, len(kv.history.tokens), len(kept))
-    kv.replace(adopted)
+    kv.set_sequence(adopted)
     return adopted
 
 

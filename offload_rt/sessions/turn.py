@@ -9,22 +9,23 @@ from typing import TypeVar
 
 from ..core import Prompt
 from ..engine.logits_processors import check_answerable
+from ..engine.prompts import token_ids
 from ..engine.runner import Runner
-from ..errors import InputError
+from ..errors import InputError, ModelError
 from ..model_runner.trace import Recorder
 from ..models.loading import LoadedModel
 from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
-from .chat_template import TurnTokens
+from .chat_template import TurnTokens, turn_tokens
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .stored_request import StoredRequest
-from .truncate import close_gap, truncate_for
+from .truncate import close_gap, tokens_after, truncate_for
 
 T = TypeVar("T")
 
 
-def said(prompt: str | Seq[int]) -> str:
+def prompt_text(prompt: str | Seq[int]) -> str:
     """Return the text of a prompt, or "" if the prompt is given as token ids."""
     return prompt if isinstance(prompt, str) else ""
 
@@ -36,6 +37,49 @@ def check_turn(params: SamplingParams, model: LoadedModel) -> None:
     if params.prompt_logprobs is not None:
         raise InputError("prompt_logprobs would need a session's earlier turns again: use it without a session")
     check_answerable(params, model)
+
+
+def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
+    """Return the tokens that `prompt` adds to a session. Raise InputError if the prompt is invalid."""
+    model = kv.runner.model
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise InputError(f"{model.name} has no tokenizer: give token ids, or pass tokenizer=")
+        return turn_tokens(model.tokenizer, kv.history, prompt, model.eos_token_ids)
+    added, vocab = token_ids(prompt), kv.runner.adapter.geometry.vocab
+    if not added or any(not 0 <= token < vocab for token in added):
+        raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
+    return TurnTokens(len(kv.history.tokens), 0, tuple(added))
+
+
+def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
+    """Check whether a turn with these tokens and `max_tokens` generated tokens fits.
+
+    Raises:
+        InputError: A parameter is not supported in sessions, or a turn that rewrites earlier turns must be truncated.
+        ModelError, PoolFullError: The turn does not fit.
+    """
+    check_turn(params, kv.runner.model)
+    new = len(tokens.added) + params.max_tokens
+    _check_overflow(kv, new - tokens.dropped)
+    left = tokens_after(kv, new - tokens.dropped)
+    if tokens.dropped > 1 and left < tokens.held:
+        raise InputError(
+            f"the chat template rewrites earlier turns of session {kv.history.name!r}, which would outgrow the model's "
+            "positions and cannot be truncated and rewritten at once: use another template, or a new session"
+        )
+    kv.runner.check_fits(left + new)
+
+
+def _check_overflow(kv: SessionKV, new: int) -> None:
+    """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
+    most, held = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
+    if kv.context.options.overflow == "error" and held + new > most:
+        raise ModelError(
+            f"session {kv.history.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
+            f"and {kv.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
+            "store with overflow='truncate'"
+        )
 
 
 class Turn(StoredRequest):
@@ -178,7 +222,7 @@ class Turn(StoredRequest):
             if taken_in or self.new_tokens:
                 # A turn removes at most the token that ended the last response, unless it rewrites the conversation.
                 history.add_turn(len(self._kept), self._text, self.text, rewritten=self._tokens.dropped > 1)
-                kv.hand_over()
+                kv.enqueue_all()
         finally:
             self._host.park(kv)
 

@@ -15,7 +15,7 @@ from .host_tier import TierStats
 from .session import Session
 from .session_kv import SessionKV
 from .store import SessionStore
-from .turn import Turn, said
+from .turn import Turn, prompt_text
 
 
 class QueuedTurn:
@@ -158,7 +158,9 @@ class TurnQueue:
             except OffloadError:
                 queued.cancel()
                 raise
-            queued.turn = Turn(session.kv, session.host, queued.number, said(queued.prompt), tokens, queued.params)
+            queued.turn = Turn(
+                session.kv, session.host, queued.number, prompt_text(queued.prompt), tokens, queued.params
+            )
             session.busy = True
             self._running.append(queued)
             self._engine.submit(queued.turn)

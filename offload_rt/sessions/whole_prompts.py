@@ -112,7 +112,7 @@ class WholePrompts:
                     again = request.release()
                 except Exception:  # an error here must not fail another request
                     logger.exception("the memory of an ended request could not be freed at the first attempt")
-                    request.leave_host(write=False)
+                    request.free_memory(write=False)
                     again = False
             if again:
                 self.prompt_ended(request)
@@ -121,7 +121,7 @@ class WholePrompts:
         """Write all queued blocks to disk, and free the memory of ended requests."""
         with self.store.context.runner.pool.lock:
             for request in self._ending:
-                request.leave_host(write=True)
+                request.free_memory(write=True)
 
     def turn(
         self,

@@ -176,13 +176,13 @@ class DiskStore:
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks `keys` of a sequence as used now (see `DiskIndex.use`)."""
+        """Mark the blocks `keys` of a sequence as used now (see `DiskIndex.mark_used`)."""
         if not self._folder.read_only:
-            self._index.use([self._path(key) for key in keys])
+            self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """Set the keys of all blocks that waiting turns will use, soonest first. The blocks need not be stored."""
-        self._index.window([self._path(key) for key in keys])
+        self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Protect the blocks `keys` from eviction, also if they are not stored yet. Each pin needs one `unpin`."""

@@ -176,7 +176,7 @@ class DocumentStore:
         os.replace(temporary, before)
         # `os.replace` does nothing if a crash left both names linked to the same file.
         temporary.unlink(missing_ok=True)
-        self._folder.index.enter(before, len(record))
+        self._folder.index.add(before, len(record))
 
     def get(self, name: str) -> Document | None:
         """Return the newest intact generation of a document, or None if the document does not exist.
@@ -194,10 +194,10 @@ class DocumentStore:
             return Document(second.data, f"{str(newest)!r} {first.damage or 'is missing'}")
         if not (first.damage or second.damage):
             return None
-        said = [f"{str(newest)!r} {first.damage or 'is missing'}"]
+        reasons = [f"{str(newest)!r} {first.damage or 'is missing'}"]
         if second.damage:
-            said.append(f"{str(before)!r}, the one before it, {second.damage}")
-        raise StoreError(" and ".join(said))
+            reasons.append(f"{str(before)!r}, the one before it, {second.damage}")
+        raise StoreError(" and ".join(reasons))
 
     def read_all(self) -> dict[str, Document | None]:
         """Return the newest intact generation of all documents of all namespaces, by "namespace digest/name".

@@ -170,7 +170,7 @@ class StoreFolder:
             was_claimed = self.is_claimed(path)
             os.replace(temporary, path)
             self.index.reserved -= size
-            self.index.enter(path, size, cost)
+            self.index.add(path, size, cost)
             self.index.files[path].claimed = claimed
             if was_claimed:
                 self.claim([path])
@@ -223,9 +223,9 @@ class StoreFolder:
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
             os.replace(path, aside)
-            self.index.forget(path)
+            self.index.remove(path)
             if stat.S_ISREG(status.st_mode):
-                self.index.enter(aside, status.st_size)
+                self.index.add(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
         """Remove a damaged or unneeded file. This has no effect in a read-only store."""
@@ -234,7 +234,7 @@ class StoreFolder:
         with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts towards the limit
             self._check_inside(path)
             path.unlink(missing_ok=True)
-            self.index.forget(path)
+            self.index.remove(path)
 
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
@@ -251,9 +251,9 @@ class StoreFolder:
                     if not stat.S_ISDIR(status.st_mode):  # a folder with the name of a file is not part of the store
                         path.unlink()
                         freed += status.st_size
-                    self.index.forget(path)
+                    self.index.remove(path)
             except FileNotFoundError:
-                self.index.forget(path)
+                self.index.remove(path)
             except OSError as error:
                 refused = f"cannot delete {str(path)!r}: {error.strerror or error}"
         if refused:

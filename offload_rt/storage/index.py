@@ -98,24 +98,24 @@ class DiskIndex:
             # A clock that went backwards moves last use and rank alike.
             keep = self._stamp + (min(max(accessed - used, 0), LONGEST_KEEP) if self._weighs else 0)
             self.files[path] = _File(size, self._stamp, keep)
-            self._order.enter(path, keep)
+            self._order.add(path, keep)
             self._stored += size
         return ahead
 
-    def enter(self, path: Path, size: int, cost: int = 0) -> None:
+    def add(self, path: Path, size: int, cost: int = 0) -> None:
         """Add a file as used now.
 
         `cost` is the number of tokens to compute again if it is lost (`recomputation_cost`).
         """
         with self.mutex:
-            self.forget(path)
+            self.remove(path)
             self.files[path] = _File(size, 0, 0)
             self._stored += size
             self._mark(path, cost)
             if path in self._wanted:
                 self._order.expect(path)
 
-    def use(self, paths: Sequence[Path]) -> None:
+    def mark_used(self, paths: Sequence[Path]) -> None:
         """Mark the block files of a sequence as used now. The first block of the sequence comes first.
 
         Within a sequence, later files are evicted before earlier ones. The policy "fifo" ignores uses.
@@ -126,20 +126,20 @@ class DiskIndex:
                 if self._renew and path in self.files:
                     self._mark(path, recomputation_cost(tokens, i * BLOCK_SIZE))
 
-    def forget(self, path: Path) -> None:
+    def remove(self, path: Path) -> None:
         with self.mutex:
             if (file := self.files.pop(path, None)) is not None:
                 self._stored -= file.size
-                self._order.leave(path)
+                self._order.remove(path)
 
-    def window(self, paths: Sequence[Path]) -> None:
+    def set_window(self, paths: Sequence[Path]) -> None:
         """Set the files that waiting requests will use, soonest first.
 
         With the policy "lookahead", these files are evicted last, beginning with the file that is needed last.
         """
         with self.mutex:
             self._wanted = set(paths)
-            for path in self._order.window(paths):
+            for path in self._order.set_window(paths):
                 self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
@@ -180,7 +180,7 @@ class DiskIndex:
             if (
                 limit is None
                 or used <= limit
-                or (rank is not None and file.keep > rank and not self._order.wants(path))
+                or (rank is not None and file.keep > rank and not self._order.in_window(path))
             ):
                 break
             if path.suffix in _STAYING or self._pins[path]:
@@ -199,7 +199,7 @@ class DiskIndex:
         for path, file in self.files.items():
             if file.used >= horizon:
                 return
-            if path.suffix not in _STAYING and not self._pins[path] and not self._order.wants(path):
+            if path.suffix not in _STAYING and not self._pins[path] and not self._order.in_window(path):
                 yield path
 
     def blocks(self) -> list[tuple[Path, int]]:
@@ -212,7 +212,7 @@ class DiskIndex:
         assert self.limit_bytes is None or self.bytes_used <= self.limit_bytes
         ranked = list(self._order.ranked())
         assert len(ranked) == len(self.files) and set(ranked) == set(self.files)
-        ranks = [self.files[path].keep for path in ranked if not self._order.wants(path)]
+        ranks = [self.files[path].keep for path in ranked if not self._order.in_window(path)]
         assert ranks == sorted(ranks), "not in eviction order"
         uses = [file.used for file in self.files.values()]
         assert uses == sorted(uses), "not in order of use"
@@ -224,7 +224,7 @@ class DiskIndex:
         # If a shorter sequence uses only the first blocks of a longer one, these blocks keep the higher rank.
         keep = max(file.keep, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
         self.files[path] = replace(file, used=self._stamp, keep=keep)
-        self._order.enter(path, keep)
+        self._order.add(path, keep)
         self.write_stamp(path)
 
     def write_stamp(self, path: Path) -> None:

@@ -215,7 +215,7 @@ def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent |
     Return the extent, or None if this is not possible.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
-    if file is None or span.size < BLOCK_SIZE or not file.blank(number):
+    if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):
         return None
     extent = block.extent()
     return extent if extent is not None and file.attach(number, extent, range(pool.layout.layers)) else None

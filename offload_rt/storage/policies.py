@@ -76,7 +76,7 @@ class EvictionOrder(Generic[K]):
         """Heap of (rank, sequence number of the use, item). Entries that differ from `_others` are outdated."""
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
-    def enter(self, item: K, rank: int = 0) -> None:
+    def add(self, item: K, rank: int = 0) -> None:
         """Add an item, or record that it was used.
 
         An item in the eviction window stays in the window. Items with equal ranks are ordered by their last use.
@@ -92,20 +92,20 @@ class EvictionOrder(Generic[K]):
             self._heap = [(*place, item) for item, place in self._others.items()]
             heapq.heapify(self._heap)
 
-    def leave(self, item: K) -> None:
+    def remove(self, item: K) -> None:
         self._others.pop(item, None)
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
         """Add an item to the end of the eviction window, because a queued request needs it.
 
-        An item that was never added with `enter` is ignored. Without "lookahead", the call has no effect.
+        An item that was never added with `add` is ignored. Without "lookahead", the call has no effect.
         """
         if self._looks_ahead and item in self._others:
             del self._others[item]
             self._wanted[item] = None
 
-    def window(self, items: Sequence[K]) -> list[K]:
+    def set_window(self, items: Sequence[K]) -> list[K]:
         """Set the eviction window to `items`, soonest needed first.
 
         Return the items that left the window. Their rank is now 0, so they are evicted before items with higher ranks.
@@ -121,7 +121,7 @@ class EvictionOrder(Generic[K]):
                 self._wanted.move_to_end(item)
         return left
 
-    def wants(self, item: K) -> bool:
+    def in_window(self, item: K) -> bool:
         """Return whether the item is in the eviction window, which means that a queued request needs it.
 
         The window is empty unless the policy is "lookahead".
@@ -137,6 +137,6 @@ class EvictionOrder(Generic[K]):
                 yield item
         yield from reversed(self._wanted)
 
-    def victim(self) -> K:
+    def first(self) -> K:
         """Return the item to evict next. The order must not be empty."""
         return next(self.ranked())

@@ -87,7 +87,7 @@ class Saver:
 
     The pool itself is the write buffer: KV stays in its blocks until it is written, so the owner of the block table
     must keep the blocks until `flush` or `wait_for`. The filled slots of a block never change. If the block table
-    replaces a block, `recheck` cancels its pending writes.
+    replaces a block, `cancel_replaced` cancels its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
     waits. The caller must pass the remaining blocks again later. Sessions do this at the end of a turn and when they
@@ -174,7 +174,7 @@ class Saver:
             or block.index * BLOCK_SIZE < saving.blocks.length
         ):
             return False
-        if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
+        if file.is_empty(entry.identity) and (extent := self._begin_extent(entry)) is not None:
             if file.attach(entry.identity, extent):
                 return True
             entry.give_up()
@@ -182,7 +182,7 @@ class Saver:
 
     def _move(self, file: FileArena, entry: Entry) -> None:
         """Write a complete block of a pool on disk to a file of the store, if its KV is still in memory."""
-        if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.buffered(entry.identity):
+        if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.identity):
             return
         layers = len(self._pool.groups.layers_of(entry.block.group))
         if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.identity, extent, layers):
@@ -213,7 +213,7 @@ class Saver:
         held = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return held[0] if held else -1
 
-    def recheck(self) -> set[bytes]:
+    def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released.
 
         Return their keys, to save them again later.
@@ -222,15 +222,15 @@ class Saver:
         block is copied before it grows, or the block leaves the sliding window. Call this directly afterwards, before
         the next write to the pool.
         """
-        given_up = set()
+        cancelled = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
                 for entry in saving.entries:
                     if self._identity(saving.blocks, entry.block) != entry.identity:
                         entry.moved = True
-                        given_up.add(entry.block.key)
-        return given_up
+                        cancelled.add(entry.block.key)
+        return cancelled
 
     def abort(self, saving: Saving) -> None:
         """Stop saving blocks whose layers are not all complete. Discard their KV in extents.
@@ -311,7 +311,7 @@ class Saver:
             elif (writer := self._begin_writer(entry)) is not None:
                 self._write_layers(writer, entry, [layer])
                 if layer == self._last:
-                    self._appear(writer, entry)
+                    self._commit(writer, entry)
         if layer == self._last:
             self._end(saving)
 
@@ -323,7 +323,7 @@ class Saver:
             if (writer := self._begin_writer(entry)) is not None:
                 if entry.extent is None:
                     self._write_layers(writer, entry, range(self._last + 1))
-                self._appear(writer, entry)
+                self._commit(writer, entry)
         except DiskError:  # KV that cannot be read or was not written is computed again
             entry.give_up()
 
@@ -345,7 +345,7 @@ class Saver:
             entry.refused = entry.writer is None
         return entry.writer
 
-    def _appear(self, writer: BlockWriter, entry: Entry) -> None:
+    def _commit(self, writer: BlockWriter, entry: Entry) -> None:
         """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
         # If a stored block has more layers than its layer group, write zeros for the remaining layers.
         for place in range(len(self._pool.groups.layers_of(entry.block.group)), self._store.layers):

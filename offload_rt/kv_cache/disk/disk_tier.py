@@ -66,5 +66,5 @@ def open_file_arena(
     """
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = FileLayout.fit(limit, geometry, format, slab_tokens)
-    MemoryBudget.of(host_bytes, layout)  # checks the limit before the file is created
+    MemoryBudget.divide(host_bytes, layout)  # checks the limit before the file is created
     return FileArena(layout.arena, format.storage, DirectFile(disk.folder), host_bytes)

@@ -78,7 +78,7 @@ class Extents:
         # Position of layer 0 of each block (`requests.place`), and the distance in bytes from one layer to the next.
         self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.step, np.int64)
-        self._left: list[_Entry] = []
+        self._released: list[_Entry] = []
         self._reading = 0
         self._mutex = threading.Lock()
         self._most: int | None = None
@@ -97,9 +97,9 @@ class Extents:
         """Return whether the process may open one more file."""
         if self._most is None:
             self._most = most_files() - SPARE_FILES
-        return len(self._stored) + len(self._left) < self._most
+        return len(self._stored) + len(self._released) < self._most
 
-    def enter(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
+    def assign(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
         """Let `block`, which has no KV yet, use a stored extent.
 
         Args:
@@ -113,15 +113,15 @@ class Extents:
         self._stored[block] = _Entry(extent, number, set(places))
         self._base[block], self._step[block] = place(number, extent.offset), extent.layer_bytes
 
-    def leave(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """Let `block` use its extent in the pool's file again. No KV is copied."""
         if (entry := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.base(block), self._layout.step
             with self._mutex:
-                self._left.append(entry)
-            self._forget_left()
+                self._released.append(entry)
+            self._close_released()
 
-    def takes(self, block: int, place: int) -> bool:
+    def accepts(self, block: int, place: int) -> bool:
         """Return whether the layer at index `place` of `block` may be written to the current extent of the block.
 
         A stored extent accepts each layer once. The extent in the pool's file accepts every write.
@@ -162,23 +162,23 @@ class Extents:
     def __exit__(self, *exception: object) -> None:
         with self._mutex:
             self._reading -= 1
-        self._forget_left()
+        self._close_released()
 
-    def _forget_left(self) -> None:
-        if not self._left:
+    def _close_released(self) -> None:
+        if not self._released:
             return
         with self._mutex:
             if self._reading:
                 return
-            for entry in self._left:
+            for entry in self._released:
                 self._file.files.remove(entry.number)
-            self._left.clear()
+            self._released.clear()
 
     def check_integrity(self) -> None:
         """Assert that the maps of blocks and files are consistent."""
         own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
-        numbers = [entry.number for entry in (*self._stored.values(), *self._left)]
+        numbers = [entry.number for entry in (*self._stored.values(), *self._released)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers
         for block, entry in self._stored.items():
             assert self._base[block] == place(entry.number, entry.extent.offset)

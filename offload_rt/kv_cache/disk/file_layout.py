@@ -127,7 +127,7 @@ class MemoryBudget:
     slot_bytes: int
 
     @classmethod
-    def of(cls, limit: int, layout: FileLayout) -> MemoryBudget:
+    def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:
         """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, the rest for the cache.
 
         Raises:

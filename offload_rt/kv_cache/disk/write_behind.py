@@ -66,7 +66,7 @@ class WriteBehind:
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
-    def wait_for(self, place: int, blocks: NDArray[np.int64]) -> None:
+    def wait_layer(self, place: int, blocks: NDArray[np.int64]) -> None:
         """Wait until the layer at index `place` of all `blocks` is written. `blocks` may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
@@ -78,7 +78,7 @@ class WriteBehind:
         with self._changed:
             return {block for block, _ in self._lost}
 
-    def forgive(self, blocks: Sequence[int]) -> None:
+    def forget_errors(self, blocks: Sequence[int]) -> None:
         """Ignore past and pending write errors of `blocks`, which have been freed."""
         gone = set(blocks)
         with self._changed:

@@ -197,7 +197,7 @@ def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        store._folder.index.enter(path, len(whole))
+        store._folder.index.add(path, len(whole))
         answer = load(store, 1)
         assert answer in (None, right)
         in_padding = used <= bit // 8 < 4096
@@ -236,7 +236,7 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
         disguise = store._path(name.key)
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
-        store._folder.index.enter(disguise, FILE_BYTES)
+        store._folder.index.add(disguise, FILE_BYTES)
         assert store.find(name) is None and not disguise.exists()
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
@@ -244,7 +244,7 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     other._path(block_name(other, 1).key).parent.mkdir(parents=True)
     forged = other._path(block_name(other, 1).key)
     forged.write_bytes(path.read_bytes())
-    other._folder.index.enter(forged, FILE_BYTES)
+    other._folder.index.add(forged, FILE_BYTES)
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:

@@ -220,7 +220,7 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1))
     context, snapshots = session.context, llm.runner.snapshots
-    name = session.kv.names(BLOCK_SIZE)[0].state()
+    name = session.kv.blocks.names(BLOCK_SIZE)[0].state()
     assert context.states is not None and snapshots is not None and name.key not in context.storage
     slot = snapshots.take()
     assert slot is not None

@@ -332,7 +332,7 @@ def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None
 def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt uses blocks of a session, which is deleted at once. The deletion waits for the claims."""
     ids, deleting, threads, claimed = prompt(300), threading.Event(), set[str](), list[bool]()
-    claims, retain, forget = DiskStore.claim, DiskStore.retain, SessionStore.forget
+    claims, retain, forget = DiskStore.claim, DiskStore.retain, SessionStore.delete_stored
     served(make(tmp_path), lambda engine: last(engine, ids, session="s"), parked=True)
 
     def claim_late(self: DiskStore, keys: Iterable[bytes]) -> None:
@@ -350,7 +350,7 @@ def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DiskStore, "claim", claim_late)
     monkeypatch.setattr(DiskStore, "retain", retain_seen)
-    monkeypatch.setattr(SessionStore, "forget", forget_soon)
+    monkeypatch.setattr(SessionStore, "delete_stored", forget_soon)
 
     async def use(engine: AsyncLLM) -> None:
         await last(engine, ids)

@@ -19,7 +19,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
-from offload_rt.storage.block_file import FileBlock
+from offload_rt.storage.block_file import StoredBlock
 from offload_rt.storage.disk_store import DiskStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
@@ -124,8 +124,8 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     answer(session, tiny_prompt(200, seed=1))
     session.close()
     session = make_llm().session("s", tmp_path)
-    real, broken = FileBlock.read_layer, session.history.block_keys[2]
-    monkeypatch.setattr(FileBlock, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
+    real, broken = StoredBlock.read_layer, session.history.block_keys[2]
+    monkeypatch.setattr(StoredBlock, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
     answer(session, tiny_prompt(30, seed=2))
     stats = session.last_stats
     assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
@@ -140,7 +140,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session.close()
     session = make_llm().session("s", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(FileBlock, "read_layer", lambda *args: 1 // 0)
+        patch.setattr(StoredBlock, "read_layer", lambda *args: 1 // 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             answer(session, tiny_prompt(30, seed=2))
     session.check_integrity()
