@@ -114,8 +114,7 @@ GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 	touch $@
 
 gpu: $(GPU_READY)
-	$(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt eval gpu $(if $(PART),--part $(PART)) $(GPU_FLAGS); \
-		code=$$?; $(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt eval gpu-readme && exit $$code
+	$(or $(GPU_PYTHON),$(BIN)/python) -P -m offload_rt eval gpu $(if $(PART),--part $(PART)) $(GPU_FLAGS)
 
 bench: $(READY)
 	mkdir -p $(OUT)
@@ -141,6 +140,7 @@ bench-real: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/structure.py docs/pages/structure.svg
 	$(BIN)/python docs/commands.py docs/pages/reference/commands.md
+	$(BIN)/python docs/results.py
 	$(BIN)/python docs/figures.py
 	$(MAKE) site
 

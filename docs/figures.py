@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gpu_tables import step_times
 from result_rows import NAMES, RESULTS, ROOT, Row, load
 from speed_tables import DYNAMIC
 
@@ -55,8 +56,8 @@ def steps() -> None:
         for row in load(f"{name}/real_speed"):
             if row["runtime"] in (DYNAMIC, "full", "infinigen"):
                 cpu.setdefault(row["runtime"], []).append((row["context"], row["step"]))
-    measured = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
-    gpu = {label: [(context, ms) for context, ms in measured[name]] for name, label in GPU.items()}
+    measured = step_times()
+    gpu = {label: sorted(measured[name].items()) for name, label in GPU.items()}
     data = {"cpu": {name: sorted(points) for name, points in cpu.items()}, "gpu": gpu}
     with picture(PICTURES / "step_time.png", "Time per token over context length", data, panels=(1, 2)) as axes:
         lines(axes[0], data["cpu"], x="context, tokens (Qwen 0.5B, one CPU thread)", y="ms per token")

@@ -1,4 +1,4 @@
-"""Tables of GPU measurements for `docs/pages/results.md`."""
+"""Tables of GPU measurements for `docs/pages/results.md`, from the files that `make gpu` writes."""
 
 from __future__ import annotations
 
@@ -24,81 +24,90 @@ TRACED = {
     "infinigen-default": "default, 2% fetched",
 }
 
-KERNELS = {
-    "_gather_tokens": "transfer of the selected KV (own stream)",
-    "nvjet": "matrix products",
-    "_attend": "approximate and exact attention",
-    "_score": "scores of all tokens",
-    "_histogram": "selection: n-th largest score",
-    "_join": "merge of approximate and exact attention",
-    "_mark": "selection: tokens above the threshold",
-    "_hide": "marks of the selected tokens",
-    "_exclude": "marks of the selected tokens",
-    "_append": "append to the approximate KV",
-    "_skew": "skewed queries",
-    "sm80_xmma": "skewed queries",
-}
-"""Kernels of the default by the beginning of their name."""
+
+def _results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+
+
+def step_times() -> dict[str, dict[int, float]]:
+    """Return the time of a decode step on the H100 in milliseconds, by baseline and context length."""
+    found: dict[str, dict[int, float]] = {}
+    for row in _results("gpu/decode")["rows"]:
+        found.setdefault(row["name"], {})[row["context"]] = row["median"]
+    return found
 
 
 def gpu() -> str:
-    """Time per token on a GPU by context length."""
-    data = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
-    contexts = sorted({context for points in data.values() for context, _ in points})
-    rows = []
-    for name, label in GPU_ROWS.items():
-        by = dict(map(tuple, data[name]))
-        rows.append([label, *(f"{by[context]:.1f}" if context in by else "" for context in contexts)])
+    """Time per token on an H100 by context length."""
+    times = step_times()
+    contexts = sorted(times["full"])
+    rows = [
+        [label, *(f"{times[name][context]:.1f}" if context in times[name] else "" for context in contexts)]
+        for name, label in GPU_ROWS.items()
+    ]
     return table(("", *(f"{context:,} tokens" for context in contexts)), rows)
 
 
-def _results(name: str) -> Any:
-    return json.loads((RESULTS / "gpu_h200" / f"{name}.json").read_text(encoding="utf-8"))["results"]
+def gpu_kernels() -> str:
+    """Time of each kernel on an H100 and its minimum by memory traffic."""
+    rows = [
+        [f"`{row['kernel']}`", "PCIe" if row["over_link"] else "device", f"{row['bytes'] / 1e6:.1f}",
+         f"{1e3 * row['replayed_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
+        for row in _results("gpu/kernels")["rows"] if "programs" not in row["kernel"]
+    ]  # fmt: skip
+    return table(("kernel", "memory", "MB", "µs", "minimum, µs"), rows)
 
 
-def _traces(name: str) -> dict[tuple[str, int, int], Any]:
-    return {(row["baselines"], row["context"], row["batch"]): row for row in _results(name)["rows"]}
+def gpu_prefill() -> str:
+    """Time of a prefill on an H100 with `full`, and the device memory in addition to the weights."""
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            f"{row['seconds']:.1f}",
+            f"{(row['peak_device_bytes'] - row['weight_bytes']) / 2**30:.1f}",
+        ]
+        for row in _results("gpu/prefill")["rows"]
+    ]
+    return table(("tokens", "seconds", "device memory without weights, GiB"), rows)
+
+
+def gpu_sessions() -> str:
+    """Time to the first token of a session's next turn on an H100, by source of the KV."""
+    found: dict[int, dict[str, float]] = {}
+    for row in _results("gpu/sessions")["rows"]:
+        found.setdefault(row["history"], {})[row["source"]] = row["seconds"]
+    sources = ("recomputed", "host", "disk warm", "disk cold")
+    rows = [[f"{history:,}", *(f"{by[source]:.2f}" for source in sources)] for history, by in found.items()]
+    return table(("tokens of history", "computed again", "host memory", "page cache", "disk"), rows)
 
 
 def h200() -> str:
-    """Decode steps on an H200, before and after the changes of the same day."""
-    before, after = _traces("trace_before"), _traces("trace")
+    """Time of a decode step on an H200."""
+    # The second run did not repeat every measurement of the first.
+    found: dict[tuple[str, int, int], float] = {}
+    for name in ("trace_before", "trace"):
+        for row in _results(f"gpu_h200/{name}")["rows"]:
+            found[row["baselines"], row["context"], row["batch"]] = row["median_ms"]
     points = ((8_192, 1), (131_072, 1), (32_768, 8))
-    rows = []
-    for name, label in TRACED.items():
-        cells = []
-        for point in points:
-            times = [f"{found[name, *point]['median_ms']:.1f}" for found in (before, after) if (name, *point) in found]
-            cells.append(" → ".join(times))
-        rows.append([label, *cells])
+    rows = [
+        [label, *(f"{found[name, *point]:.1f}" if (name, *point) in found else "" for point in points)]
+        for name, label in TRACED.items()
+    ]
     return table(("", "8,192 tokens", "131,072 tokens", "8 sequences of 32,768 tokens"), rows)
-
-
-def h200_kernels() -> str:
-    """Time of the kernels of the default at 131,072 tokens, before and after."""
-    sums: dict[str, list[float]] = {}
-    for i, found in enumerate((_traces("trace_before"), _traces("trace"))):
-        for kernel in found["infinigen-default", 131_072, 1]["trace"]["kernels"]:
-            label = next((own for start, own in KERNELS.items() if kernel["kernel"].startswith(start)), "all others")
-            sums.setdefault(label, [0.0, 0.0])[i] += kernel["us"] / 1000
-    others = sums.pop("all others")
-    rows = [[label, f"{a:.2f}", f"{b:.2f}"] for label, (a, b) in sorted(sums.items(), key=lambda item: -item[1][0])]
-    rows.append(["all others", *(f"{each:.2f}" for each in others)])
-    return table(("ms per step", "before", "after"), rows)
 
 
 def h200_prefill() -> str:
     """Time to the first token on an H200."""
     rows = [
         [f"{row['shape']}, {row['tokens']:,} tokens", row["program"], f"{row['seconds']:.3f}"]
-        for row in _results("prefill")["rows"]
+        for row in _results("gpu_h200/prefill")["rows"]
     ]
     return table(("shape", "program", "seconds"), rows)
 
 
 def h200_trained() -> str:
     """SmolLM2 on an H200, compared with transformers on the same GPU."""
-    found = _results("trained")["smollm2"]
+    found = _results("gpu_h200/trained")["smollm2"]
     rows = []
     for dtype in ("float32", "bfloat16"):
         for row in found[dtype]:

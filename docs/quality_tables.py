@@ -80,17 +80,6 @@ def ruler() -> str:
     return table(("model", "context", "tasks x documents", "`full`", "default", FIVE, FIVE_OFF), rows)
 
 
-def ruler_tasks() -> str:
-    """Qwen's RULER scores at 4,096 tokens, task by task."""
-    found: dict[str, dict[str, str]] = {}
-    for row in load("qwen/ruler"):
-        task = row["task"].partition(",")[0].removesuffix("_local")
-        found.setdefault(task, {})[setting(row)] = f"{score(row):.0f}"
-    columns = ["`full`", DEFAULT, FIVE, FIVE_OFF, "`quest`, 5%"]
-    rows = [[f"`{task}`", *(cells.get(name, "") for name in columns)] for task, cells in found.items()]
-    return table(("task", *columns), rows)
-
-
 def questions() -> str:
     """Accuracy on multiple-choice tasks."""
     rows = []

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_tables import gpu, h200, h200_kernels, h200_prefill, h200_trained
+from gpu_tables import gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200, h200_prefill, h200_trained, step_times
 from quality_tables import (
     ablation,
     divergence,
@@ -22,11 +21,10 @@ from quality_tables import (
     questions,
     reference,
     ruler,
-    ruler_tasks,
     texts,
 )
-from result_rows import DEFAULT, NOVEL, RESULTS, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, avx2, disk, drafts, intel, lengths, others, selecting, threads
+from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
+from speed_tables import DYNAMIC, disk, drafts, intel, lengths, others, selecting
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -36,12 +34,12 @@ README = ROOT / "README.md"
 def readme() -> str:
     """The README's table: offload-rt compared with the alternatives."""
     quality = most_windows(load("qwen/perplexity"))[NOVEL, 8192, DEFAULT]
-    on_gpu = json.loads((RESULTS / "gpu" / "time_per_token.json").read_text(encoding="utf-8"))["data"]
+    on_gpu = step_times()
     steps = {row["runtime"]: row["step"] for row in load("qwen/rows_in_c/long/real_speed") if row["context"] == 8192}
     llama = {row["runtime"]: row["step"] for row in load("qwen/rivals/8000/real_speed")}["llama.cpp, 16-bit KV"]
 
     def device(name: str) -> list[str]:
-        times = dict(map(tuple, on_gpu[name]))
+        times = on_gpu[name]
         return [f"{times[context]:.0f}" if context in times else "not measured" for context in (32768, 131072)]
 
     def cpu(runtime: str) -> str:
@@ -64,9 +62,9 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, divergence, texts, ruler, ruler_tasks, questions, needles, formats, ablation, reference,
-    others, lengths, avx2, intel, threads, selecting, drafts, disk, gpu,
-    h200, h200_kernels, h200_prefill, h200_trained,
+    perplexity, divergence, texts, ruler, questions, needles, formats, ablation, reference,
+    others, lengths, intel, selecting, drafts, disk,
+    gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200, h200_prefill, h200_trained,
 )  # fmt: skip
 
 

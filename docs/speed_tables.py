@@ -42,19 +42,6 @@ def lengths() -> str:
     return table(("model", "context", *head), rows)
 
 
-def threads() -> str:
-    """Wall time per token by threads, idle and with another busy process."""
-    found: dict[tuple[float, int], dict[str, float]] = {}
-    for row in load("cpu/threads/smollm2_6k/threads"):
-        found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
-    rows = [
-        ["none" if not busy else f"one, busy {busy:.0%} of the time", str(count)]
-        + [f"{by[policy]:.1f}" for policy in ("full", "infinigen", "auto")]
-        for (busy, count), by in found.items()
-    ]
-    return table(("other process", "threads", "`full`", "`infinigen`", "`auto`"), rows)
-
-
 def selecting() -> str:
     """Wall time per token of full and selected attention over context length, two threads."""
     rows = []
@@ -65,17 +52,6 @@ def selecting() -> str:
         cells = [f"{by['full']:.1f}", f"{by['infinigen']:.1f}", f"{by['infinigen'] / by['full']:.2f}"]
         rows.append([NAMES[about["model"]], f"{about['context']:,}", *cells])
     return table(("model", "context", "`full`", "`infinigen`", "ratio"), rows)
-
-
-def avx2() -> str:
-    """Time per token and memory compared with transformers, restricted to AVX2."""
-    rows = []
-    for name in ("smollm2", "qwen"):
-        for row in load(f"cpu/avx2/{name}/real_speed"):
-            cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['step_ratio']:.1f}", f"{row['peak']:,.0f}"]
-            rows.append([NAMES[name], f"{row['context']:,}", _runtime(row["runtime"]), *cells])
-    head = ("prompt, s", "ms per token", "times as fast as `DynamicCache`", "peak RSS, MiB")
-    return table(("model", "context", "runtime", *head), rows)
 
 
 def intel() -> str:

@@ -114,7 +114,7 @@ def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
 
 
 def say_on_stderr(quiet: bool = False) -> Say:
-    """Return a function that prints a line to stderr. If `quiet`, the function does nothing."""
+    """Return a function that prints a line to stderr, or ignores it if `quiet`."""
     from rich.console import Console
 
     console = Console(stderr=True, quiet=quiet, highlight=False)

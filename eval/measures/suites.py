@@ -84,18 +84,3 @@ def real(args: argparse.Namespace) -> int:
     chosen = make_variants((), (), (), args.variant) if args.variant else ()
     run_real(args.models, parts, args.out, data=args.data, minutes=args.minutes, size=size, say=say, chosen=chosen)
     return 0
-
-
-def _gpu_readme_flags(parser: argparse.ArgumentParser) -> None:
-    root = Path(__file__).resolve().parents[2]
-    parser.add_argument("--page", type=Path, default=root / "docs" / "pages" / "results.md", metavar="FILE")
-    parser.add_argument("--results", type=Path, default=root / "eval" / "results" / "gpu", metavar="DIR")
-
-
-@measure("gpu-readme", "the documentation's section on the GPU, from the files of `make gpu`", _gpu_readme_flags)
-def gpu_readme(args: argparse.Namespace) -> int:
-    """Write the section on the GPU and its plot from the result files of `make gpu`."""
-    from ..suites.gpu_readme import write_readme
-
-    write_readme(args.page, args.results)
-    return 0

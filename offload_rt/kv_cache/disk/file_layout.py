@@ -5,9 +5,8 @@ The pool's file consists of equal slabs, each
     [layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
 K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. The 64 tokens
-of one head are contiguous, because a head often selects adjacent tokens (measured: `eval/results/disk`). The layers of
-a block are aligned to disk blocks. A file of a session store contains the layers of one block in the same format, one
-after the other.
+of one head are contiguous, because a head often selects adjacent tokens. The layers of a block are aligned to disk
+blocks. A file of a session store contains the layers of one block in the same format, one after the other.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Test the parts of `make gpu` at toy size on a simulated device, the advice for parts that fail, and the generated
-documentation section."""
+"""Test the parts of `make gpu` at toy size on a simulated device, and the advice for parts that fail."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from support.cuda_simulator import Late, simulated
 from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
-from offload_rt.errors import InputError, MemoryLimitError
+from offload_rt.errors import MemoryLimitError
 from offload_rt.eval.speed import kernels, step_trace
-from offload_rt.eval.suites import gpu, gpu_parts, gpu_readme, programs
+from offload_rt.eval.suites import gpu, gpu_parts, programs
 from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
 
 CPU = torch.device("cpu")
@@ -211,7 +210,6 @@ def test_a_failed_part_names_the_remedy_and_keeps_its_results(
     assert told in said and type(error).__name__ in said
     found = read(tmp_path, "kernels")["results"]
     assert found["first"] == 1 and type(error).__name__ in found["failed"] and "raise error" in found["traceback"]
-    assert "`kernels` did not get further" in gpu_readme.section(gpu_readme.load(tmp_path), "results")
 
 
 def test_parts_run_in_separate_processes_and_failed_ones_are_named(
@@ -244,52 +242,3 @@ def test_nvidia_smi_is_used_with_torch_as_fallback(tmp_path: Path, monkeypatch: 
 def test_on_a_cpu_a_part_runs_too(tmp_path: Path) -> None:
     assert main(["eval", "gpu", "--part", "kernels", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
     assert all(row["error"] <= 1 for row in read(tmp_path, "kernels")["results"]["rows"])
-
-
-# ------------------------------------------------------------------------------------------------- the documentation
-
-
-def test_the_section_is_generated_from_the_files(results: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n\n{gpu_readme.BEGIN}\nwritten before\n{gpu_readme.END}\n\nafter\n")
-    gpu_readme.write_readme(readme, folder)
-    assert "nothing was measured" in readme.read_text()
-    for path in results.glob("*.json"):
-        (folder / path.name).write_text(path.read_text())
-    gpu_readme.write_readme(readme, folder)
-    text = readme.read_text()
-    assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "written before" not in text
-    decode = read(results, "decode")["results"]["rows"]
-    for name in {t["name"] for t in decode}:
-        assert " | ".join([f"| {name}", *(f"{t['median']:.1f}" for t in decode if t["name"] == name)]) in text
-    for what in ("A decode step", "Kernels", "Prefill", "Accuracy"):
-        assert f"**{what}**" in text
-    assert "**First token of a session's next turn**" in text
-    assert "racecheck | 1 | 1 | 1" in text and "Not run" not in text
-    assert f"![Time per token over context](results/{gpu_readme.PICTURE})" in text
-    assert (folder / gpu_readme.PICTURE).stat().st_size > 5_000
-    once = readme.read_bytes()
-    gpu_readme.write_readme(readme, folder)
-    assert readme.read_bytes() == once
-
-
-def test_a_readme_without_marks_and_a_broken_file_are_refused(tmp_path: Path, capsys: Any) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing")
-    assert main(["eval", "gpu-readme", "--page", str(readme), "--results", str(tmp_path)]) == 2
-    assert "has no lines" in capsys.readouterr().err
-    (tmp_path / "kernels.json").write_text("{}")
-    with pytest.raises(InputError, match="is not a result of `make gpu`"):
-        gpu_readme.load(tmp_path)
-    (tmp_path / "kernels.json").write_text('{"machine": {}, "results": {}}')
-    with pytest.raises(InputError, match="is not a result of `make gpu`"):
-        gpu_readme.load(tmp_path)
-
-
-def test_the_results_page_is_up_to_date() -> None:
-    text = (programs.ROOT / "docs" / "pages" / "results.md").read_text("utf-8")
-    folder = programs.ROOT / "eval" / "results" / "gpu"
-    inside = text.partition(gpu_readme.BEGIN)[2].partition(gpu_readme.END)[0].strip()
-    assert inside == gpu_readme.section(gpu_readme.load(folder), "../../eval/results/gpu").strip()
