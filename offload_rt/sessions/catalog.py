@@ -54,10 +54,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the size in bytes of the blocks that were last used before `time`.
-
-        A time to live would remove these blocks.
-        """
+        """Return the size of the blocks last used before `time`, which a time to live would remove."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -77,12 +74,12 @@ class DamagedSession:
 
     @property
     def space(self) -> str:
-        """Digest of the namespace. It is shown in place of the model name, which is unknown."""
+        """Digest of the namespace, shown in place of the unknown model name."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the document. It is shown in place of the session name, which is unknown."""
+        """Name of the document, shown in place of the unknown session name."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -152,12 +149,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the stored session `name`.
-
-    Args:
-        folder: Folder of the store.
-        name: Name of the session.
-        model: Name of the model. Needed only if several models have a session of this name.
+    """Return the stored session `name`. `model` is needed only if several models have a session of this name.
 
     Raises:
         InputError: No session or several sessions match.
@@ -189,10 +181,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 class Deleted:
     """Result of deleting a stored session.
 
-    Attributes:
-        name: Name of the session, or of its document if the history was unreadable.
-        model: Name of the model, or the digest of the namespace if the history was unreadable.
-        removed: Removed blocks and unreadable documents.
+    For an unreadable history, `name` is the document and `model` is the digest of the namespace.
     """
 
     name: str
@@ -226,10 +215,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def clear_prompts(folder: Path) -> int:
-    """Delete all KV that belongs to no session, which is the KV of requests without a session name.
-
-    Returns:
-        The number of freed bytes.
+    """Delete the KV of requests without a session name. Return the number of freed bytes.
 
     Raises:
         InputError: The folder does not exist.

@@ -71,8 +71,8 @@ class SessionContext:
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).
 
-        While the remaining layers load, the turn computes. If no rates have been measured yet, return the number of all
-        layers.
+        While the remaining layers load, the turn computes. All layers are loaded first if no rates have been measured
+        yet.
 
         Args:
             loaded_bytes: Number of bytes to load for the turn.

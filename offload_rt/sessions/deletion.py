@@ -75,21 +75,13 @@ def summary_of(data: bytes) -> Summary | None:
 def remove_claims(store: DiskStore, space: str) -> Removed:
     """End the claims of all prompts without a session name. Delete the blocks that then have no owner.
 
-    Args:
-        store: Store, open for writing. No prompt may be running.
-        space: Digest of the namespace.
-
-    Raises:
-        StoreError: A file cannot be changed.
+    No prompt may be running. Raises StoreError if a file cannot be changed.
     """
     return _remove_unowned(store, space, "", (), claimed=False)
 
 
 def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks and sink documents without an owner, except the blocks `held`.
-
-    The session `document` does not count as an owner.
-    """
+    """Delete all blocks and sink documents whose only owner is the session `document`, except the blocks `held`."""
     keys, sinks, unreadable = set(held), set[str](), []
     documents = store.documents.summaries(space, summary_of)
     for other, summary in documents.items():

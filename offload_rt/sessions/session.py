@@ -161,12 +161,7 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """Tokenize a turn and check it.
-
-        Raises:
-            InputError: A parameter is not supported in sessions, or the prompt is invalid.
-            ModelError, PoolFullError: The turn with `max_tokens` generated tokens does not fit.
-        """
+        """Tokenize a turn and check it. For the errors, see `tokens_of_turn` and `check_fits`."""
         tokens = tokens_of_turn(self.kv, prompt)
         check_fits(self.kv, tokens, params)
         return tokens
@@ -229,8 +224,7 @@ class Session:
     def prefetch(self) -> None:
         """Start to load the session's KV from disk into the read buffer, for a turn that will come soon.
 
-        Raises:
-            PoolFullError: The KV does not fit in the pool.
+        Raises PoolFullError if the KV does not fit in the pool.
         """
         self.check_idle()
         self.host.unpark(self.kv)
@@ -243,8 +237,7 @@ class Session:
     def save(self) -> None:
         """Write the whole session to disk and wait for the writes. Warn if part of the KV cannot be stored.
 
-        Raises:
-            StoreError: The session cannot be written.
+        Raises StoreError if the session cannot be written.
         """
         self.check_idle()
         self._save()
@@ -266,8 +259,7 @@ class Session:
     def fork(self, name: str) -> Session:
         """Return a new session `name` with the same history. Both share their KV until one of them changes it.
 
-        Raises:
-            InputError: A turn of the session is running, or the name is invalid or in use.
+        Raises InputError if a turn of the session is running, or if the name is invalid or in use.
         """
         self.check_idle()
         check_name(name)
@@ -320,7 +312,7 @@ class Session:
 
     @pool_locked
     def undo(self) -> str:
-        """Remove the last turn, which is the user's message and the response. Return the user's message.
+        """Remove the last turn, and return its user message.
 
         The KV of earlier turns is kept. Tokens that the turn has truncated are not restored. A turn that has replaced
         earlier tokens cannot be removed, and neither can the turns before it.
@@ -344,9 +336,9 @@ class Session:
 
     @pool_locked
     def close(self) -> None:
-        """Save the session and free its memory. It can be opened again later.
+        """Save the session and free its memory. A response that is being streamed ends.
 
-        If a response is being streamed, it ends. A second call has no effect.
+        The session can be opened again later. A second call has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -399,7 +391,7 @@ class Session:
         self._store.session_closed(self)
 
     def check_idle(self) -> None:
-        """Raise InputError if the session is closed or a turn of it is running."""
+        """Raise InputError if the session is closed or computes a turn."""
         if self._closed:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self.busy:

@@ -58,8 +58,7 @@ class SessionKV:
     def ready(self, capacity: int) -> Sequence:
         """Return the session's sequence, with room for `capacity` tokens. Start to load its KV from disk if necessary.
 
-        Raises:
-            PoolFullError: The sequence does not fit in the pool.
+        Raises PoolFullError.
         """
         if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
@@ -77,7 +76,7 @@ class SessionKV:
     def fetch(self, *, whole: bool) -> None:
         """Start to load the session's KV from disk: all layers if `whole`, else as many as the read buffer holds.
 
-        Raises PoolFullError if the sequence does not fit in the pool.
+        Raises PoolFullError.
         """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, whole=whole)
@@ -85,8 +84,8 @@ class SessionKV:
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises:
-            DamagedBlockError: A block on disk is damaged. The next load skips it, so its tokens will be computed again.
+        Raises DamagedBlockError if a block on disk is damaged. The next load skips it, so its tokens will be computed
+        again.
         """
         if self.loader is None:
             return
@@ -150,7 +149,7 @@ class SessionKV:
     def relearn(self) -> None:
         """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
 
-        Drop the sequence if its KV cannot be read back, or if its recurrent state is incomplete.
+        Drop the sequence if its KV cannot be read, or if its recurrent state is incomplete.
         """
         assert self.sequence is not None
         if self._recurrent:
@@ -301,7 +300,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Record `names`, those of all blocks, in the history. Remove the previous partly filled block from disk."""
+        """Record the names of all blocks in the history. Remove the previous partly filled blocks from disk."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -340,17 +339,16 @@ class SessionKV:
         self.persist()
 
     def enqueue_all(self) -> None:
-        """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
+        """Queue all unsaved blocks for writing, and record the history for `persist`."""
         names = self.all_names()
         self.enqueue(names)
         self._record_names(names)
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:
-        """Write the snapshot taken by `enqueue_all`, if there is one.
+        """Write the history that `enqueue_all` recorded, if it is not written yet.
 
-        Raises:
-            StoreError: The history cannot be written. The next turn or `close` tries again.
+        Raises StoreError. The next turn or `close` then tries again.
         """
         # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
         # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
@@ -366,15 +364,14 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def set_sequence(self, sequence: Sequence | None) -> None:
-        """Replace the sequence with another one. No block of the new sequence counts as queued for writing."""
+        """Set the sequence. None of its blocks counts as queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
 
     def keys_in_use(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.
 
-        `answering` tells whether a turn is running. If so, the result includes its blocks, which are not in the history
-        yet.
+        If a turn is running (`answering`), this includes its blocks, which are not in the history yet.
         """
         if answering:
             return {*self.history.block_keys, *self.blocks.pinned, *self._enqueued}
@@ -382,7 +379,7 @@ class SessionKV:
         return set(self.history.block_keys)
 
     def discard(self) -> None:
-        """Drop the sequence without saving it, and wait for pending writes. Called before the session is deleted."""
+        """Drop the sequence without saving it, and wait for pending writes, so that the session can be deleted."""
         self._unwritten = None
         self.drop()
         self._flush()

@@ -74,7 +74,7 @@ class StoreUser(Protocol):
     """An object that uses a store even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
-        """End all running work, and stop using the store."""
+        """End all work and stop using the store."""
         ...
 
 
@@ -155,10 +155,7 @@ class SessionStore:
             )
 
     def _history(self, name: str) -> History | None:
-        """Return the stored history of the session `name`, or None if there is none.
-
-        Raise StoreError if the history is damaged or invalid.
-        """
+        """Return the stored history of a session, or None. Raise StoreError if the history is damaged or invalid."""
         mend = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.documents.get(document_name(name))
@@ -217,10 +214,7 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks without another owner.
-
-        Raises StoreError if a file cannot be deleted.
-        """
+        """Delete a stored session, and all blocks without another owner. Raises StoreError (see `delete`)."""
         self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
@@ -259,10 +253,7 @@ class SessionStore:
     def close(self) -> None:
         """Close all queues and sessions, the saver and the files. A second call has no effect.
 
-        After that, another process may open the store.
-
-        Raises:
-            StoreError: A session cannot be saved. All other sessions are saved, and the store is closed.
+        Raises StoreError if a session cannot be saved, after all others are saved and the store is closed.
         """
         with ExitStack() as ends:
             ends.callback(self._close)

@@ -49,10 +49,7 @@ class PromptKV(SessionKV):
         return False
 
     def claim(self) -> None:
-        """Queue a claim of all stored blocks of the prompt for writing.
-
-        Claimed blocks are kept if a session with the same text is deleted.
-        """
+        """Queue a claim of all stored blocks of the prompt, so that deletions of other sessions do not remove them."""
         names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
         groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
@@ -68,9 +65,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token attends to for writing.
+        """Queue the sliding-window blocks that the next token attends to for writing, at the end of a full block.
 
-        The blocks stay in memory until `drop`, even after they leave the windows. Call this at the end of a full block.
+        They stay in memory until `drop`, even if the windows move past them.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -182,11 +179,9 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def release(self) -> bool:
-        """Free the memory of an ended request whose blocks are written. The caller must hold the lock of the pool.
+        """Free the memory of an ended request when its blocks are written. The caller must hold the lock of the pool.
 
-        Returns:
-            True if blocks that did not fit in the write buffer before are still to be written. The memory is then still
-            in use.
+        Return True if the memory is still in use, because blocks that did not fit in the write buffer are now queued.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True

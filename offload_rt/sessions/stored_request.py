@@ -83,7 +83,7 @@ class StoredRequest(SampledRequest):
     def _leave(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        `untouched` tells that its KV is complete and that the prefill has not begun.
+        If `untouched`, its KV is complete and no layer of the prefill was computed.
         """
 
     @abstractmethod
@@ -160,14 +160,9 @@ class StoredRequest(SampledRequest):
     def _begin_prefill(
         self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, shared_tokens: int
     ) -> Prefill:
-        """Begin the prefill of `sequence` up to token `stop`.
+        """Begin the prefill of `sequence` up to token `stop`. `in_memory`: no reused KV is loaded from disk.
 
-        Args:
-            runner: Runner of the sequence.
-            stop: Number of tokens to prefill.
-            in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
-            diverged_at: See `Stats`.
-            shared_tokens: Number of tokens at the start whose KV was computed before.
+        `diverged_at` and `shared_tokens` are the results of `_diverged_at` and `_shared_tokens`.
         """
         sequence = self.sequence
         assert sequence is not None
@@ -247,7 +242,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the time per token, including prefills that are cancelled before their first segment is complete."""
+        """Record the prefill time per token, also if the prefill is cancelled in its first segment."""
         layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
@@ -261,20 +256,14 @@ class StoredRequest(SampledRequest):
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slot of the next token, and evict idle KV if necessary.
-
-        Raises PoolFullError if there is still no room.
-        """
+        """Reserve the slot of the next token. Evict idle KV if necessary, or raise PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
         self.kv.cancel_replaced()
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Sample the next token from `logits`.
-
-        If decoding has just filled a block, queue the block for writing first.
-        """
+        """Sample the next token from `logits`. If decoding has just filled a block, queue the block for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:

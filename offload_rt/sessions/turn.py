@@ -136,7 +136,7 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Truncate the conversation if necessary, so that it fits the model's positions together with this turn."""
+        """Truncate the conversation if it would exceed the model's positions in this turn."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
@@ -176,10 +176,7 @@ class Turn(StoredRequest):
         return len(self._kept)
 
     def _leave(self, *, untouched: bool) -> None:
-        """Restore the session after the turn is dropped.
-
-        The session's KV stays in memory only if `untouched`, which tells that the turn has not changed it.
-        """
+        """Restore the session after the turn is dropped. Its KV stays in memory only if the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
@@ -194,7 +191,7 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens to `tokens`. If its sequence has more tokens than these, drop the sequence."""
+        """Set the session's tokens. Drop its sequence if it has computed more tokens than these."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -229,9 +226,8 @@ class Turn(StoredRequest):
     def _undo(self, interrupted: bool, progressed: bool) -> None:
         """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
-        Args:
-            interrupted: Whether the prefill had begun.
-            progressed: Whether a segment of the prefill was complete. The prefix tree and the store keep its KV.
+        `interrupted`: the prefill had begun. `progressed`: a segment was complete, so the prefix tree and the store
+        keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()

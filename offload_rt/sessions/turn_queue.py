@@ -102,7 +102,7 @@ class TurnQueue:
     def step(self) -> list[TokenOutput]:
         """Compute one step of all running turns.
 
-        Raises the errors of `Engine.step`. The failed turn is then removed, and the next call continues with all other
+        Raises the errors of `Engine.step`. The failed turn is then removed, and the next call continues with the other
         turns.
         """
         try:
@@ -136,8 +136,7 @@ class TurnQueue:
     def close(self) -> None:
         """End all turns, and save and close the sessions. A second call has no effect.
 
-        Raises:
-            StoreError: A session cannot be saved. All other sessions are saved and closed.
+        Raises StoreError if a session cannot be saved, after all others are closed.
         """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)

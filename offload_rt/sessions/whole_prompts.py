@@ -169,10 +169,7 @@ class WholePrompts:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle after its turn.
-
-        If more than MOST_OPEN sessions are open, close the least recently used idle ones.
-        """
+        """Mark the session `name` as idle. Close idle sessions, least recently used first, beyond MOST_OPEN."""
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
         for oldest in idle[: max(0, len(self._opened) - MOST_OPEN)]:
@@ -201,8 +198,7 @@ class WholePrompts:
     def close(self) -> None:
         """Save and close all sessions. A second call has no effect.
 
-        Raises:
-            StoreError: A session cannot be saved. All other sessions are saved.
+        Raises StoreError if a session cannot be saved, after all others are saved.
         """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)

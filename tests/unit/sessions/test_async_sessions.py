@@ -16,7 +16,7 @@ from offload_rt.model_runner.prefill import Prefill
 from offload_rt.sessions import whole_prompts
 from offload_rt.sessions.session import Session
 from offload_rt.sessions.whole_prompts import tokens_of_prompt
-from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.documents import DocumentStore
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
 
@@ -93,7 +93,7 @@ def test_a_turn_that_cannot_be_saved_is_answered(
     async def run() -> list[RequestOutput]:
         async with make(tmp_path) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(DiskStore, "put", refuse)
+                patch.setattr(DocumentStore, "put", refuse)
                 long = engine.generate(prompt(80), SamplingParams(max_tokens=400, temperature=0), "it", session="a")
                 await anext(long)
                 beside = asyncio.create_task(last(engine, prompt(60)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_blocks import FILE_BYTES, load, named, open_store, save, tokens_of
+from support.disk_blocks import FILE_BYTES, block_name, load, named, open_store, save
 from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
@@ -163,7 +163,7 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
     again.close()
     limited = open_store(tmp_path, 3 * FILE_BYTES)
-    assert limited.bytes_used <= 3 * FILE_BYTES and limited.get(named("one")) is not None
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(named("one")) is not None
     limited.check_integrity()
     limited.close()
 
@@ -171,7 +171,7 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
 def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     assert save(store, 1) and save(store, 2)
-    assert store.begin(store.root, "exact", tokens_of(9), 4 * FILE_BYTES) is None
+    assert store.begin(block_name(store, 9), 4 * FILE_BYTES) is None
     with pytest.raises(StoreError, match="is full"):
         store.documents.put(named("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
