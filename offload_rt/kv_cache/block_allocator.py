@@ -57,10 +57,7 @@ class BlockAllocator:
         return start // self.slab_blocks
 
     def best_fit(self, count: int) -> list[int]:
-        """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits.
-
-        Used for sequences of known length.
-        """
+        """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits."""
         assert 0 <= count <= self.free
         taken: list[int] = []
         while len(taken) < count:
@@ -70,10 +67,7 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` blocks with the ids directly after `last` in the same slab.
-
-        Return their ids, possibly none.
-        """
+        """Allocate up to `count` blocks with the ids directly after `last` in the same slab. Return their ids."""
         start = last + 1
         if start % self.slab_blocks == 0:
             return []

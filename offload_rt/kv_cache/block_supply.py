@@ -124,10 +124,7 @@ class BlockSupply(StoredRows):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a sequence can continue after a cached prefix.
-
-        False for models with recurrent state but no snapshots.
-        """
+        """False for models with recurrent state but no snapshots: no sequence can continue after a cached prefix."""
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
@@ -149,7 +146,7 @@ class BlockSupply(StoredRows):
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the maximum size in bytes of a sequence's KV if the sequence has `tokens` tokens."""
+        """Return the maximum size in bytes of the KV of a sequence with `tokens` tokens."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
@@ -180,13 +177,7 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Make sure that `count` blocks of group 0 are free, contiguous if possible.
-
-        Evict blocks and activate slabs if needed.
-
-        Raises:
-            PoolFullError: If the pool is full.
-        """
+        """Make sure that `count` blocks of group 0 are free, contiguous if possible. Raises PoolFullError."""
         if self.groups.full:
             self._provide_held(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))
@@ -197,11 +188,7 @@ class BlockSupply(StoredRows):
                 self._blocks.add_slab()
 
     def _provide_held(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free.
-
-        Raises:
-            PoolFullError: If there are too few idle blocks. No block is evicted then.
-        """
+        """Evict idle blocks until `count` blocks are free. If there are too few, evict none and raise PoolFullError."""
         self._check_free(count)
         while (missing := count - self.free_blocks) > 0:
             if not (self.groups.full and self.cached.evict(missing)):

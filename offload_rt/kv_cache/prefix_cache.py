@@ -75,10 +75,7 @@ class PrefixCache:
         return instead
 
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
-        """Cache the window blocks of the published blocks [start, full) of a sequence.
-
-        Published blocks with a window block in `lost` are skipped.
-        """
+        """Cache the window blocks of the published blocks [start, full) of a sequence, unless one is in `lost`."""
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):
                 self.windows.keep(blocks.ids[i], blocks.windows[i])

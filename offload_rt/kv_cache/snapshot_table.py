@@ -28,10 +28,7 @@ class SnapshotTable:
         return self.slots - len(self._free)
 
     def take(self) -> int | None:
-        """Allocate a pending slot and return it. If no slot is free, evict a snapshot.
-
-        Return None if all slots are pending.
-        """
+        """Allocate a pending slot, and evict a snapshot if no slot is free. Return None if all slots are pending."""
         if not self._free:
             if not self._kept:
                 return None
@@ -69,7 +66,7 @@ class SnapshotTable:
         return next((n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._kept), 0)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Mark the snapshots of `blocks` as used now. The last block's snapshot becomes the most recently used."""
+        """Mark the snapshots of `blocks` as used now, the last one as the most recently used."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._kept[block] = slot

@@ -77,10 +77,7 @@ class BlockHeader:
         return self.data_offset - len(CLAIM)
 
     def encode(self, *, claimed: bool = False) -> bytes:
-        """Return the header as bytes, zero-padded up to the beginning of layer 0.
-
-        If `claimed`, `CLAIM` is at the end.
-        """
+        """Return the header with zero padding up to layer 0. If `claimed`, `CLAIM` is at the end."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))
@@ -108,7 +105,7 @@ class BlockHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return the size of the header in bytes, given the first bytes of a file, or 0 if the header is not valid."""
+    """Return the size of the header, given the first bytes of a file, or 0 if the header is not valid."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -189,8 +186,8 @@ class StoredBlock:
     def extent(self) -> StoredExtent | None:
         """Open the file, so that a KV pool on disk can read KV directly from it.
 
-        The file can be read even after the block is evicted. Return None for a partial block, for a block without a
-        file of its own, or if the file cannot be opened.
+        The file can be read even after the block is evicted. Return None for a partial block, if the file contains
+        other blocks, or if it cannot be opened.
         """
         # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE or not self.own_file:
@@ -255,8 +252,8 @@ class BlockWriter:
     def extent(self) -> StoredExtent | None:
         """Open the file, so that a KV pool on disk can write layers directly to it. `write` is not called then.
 
-        The file can be read even after the block is evicted. Return None for a block without a file of its own, or if
-        disk space cannot be allocated.
+        The file can be read even after the block is evicted. Return None if it contains other blocks, or if disk space
+        cannot be allocated.
         """
         if not self._own_file:
             return None

@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a deletion needs to know about a session history.
+    """Properties of a session history that a deletion needs.
 
     Attributes:
         document: Name of the document that the history belongs to. A renamed file keeps it.
@@ -141,10 +141,7 @@ class DocumentStore:
             sync_folder(self._own)
 
     def _take_room(self, newest: Path, size: int) -> Path:
-        """Reserve space for a new generation of `newest`. Return the temporary file to write.
-
-        Raises StoreError if the store is full.
-        """
+        """Reserve space for a new generation of `newest`. Return the temporary file to write. Raises StoreError."""
         folder = self._folder
         with folder.mutex:
             if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
@@ -214,10 +211,9 @@ class DocumentStore:
         return found
 
     def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
-        """Return the summaries of all documents of a namespace by name.
+        """Return the summary of the newest intact generation of each document of a namespace, by name.
 
-        The newest intact generation of each document is summarised. The value is None if there is none, or if
-        `summarise` returns None.
+        The value is None if there is no intact generation, or if `summarise` returns None.
         """
         files = {path for path in self._files(self._folder.path / space) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}

@@ -19,7 +19,7 @@ DOCUMENTS, BEFORE = ".doc", ".before"
 _STAYING = (DOCUMENTS, BEFORE)
 
 NS_PER_TOKEN = 10**9
-"""Nanoseconds by which each token of recomputation cost delays the eviction of a file.
+"""Delay of the eviction of a file in nanoseconds, for each token of recomputation cost.
 
 With one second per token, the KV of a conversation of 5,000 tokens is kept longer than the KV of a request of 300
 tokens, even if the request was used an hour later.
@@ -36,8 +36,8 @@ class _File:
     Attributes:
         size: Size in bytes.
         used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
-        keep: Rank in the eviction order: the time of the last use, plus a delay if the KV is costly to compute again.
-        claimed: Whether the file contains the claim of a prompt (`files.read_claim`). None if this is not known yet.
+        keep: Rank in the eviction order: `used`, plus a delay if the KV is costly to compute again.
+        claimed: Whether the file contains a claim (`files.read_claim`). None if this is not known yet.
     """
 
     size: int
@@ -85,10 +85,9 @@ class DiskIndex:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
-        """Add the existing files `found`, given as (modification time, path, size, access time) in any order.
+        """Add the existing files `found`: (modification time, path, size, access time) of each, in any order.
 
-        Files with a modification time in the future count as used now. Return these files; the caller must update their
-        modification times (`write_stamp`).
+        Files from the future count as used now. Return them; the caller must update their times (`write_stamp`).
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -103,10 +102,7 @@ class DiskIndex:
         return ahead
 
     def add(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file as used now.
-
-        `cost` is the number of tokens to compute again if it is lost (`recomputation_cost`).
-        """
+        """Add a file as used now. `cost` is its recomputation cost in tokens."""
         with self.mutex:
             self.remove(path)
             self.files[path] = _File(size, 0, 0)
@@ -116,9 +112,9 @@ class DiskIndex:
                 self._order.expect(path)
 
     def mark_used(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence as used now. The first block of the sequence comes first.
+        """Mark the block files of a sequence as used now, the first block first. The policy "fifo" ignores uses.
 
-        Within a sequence, later files are evicted before earlier ones. The policy "fifo" ignores uses.
+        Within a sequence, later files are evicted before earlier ones.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -133,10 +129,7 @@ class DiskIndex:
                 self._order.remove(path)
 
     def set_window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, soonest first.
-
-        With the policy "lookahead", these files are evicted last, beginning with the file that is needed last.
-        """
+        """Set the files that waiting requests will use, soonest first (`EvictionOrder.set_window`)."""
         with self.mutex:
             self._wanted = set(paths)
             for path in self._order.set_window(paths):

@@ -29,13 +29,7 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block and where to load it.
-
-    Attributes:
-        place: Index in the block table.
-        block: The stored block.
-        group: Layer group whose KV the block contains.
-    """
+    """A stored block, and where to load it: its index in the block table (`place`), and its layer group."""
 
     place: int
     block: StoredBlock
@@ -124,15 +118,13 @@ class BlockLoader:
 
     @property
     def ended(self) -> bool:
-        """Whether the loader thread has ended: all layers are loaded, or loading failed."""
+        """Whether the loader thread has ended, because all layers are loaded or because loading failed."""
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
         """Wait until `layer` is loaded. Allow the thread to load layers up to `layer + ahead`.
 
-        Raises:
-            DamagedBlockError: A stored block cannot be read.
-            Exception: Any other error that ended the loader thread.
+        Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
         """
         began = time.perf_counter()
         with self._changed:
@@ -191,7 +183,7 @@ class BlockLoader:
     def _fill(self, block: StoredBlock, layer: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
         """Load and verify one layer of one block. Return False if it is damaged.
 
-        The KV is copied to the pool, unless the pool reads it from the file in the store (`extent`).
+        With `extent`, the pool reads the KV from the file in the store, so it is not copied.
         """
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         buffer = self._buffers.get()
@@ -212,7 +204,7 @@ class BlockLoader:
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
     """Let the pool block at `span` use the file of a stored block as its extent, so that KV need not be copied.
 
-    Return the extent, or None if this is not possible.
+    Return None if this is not possible.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

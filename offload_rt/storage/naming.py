@@ -17,7 +17,7 @@ STATE = -1
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """Name of a stored block: its place in a sequence, and what its key is derived from.
+    """Name of a stored block: its place in a sequence, and the inputs of its key.
 
     Attributes:
         index: Index of the block in the block table.

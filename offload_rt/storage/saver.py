@@ -125,8 +125,7 @@ class Saver:
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> Saving | None:
         """Start to save the first blocks of `named`, as many as fit in the write buffer.
 
-        Return a handle for `layer_done`, or None if no block fits. With `claim`, the store records that a prompt
-        without a session name uses the blocks.
+        Return a handle for `layer_done`, or None if no block fits. `claim`: see `DiskStore.begin`.
         """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
@@ -162,9 +161,9 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: Saving, entry: Entry) -> bool:
-        """Let the pool write the KV of a block directly to a new store file.
+        """Let the pool write a full block whose KV is not computed yet directly to a new store file.
 
-        This is possible only for full blocks whose KV is not computed yet. Return whether it was done.
+        Return whether that is possible.
         """
         file, block = self._file, entry.block
         if (
@@ -189,10 +188,7 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: Entry) -> StoredExtent | None:
-        """Create a file of the store that the pool can use for a block.
-
-        Return None if that is not possible.
-        """
+        """Create a file of the store that the pool can use for a block. Return None if that is not possible."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
@@ -214,9 +210,7 @@ class Saver:
         return held[0] if held else -1
 
     def cancel_replaced(self) -> set[bytes]:
-        """Stop saving blocks that their block table has replaced or released.
-
-        Return their keys, to save them again later.
+        """Stop saving blocks that their block table has replaced or released. Return their keys.
 
         A block is replaced or released in three cases: an equal block is already in the prefix tree, a shared partial
         block is copied before it grows, or the block leaves the sliding window. Call this directly afterwards, before
@@ -233,10 +227,7 @@ class Saver:
         return cancelled
 
     def abort(self, saving: Saving) -> None:
-        """Stop saving blocks whose layers are not all complete. Discard their KV in extents.
-
-        Pending writes are completed first.
-        """
+        """Stop saving blocks whose layers are not all complete. Pending writes are completed first."""
         self.flush()
         unfinished = [
             entry.identity
@@ -257,18 +248,12 @@ class Saver:
             raise failure
 
     def wait_for(self, blocks: BlockTable) -> None:
-        """Wait until no pending write reads `blocks`, so that the blocks may be freed.
-
-        Raise the same errors as `flush`.
-        """
+        """Wait until no pending write reads `blocks`, so that they may be freed. Raises the errors of `flush`."""
         if any(saving.blocks is blocks and not saving.ended for saving in self._active):
             self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
-        """Call `written` on the worker thread when all layers that are complete now are written.
-
-        `flush` raises an error of `written`.
-        """
+        """Call `written` on the worker thread after all pending writes. `flush` raises an error of `written`."""
         self._jobs.put(written)
 
     def close(self) -> None:
@@ -335,10 +320,7 @@ class Saver:
                 writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
 
     def _begin_writer(self, entry: Entry) -> BlockWriter | None:
-        """Return the writer of a block. Open it if it is not open.
-
-        Return None if the block is already in the store, or the store does not accept it.
-        """
+        """Return the writer of a block. Return None if the store has the block already or does not accept it."""
         if entry.writer is None and not entry.refused:
             size = layer_bytes(self._pool, entry.block.count)
             entry.writer = self._store.begin(entry.block, size, entry.cost, claim=entry.claim)

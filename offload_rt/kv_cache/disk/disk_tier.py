@@ -34,13 +34,7 @@ class DiskTier:
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
     """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
 
-    Args:
-        folder: Folder on the disk.
-        limit: Requested limit in bytes, or None for the default (see `DiskTier`).
-        host_bytes: Limit on host memory in bytes.
-
-    Raises:
-        MemoryLimitError: If `limit` exceeds the free disk space.
+    `limit` None is the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk space.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
@@ -61,8 +55,8 @@ def open_file_arena(
     """Create the file on `disk` and return a file arena that uses up to `host_bytes` of host memory.
 
     Raises:
-        ConfigError: If the folder cannot be used.
-        MemoryLimitError: If a limit is too large or too small.
+        ConfigError: The folder cannot be used.
+        MemoryLimitError: A limit is too large or too small.
     """
     limit = disk_limit(disk.folder, disk.limit, host_bytes)
     layout = FileLayout.fit(limit, geometry, format, slab_tokens)

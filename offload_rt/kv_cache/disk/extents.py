@@ -51,9 +51,9 @@ class StoredExtent:
 
 @dataclass(eq=False)
 class _Entry:
-    """A stored extent in use, with its file number (`FileTable`) and the layers it contains.
+    """A stored extent in use, with its file number (`FileTable`).
 
-    `places` are the indices, within the block, of layers that are written or queued for writing.
+    `places` are the layers, by index within the block, that are written or queued for writing.
     """
 
     extent: StoredExtent
@@ -100,13 +100,7 @@ class Extents:
         return len(self._stored) + len(self._released) < self._most
 
     def assign(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
-        """Let `block`, which has no KV yet, use a stored extent.
-
-        Args:
-            block: Id of the block.
-            extent: The stored extent.
-            places: Indices of the layers, within the extent, whose KV is already in the extent.
-        """
+        """Let `block`, which has no KV yet, use a stored extent, which already contains the layers `places`."""
         assert block not in self._stored and extent.layer_bytes == self._layout.layer
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)

@@ -134,8 +134,7 @@ class FileArena:
     def extent(self, block: int) -> StoredExtent | None:
         """Wait for pending writes of `block`. Return its stored extent, or None if its KV is in the pool's file.
 
-        Raises:
-            DiskError: If a write failed.
+        Raises DiskError if a write failed.
         """
         self._wait(block)
         with self._mutex:
@@ -153,11 +152,9 @@ class FileArena:
             return block in self._buffers and self._extents.room()
 
     def attach(self, block: int, extent: StoredExtent, places: range = range(0)) -> bool:
-        """Assign a stored extent to a empty block. The extent already holds the layers with the indices `places`.
+        """Assign a stored extent, which contains the layers `places`, to an empty block.
 
-        Returns:
-            False if the block has KV in the meantime, or if no more files can be opened. The extent is then not
-            assigned.
+        Return False, without assigning it, if the block has KV now or if no more files can be opened.
         """
         with self._mutex:
             if blank := self.is_empty(block):
@@ -168,8 +165,7 @@ class FileArena:
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
         """Write the first `layers` layers of a full, buffered block to a stored extent.
 
-        Returns:
-            False if the KV of the block is no longer in its buffer.
+        Return False if the KV of the block is no longer in its buffer.
         """
         with self._mutex:
             if buffered := self.is_buffered(block):
@@ -218,9 +214,9 @@ class FileArena:
             self._forget_all(target)
 
     def _writable_whole(self, block: int, place: int, most: int) -> int:
-        """Return how many blocks from `block` on, at most `most`, can be written to their extents as a whole.
+        """Return how many blocks from `block` on, at most `most`, can store the whole layer at `place` directly.
 
-        The blocks have consecutive ids. Such a block has no buffer, and its extent still accepts the layer at `place`.
+        They have no buffer, and their extents accept the layer.
         """
         with self._mutex:
             takes = (block + i not in self._buffers and self._extents.accepts(block + i, place) for i in range(most))
@@ -231,7 +227,7 @@ class FileArena:
         self._cache.remove(range(block * pairs, (block + 1) * pairs))
 
     def _write(self, blocks: range, place: int, data: torch.Tensor) -> None:
-        """Write one layer of full `blocks` of a slab to their extents, asynchronously.
+        """Write one layer of full blocks of a slab to their extents, asynchronously.
 
         `data` is uint8 `[blocks, layer bytes]`. `place` is the index of the layer within a block.
         """

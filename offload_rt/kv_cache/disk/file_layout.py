@@ -40,12 +40,9 @@ class FileLayout:
 
     @classmethod
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
-        """Return the layout of a file of at most `limit` bytes.
+        """Return the layout of a file of at most `limit` bytes. Raises MemoryLimitError if not even one block fits.
 
         `geometry.head_dim` must be the width of `format`, the stored elements per vector.
-
-        Raises:
-            MemoryLimitError: If not even one block fits.
         """
         own = geometry.kv_heads * BLOCK_SIZE * 2 * geometry.head_dim * format.storage.itemsize
         rows = limit * own // round_up_to_page(own)
@@ -85,17 +82,14 @@ class FileLayout:
     def ids(self, place: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
         """Return the ids of KV entries in the layer at `place`, its index within a block.
 
-        `blocks`, `slots` (index of the token within the block) and `heads` are int64 arrays and are broadcast. All
-        entries in one layer of a block have consecutive ids.
+        `blocks`, `slots` (token within the block) and `heads` are int64 arrays and are broadcast. All entries in one
+        layer of a block have consecutive ids.
         """
         first: Offsets = (blocks * self.arena.layers + place) * self.layer_pairs + slots
         return first + heads * BLOCK_SIZE
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Group `ids` by layer.
-
-        Yield, for each layer, its index within a block and the positions of its ids in `ids`.
-        """
+        """Yield, for each layer (index within a block) of the entries `ids`, the positions of its entries in `ids`."""
         places = ids // self.layer_pairs % self.arena.layers
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)
@@ -129,8 +123,7 @@ class MemoryBudget:
     def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:
         """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, the rest for the cache.
 
-        Raises:
-            MemoryLimitError: If the limit is too small.
+        Raises MemoryLimitError if the limit is too small.
         """
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // DISK_PAGE * DISK_PAGE))
         block = layout.arena.layers * layout.layer

@@ -46,10 +46,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces`, which contain the complete KV of the keys `places`.
-
-        They are written after all earlier pieces.
-        """
+        """Queue `pieces`, the complete KV of the keys `places`. They are written after all earlier pieces."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -102,7 +99,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string if there was none."""
+        """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)
