@@ -132,5 +132,5 @@ def _attend(
     )  # fmt: skip
     threads = team.threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1
     if packed is not None:
-        team.run(library.pack, call, kv_heads * blocks, threads)
-    team.run(library.attend, call, kv_heads * tiles, threads)
+        team.runner()(library.pack, ctypes.byref(call), kv_heads * blocks, threads)
+    team.runner()(library.attend, ctypes.byref(call), kv_heads * tiles, threads)

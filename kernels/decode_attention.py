@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -112,11 +111,13 @@ def takes(q: torch.Tensor) -> DecodeAttention | None:
     """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
-    library = native.compiled("decode_attention", _Call, HEAD_DIM=q.shape[-1], BFLOAT16=int(q.dtype == torch.bfloat16))
-    return None if library is None else _code(library)
+    return _code(q.shape[-1], q.dtype)
 
 
-@cache
-def _code(library: ctypes.CDLL) -> DecodeAttention:
+@native.level_cache
+def _code(head_dim: int, dtype: torch.dtype) -> DecodeAttention | None:
+    library = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
+    if library is None:
+        return None
     library.attend_all.argtypes, library.attend_all.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int], None
     return DecodeAttention(library)

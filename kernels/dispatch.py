@@ -97,8 +97,8 @@ def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layou
 
     For q and mean, see `LowBitQuery`.
     """
-    if low_bit_cpu.suits(q):
-        return low_bit_cpu.ask(q, mean, pages, layout, tokens)
+    if q.device.type == "cpu" and q.dtype == torch.float32:
+        return low_bit_cpu.query(q, mean, pages, layout, tokens)
     if _compiled(q):
         from .triton_low_bit import FusedQuery
 
@@ -112,5 +112,5 @@ def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, 
     if _compiled(rows):
         from . import triton_low_bit_rows as module
     else:
-        module = low_bit_cpu if low_bit_cpu.suits(rows) else low_bit
+        module = low_bit_cpu if rows.device.type == "cpu" and rows.dtype == torch.float32 else low_bit
     module.store_rows(pages, layout, rows, start, values=values)

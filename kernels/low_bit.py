@@ -234,14 +234,6 @@ class LowBitQuery:
         """
         return selection.select_tokens(self.scores, alpha, limit)
 
-    def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to all `tokens` except the tokens in `skip`, int64 `[Hkv, n]` (`approximate_attention`).
-
-        Returns:
-            out `[Hkv, G, d]` and lse `[Hkv, G]`.
-        """
-        return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
-
     def merge(
         self,
         exact: tuple[torch.Tensor, torch.Tensor],
@@ -249,7 +241,7 @@ class LowBitQuery:
         unmixing: torch.Tensor,
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with `approximate`. The result equals one softmax over all tokens.
+        """Merge exact with approximate attention (`approximate_attention`). The result equals one softmax over both.
 
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
@@ -260,5 +252,5 @@ class LowBitQuery:
         Returns:
             Merged out and lse.
         """
-        out, lse = self.approximate(skip, softcap)
+        out, lse = approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
         return merge_lse((exact[0].to(out.dtype), out @ unmixing), (exact[1].to(lse.dtype), lse))

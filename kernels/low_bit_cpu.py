@@ -1,66 +1,120 @@
-"""Low-bit scores and low-bit attention on a CPU, in float32.
-
-`low_bit.c` computes both in one pass. If it cannot be compiled, torch multiplies the packed bytes as integers.
-`low_bit.py` defines the results.
-"""
+"""Low-bit scores and low-bit attention on a CPU in C (`low_bit.c`), in float32. `low_bit.py` defines the results."""
 
 from __future__ import annotations
 
-import math
+import ctypes
 from dataclasses import dataclass
-from functools import cached_property
+from typing import ClassVar
 
 import torch
 
-from . import low_bit, native
-from .low_bit import KEY_BITS, Layout, LowBitQuery, decode_steps, unpack_rows
+from . import low_bit, native, team
+from .low_bit import Layout, LowBitQuery
 from .pages import BLOCK, PAGE_BLOCKS, Pages
-from .reference import capped
-from .selection import quantise_query
+
+MAX_QUERIES = 32
+"""Maximum number of queries per KV head that `low_bit.c` supports."""
+
+MIN_BLOCKS, MAX_PARTS = 16, 16
+"""Minimum number of blocks in a part of a KV head, and maximum number of parts per head.
+
+The split does not depend on the number of threads, so neither does the rounding of results.
+"""
 
 
-def suits(q: torch.Tensor) -> bool:
-    """Return whether this module supports the device and dtype of queries q."""
-    return q.device.type == "cpu" and q.dtype == torch.float32
+class _Call(ctypes.Structure):
+    """The structure `Call` of low_bit.c."""
+
+    _fields_: ClassVar = [
+        ("pages", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("offset", "heads", "group", "start", "stop", "per_part")),
+        *((name, ctypes.c_void_p) for name in ("q", "mean", "scores", "peaks", "lses", "part_peaks", "part_sums")),
+        ("skip", ctypes.c_void_p),
+        ("skipped", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("part_outs", "mixed_sums", "unmixing", "outs", "lses_of_outs")),
+    ]
 
 
-def ask(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """Return the `LowBitQuery` for queries q: it scores low-bit keys and attends to low-bit KV.
+class _StoreCall(ctypes.Structure):
+    """The structure `StoreCall` of low_bit.c."""
 
-    `suits(q)` must be true.
-    """
-    library = native.low_bit(layout.head_dim, layout.value_bits, q.shape[1])
-    if library is None or not tokens:
-        return ProductQuery(q, mean, pages, layout, tokens)
-    return NativeQuery(q.contiguous(), mean.contiguous(), pages, layout, tokens, library)
+    _fields_: ClassVar = [
+        ("pages", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("offset", "heads", "slot", "count")),
+        ("rows", ctypes.c_void_p),
+        ("values", ctypes.c_int32),
+    ]
+
+
+@native.level_cache
+def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
+    """Return `low_bit.c` for these shapes. Return None if it does not support them or cannot be compiled."""
+    if head_dim % 32:
+        return None
+    constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
+    code = native.compiled("low_bit", _Call, _StoreCall, **constants)
+    if code is not None:
+        pointer = ctypes.c_void_p
+        code.score_all.argtypes, code.score_all.restype = [pointer, pointer, ctypes.c_int], None
+        code.mix_all.argtypes, code.mix_all.restype = [pointer, pointer, ctypes.c_int], None
+    return code
+
+
+def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
+    """Return a `LowBitQuery` for float32 queries q on a CPU. It uses C code if the code supports the shapes."""
+    heads, group, _ = q.shape
+    code = library(layout.head_dim, layout.value_bits)
+    if code is None or group > MAX_QUERIES or not tokens:
+        return LowBitQuery(q, mean, pages, layout, tokens)
+    q, mean, first, last = q.contiguous(), mean.contiguous(), tokens.start // BLOCK, -(-tokens.stop // BLOCK)
+    per_part = max(MIN_BLOCKS, -(-(last - first) // MAX_PARTS))
+    parts = -(-(last - first) // per_part)
+    scores = native.SCRATCH.empty((heads, group, (last - first) * BLOCK), torch.float32)
+    statistics = torch.empty(2 + 2 * parts, heads, group)
+    size, at = 4 * heads * group, statistics.data_ptr()
+    call = _Call(
+        pages.addresses.data_ptr(), pages.offset, heads, group, tokens.start, tokens.stop, per_part, q.data_ptr(),
+        mean.data_ptr(), scores.data_ptr(), at, at + size, at + 2 * size, at + (2 + parts) * size,
+    )  # fmt: skip
+    code.score_all(
+        ctypes.byref(call), team.runner(), team.threads(heads * group * len(tokens) // native.WORTH_A_THREAD)
+    )
+    return NativeQuery(q, mean, pages, layout, tokens, code, call, scores, statistics)
 
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery(LowBitQuery):
-    """Low-bit query in C. One pass over the keys computes scores; a later pass sums the weighted values.
+    """Low-bit query in C. One pass over the keys has computed the scores; `merge` sums the weighted values.
 
     Products of codes are exact integers, so all levels with fused multiply-add return equal results. Softmax weights
     are rounded to 16 bits: the error is at most 2^-16 of the largest weight among 64 tokens.
+
+    Attributes:
+        code: The compiled code.
+        call: Arguments of the C functions, with the addresses of all tensors of this object.
+        block_scores: Scores of all tokens in the blocks that contain `tokens`, `[Hkv, G, blocks * 64]`.
+        statistics: `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query, then statistics of parts.
     """
 
-    library: native.LowBitLibrary
-
-    @cached_property
-    def _found(self) -> native.ScoredTokens:
-        return self.library.score(self.q, self.mean, self.pages, self.tokens)
+    code: ctypes.CDLL
+    call: _Call
+    block_scores: torch.Tensor
+    statistics: torch.Tensor
 
     @property
     def scores(self) -> torch.Tensor:
         """Scores `[Hkv, G, n]`."""
-        return self._found.scores
+        begin = self.tokens.start % BLOCK
+        return self.block_scores[:, :, begin : begin + len(self.tokens)]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by threshold and best score.
 
         Return int64 `[Hkv, n]`, ascending, relative to the first of `tokens`.
         """
-        found = self._found
-        chosen = native.select(found.scores, found.peak, found.lse, alpha, limit)
+        chosen = native.select(self.scores, self.statistics[0], self.statistics[1], alpha, limit)
         return super().select(alpha, limit) if chosen is None else chosen
 
     def merge(
@@ -71,110 +125,28 @@ class NativeQuery(LowBitQuery):
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to tokens that are not in `skip` (`LowBitQuery.merge`)."""
-        return self.library.merge(self._found, skip, softcap, unmixing, exact)
-
-
-@dataclass(frozen=True, eq=False)
-class ProductQuery(LowBitQuery):
-    """Low-bit query in torch: products of the int8 query with the integer codes, scaled afterwards."""
-
-    @cached_property
-    def _blocks(self) -> range:
-        return range(self.tokens.start // BLOCK, -(-self.tokens.stop // BLOCK))
-
-    @cached_property
-    def _found(self) -> torch.Tensor:
-        """Scores of all tokens in the blocks that contain `tokens`, `[Hkv, G, blocks * 64]`."""
-        weights, scale = quantise_query(self.q)
-        shift = torch.bmm(self.q, self.mean.unsqueeze(2))
-        return _scores(weights, scale, self.pages, self.layout, self._blocks).add_(shift)
-
-    @property
-    def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]`."""
-        first = self._blocks.start * BLOCK
-        return self._found[:, :, self.tokens.start - first : self.tokens.stop - first]
-
-    def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to all `tokens` except the tokens in `skip`. Return out `[Hkv, G, d]` and lse `[Hkv, G]`."""
-        hidden = _hidden_tokens(self.tokens, self._blocks, skip)
-        scores = capped(self._found, softcap).masked_fill(hidden.unsqueeze(1), -math.inf)
-        lse = torch.logsumexp(scores, -1)
-        scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
-        return _mix(scores, self.pages, self.layout, self._blocks), lse
+        call, (heads, group, d) = self.call, self.q.shape
+        blocks, parts = self.block_scores.shape[2] // BLOCK, len(self.statistics) // 2 - 1
+        skip, results = skip.contiguous(), heads * group * parts
+        out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
+        room = torch.empty(heads * blocks * 2 + results * (d + 1))
+        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], room.data_ptr()
+        call.softcap, call.unmixing = softcap or 0.0, unmixing.data_ptr()
+        call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
+        call.part_outs = room.data_ptr() + 8 * heads * blocks
+        call.mixed_sums = call.part_outs + 4 * results * d
+        threads = team.threads(heads * group * len(self.tokens) // native.WORTH_A_THREAD)
+        self.code.mix_all(ctypes.byref(call), team.runner(), threads)
+        return out, lse
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise and pack vectors as `low_bit.store_rows` does, in one pass of C code if it can be compiled."""
-    library = native.low_bit(layout.head_dim, layout.value_bits, 1)
-    if library is None:
+    """Quantise and pack float32 vectors as `low_bit.store_rows` does, in one pass of C code if it can be compiled."""
+    code = library(layout.head_dim, layout.value_bits)
+    if code is None:
         low_bit.store_rows(pages, layout, rows, start, values=values)
-    else:
-        library.store(pages, rows, start, values=values)
-
-
-def _hidden_tokens(tokens: range, blocks: range, skip: torch.Tensor) -> torch.Tensor:
-    """Return which tokens of `blocks` are excluded from attention, bool `[Hkv, blocks * 64]`.
-
-    These are the tokens outside `tokens`, and the tokens in `skip`, int64 `[Hkv, n]`. Negative entries of `skip` are
-    ignored.
-    """
-    offset, count = blocks.start * BLOCK, len(blocks) * BLOCK
-    hidden = torch.ones(skip.shape[0], count + 1, dtype=torch.bool)
-    hidden[:, tokens.start - offset : tokens.stop - offset] = False
-    return hidden.scatter_(1, torch.where(skip < 0, count, skip - offset), True)[:, :-1]
-
-
-def _tokens_of(blocks: range) -> range:
-    return range(blocks.start * BLOCK, blocks.stop * BLOCK)
-
-
-def _scores(
-    weights: torch.Tensor,
-    scale: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    blocks: range,
-) -> torch.Tensor:
-    """Return scores `[Hkv, G, blocks * 64]` of queries with int8 codes `weights` `[Hkv, G, d]` and scale `[Hkv, G, 1]`.
-
-    Each byte of a key has the codes of one channel of the lower and one of the upper half, so each half is one integer
-    product. Heads are processed one by one so that the codes stay in the cache.
-    """
-    heads, group, _ = weights.shape
-    width, count = layout.key_bytes, len(blocks)
-    codes = torch.empty(width, PAGE_BLOCKS, BLOCK, dtype=torch.uint8)
-    out = torch.empty(heads, group, count * BLOCK)
-    middle = weights.sum(-1, keepdim=True, dtype=torch.int32) * (((1 << KEY_BITS) - 1) / 2)
-    for page, slots, at in pages.parts(_tokens_of(blocks)):
-        there = slice(slots.start // BLOCK, slots.stop // BLOCK)
-        packed, steps = (part[:, there] for part in layout.keys(page))
-        room = codes[:, : packed.shape[1]]
-        for head in range(heads):
-            rows = packed[head].permute(2, 0, 1)
-            low = torch._int_mm(weights[head, :, :width], _masked(rows, room))
-            high = torch._int_mm(weights[head, :, width:], _shifted(rows, room))
-            out[head, :, at] = (low.add_(high) - middle[head]) * scale[head]
-        out[:, :, at] *= decode_steps(steps).flatten(1).unsqueeze(1)
-    return out
-
-
-def _masked(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    return torch.bitwise_and(rows, (1 << KEY_BITS) - 1, out=codes).view(torch.int8).flatten(1)
-
-
-def _shifted(rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    return torch.bitwise_right_shift(rows, KEY_BITS, out=codes).view(torch.int8).flatten(1)
-
-
-def _mix(weights: torch.Tensor, pages: Pages, layout: Layout, blocks: range) -> torch.Tensor:
-    """Sum the values of `blocks` with softmax weights `[Hkv, G, blocks * 64]`. Return `[Hkv, G, d]`."""
-    # Codes minus the middle code are exact in bfloat16, and centred, so sums stay small. Only the weights, multiplied
-    # by the steps, are rounded.
-    middle, out = ((1 << layout.value_bits) - 1) / 2, torch.zeros(*weights.shape[:2], layout.head_dim)
-    for page, slots, at in pages.parts(_tokens_of(blocks)):
-        packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(page))
-        rounded = (weights[:, :, at] * decode_steps(steps).unsqueeze(1)).bfloat16()
-        for own, codes, sums in zip(rounded, packed, out, strict=True):
-            sums += own @ unpack_rows(codes, layout.value_bits).bfloat16().sub_(middle)
-    return out
+        return
+    rows = rows.contiguous()
+    heads, count, _ = rows.shape
+    call = _StoreCall(pages.addresses.data_ptr(), pages.offset, heads, start, count, rows.data_ptr(), values)
+    team.runner()(code.store_rows, ctypes.byref(call), heads, team.threads(rows.numel() // native.WORTH_A_THREAD))

@@ -59,16 +59,16 @@ class PackedProducts:
             whole, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.zeros(2, rows, units)
             call.whole, call.factors, call.sums = whole.data_ptr(), factors.data_ptr(), sums.data_ptr()
             call.units = units
-            team.run(self.library.prepare, call, rows, 1)
+            team.runner()(self.library.prepare, ctypes.byref(call), rows, 1)
         threads = team.threads() if packed.nbytes >= WORTH_THREADS else 1
-        team.run(self.library.linear, call, -(-outs // call.size), threads)
+        team.runner()(self.library.linear, ctypes.byref(call), -(-outs // call.size), threads)
         return out
 
     def unpack(self, packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
         """Return the unpacked weights `[out, in]`. `dtype` must be the dtype of this code."""
         out = torch.empty(len(packed), form.ins, dtype=dtype)
         call = self._call(packed, form, out)
-        team.run(self.library.unpack, call, -(-len(packed) // call.size), 1)
+        team.runner()(self.library.unpack, ctypes.byref(call), -(-len(packed) // call.size), 1)
         return out
 
     def _call(self, packed: torch.Tensor, form: PackedFormat, out: torch.Tensor, **others: Any) -> _Call:

@@ -66,7 +66,7 @@ class Pages:
         """Number of KV heads, Hkv."""
         return self.tensors[0].shape[1]
 
-    @property
+    @cached_property
     def offset(self) -> int:
         """Offset in bytes of the layer within a page."""
         return self.layer * self.tensors[0].stride(0)

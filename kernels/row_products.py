@@ -44,7 +44,7 @@ class RowProducts:
         bias_at = None if bias is None else bias.data_ptr()
         call = _Call(x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), x.numel() // ins, outs, ins, size)
         threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
-        team.run(self.library.linear, call, -(-outs // size), threads)
+        team.runner()(self.library.linear, ctypes.byref(call), -(-outs // size), threads)
         return out
 
 
@@ -55,10 +55,7 @@ def takes(weight: torch.Tensor) -> RowProducts | None:
     """
     if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
-    if weight.dtype not in (torch.bfloat16, torch.float32):
-        return None
-    library = native.compiled("row_products", _Call, BFLOAT16=int(weight.dtype == torch.bfloat16))
-    return None if library is None else _code(library)
+    return code_for(weight.dtype)
 
 
 @cache
@@ -68,6 +65,10 @@ def torch_multiplies_bfloat16() -> bool:
     return processor_level() == "avx512_bf16" and any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-@cache
-def _code(library: ctypes.CDLL) -> RowProducts:
-    return RowProducts(library)
+@native.level_cache
+def code_for(dtype: torch.dtype) -> RowProducts | None:
+    """Return the code for weights of `dtype`, or None if there is none."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    library = native.compiled("row_products", _Call, BFLOAT16=int(dtype == torch.bfloat16))
+    return None if library is None else RowProducts(library)

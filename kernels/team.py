@@ -1,9 +1,9 @@
 """Distribute the parts of a computation over threads that sleep between calls.
 
-`run` distributes a C call over a persistent team of threads (`team.c`). A kernel's function `void name(const void
+`runner` distributes a C call over a persistent team of threads (`team.c`). A kernel's function `void name(const void
 *call, int64_t part)` computes one part. It may be called for different parts at the same time, and must not start
-threads. Kernels with several stages call the team themselves, at the address `runner()` (`team.h`). `share` does the
-same with a Python function whose work releases the GIL, such as torch's matrix products.
+threads. Kernels with several stages call the team themselves (`team.h`). `share` distributes a Python function whose
+work releases the GIL, such as torch's matrix products.
 
 A decode step runs hundreds of small torch operations. Each is so short that waking OpenMP's threads would take longer
 than the operation. The engine therefore runs torch's own operations on one thread (`torch_on_one_thread`).
@@ -30,24 +30,16 @@ from ..utils.openmp import mkl_thread_setter, thread_setter
 _outer = threading.local()
 
 
-def run(function: Any, call: ctypes.Structure, parts: int, threads: int) -> None:
-    """Call the C function `function(call, part)` for each part in `range(parts)`.
+@cache
+def runner() -> Any:
+    """Return the C function `team_run(function, call, parts, threads)`.
 
-    At most `threads` threads are used, including the calling thread. `function` is an attribute of a `ctypes.CDLL`.
+    It calls the C function `function(call, part)` for each part in `range(parts)`, on up to `threads` threads including
+    the calling thread. C kernels that distribute their stages themselves take it as an argument.
     """
     library = _library()
-    assert library is not None, "the library of `function` was compiled, so this one can be"
-    library.team_run(function, ctypes.byref(call), parts, threads)
-
-
-@cache
-def runner() -> int:
-    """Return the address of `team_run`, for C kernels that distribute their stages themselves."""
-    library = _library()
     assert library is not None, "the kernel was compiled, so the team can be"
-    address = ctypes.cast(library.team_run, ctypes.c_void_p).value
-    assert address is not None
-    return address
+    return library.team_run
 
 
 def share(compute: Callable[[int], None], parts: int) -> None:
@@ -73,17 +65,23 @@ def share(compute: Callable[[int], None], parts: int) -> None:
                 helper.result()
 
 
-def threads() -> int:
-    """Return the number of threads that kernels may use: torch's setting, at most the number of processors."""
+def threads(most: int | None = None) -> int:
+    """Return the number of threads that kernels may use: torch's setting, at most the number of processors.
+
+    `most` limits the number for work that is worth few threads. The result is at least 1.
+    """
+    if most is not None and most <= 1:
+        return 1
     outer = getattr(_outer, "threads", None)
-    return min(torch.get_num_threads() if outer is None else outer, _processors())
+    allowed = min(torch.get_num_threads() if outer is None else outer, _processors())
+    return allowed if most is None else min(allowed, most)
 
 
 @contextmanager
 def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
     """Context in which torch's own operations in the calling thread do not use OpenMP threads.
 
-    `run` and `share` still use all threads. With `helpers=False`, they use only the calling thread.
+    `runner` and `share` still use all threads. With `helpers=False`, they use only the calling thread.
     """
     count = torch.get_num_threads()
     if count == 1:

@@ -19,6 +19,7 @@ from triton import knobs
 from .h2d_copy import to_device
 from .low_bit import Layout, LowBitQuery
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
+from .reference import merge_lse
 from .triton_attention import LISTED, merge_parts, peak_and_sum
 from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
 from .triton_low_bit_scores import key_products, query_weights
@@ -270,9 +271,16 @@ class FusedQuery(LowBitQuery):
     computed.
     """
 
-    def approximate(self, skip: torch.Tensor, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to all `tokens` except the tokens in `skip` (see `approximate_attention`)."""
-        return approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
+    def merge(
+        self,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        skip: torch.Tensor,
+        unmixing: torch.Tensor,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact with approximate attention (`LowBitQuery.merge`)."""
+        out, lse = approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
+        return merge_lse((exact[0].to(out.dtype), out @ unmixing), (exact[1].to(lse.dtype), lse))
 
 
 def _parts(

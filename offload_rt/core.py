@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -113,6 +114,11 @@ class ModelGeometry:
         """Indices of the layers with a sliding window, in ascending order."""
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
 
+    @cached_property
+    def layer_of_window(self) -> dict[int | None, int]:
+        """One layer of each window length."""
+        return {window: layer for layer, window in enumerate(self.windows)}
+
     def decoder_layer(self, layer: int) -> int:
         """Return the index of an attention layer among the decoder layers."""
         return self.attention_at[layer] if self.attention_at else layer
@@ -164,12 +170,12 @@ class VisibleTokens:
         recent_start = max(sinks_stop, length - recent)
         return cls(range(first, sinks_stop), range(sinks_stop, recent_start), range(recent_start, length))
 
-    @property
+    @cached_property
     def all(self) -> range:
         """All visible tokens."""
         return range(self.sinks.start, self.recent.stop)
 
-    @property
+    @cached_property
     def resident(self) -> int:
         """Number of visible tokens that are resident."""
         return len(self.sinks) + len(self.recent)
@@ -228,7 +234,7 @@ class PagedRows:
     resident: tuple[range, range]
     tokens: torch.Tensor
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Hkv, and the number of entries of each KV head. The latter counts resident tokens and `tokens`."""
         kv_heads, n = self.tokens.shape

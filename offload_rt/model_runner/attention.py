@@ -32,8 +32,11 @@ def attend(
     grouped = q.view(parts[0].shape[0], -1, d)
     if softcap is not None:
         parts = [_known(part) for part in parts]
-    done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.shape[1]]
-    out, lse = done[0] if len(done) == 1 else merge_lse([o for o, _ in done], [s for _, s in done])
+    if len(parts) == 1:
+        out, lse = _attend_part(grouped, parts[0], scale, softcap)
+    else:
+        done = [_attend_part(grouped, part, scale, softcap) for part in parts if part.shape[1]]
+        out, lse = merge_lse([o for o, _ in done], [s for _, s in done])
     return out.reshape(heads, d), lse.reshape(heads)
 
 

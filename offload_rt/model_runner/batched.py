@@ -12,14 +12,16 @@ sequence and KV head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..core import KVPart, bucket
 from ..kernels.dispatch import attend_kept
+from ..transfer.residency import places
 from ..transfer.row_lists import PendingBatchFetch
 from .attention import give_to_sinks, scores_lse
-from .batch import DecodeBatch, LayerFetch, StepMode
+from .batch import Attend, DecodeBatch
 from .per_sequence import PerSequenceMode
 from .step_inputs import StepInputs, StepShape
 from .trace import TransferUse
@@ -28,29 +30,33 @@ from .trace import TransferUse
 def selects_together(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    False for models with soft-capped scores, which attend sequence by sequence.
+    False for models with soft-capped scores, which attend sequence by sequence, and if the resident KV that a sequence
+    sees in a sliding-window layer is not contiguous.
     """
-    geometry = batch.geometry
-    selects = any(batch.selects(layer) for layer in range(geometry.layers)) and geometry.softcap is None
-    ready = all(s.position > 0 and s.state.scoring_keys and not batch.sees_all(s) for s in batch.sequences)
-    windows = {geometry.windows[layer]: layer for layer in geometry.sliding}
-    return batch.policy.rule is not None and selects and ready and all(map(batch.adjacent, windows.values()))
+    geometry, policy = batch.geometry, batch.policy
+    if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
+        return False
+    if not all(s.position > 0 and s.state.scoring_keys for s in batch.sequences):
+        return False
+    sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
+    sizes = {layer: geometry.resident(layer, policy.sinks, policy.recent) for layer in sliding}
+    return all(places(seen, *sizes[layer]) is not None for layer in sliding for seen in batch.visible[layer])
 
 
-class BatchedMode:
-    """Selection mode that selects for the whole batch at once. Its launches depend only on `inputs` and the model."""
+class BatchedMode(PerSequenceMode):
+    """Selects tokens for the whole batch at once. The launches of a step depend only on its inputs and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
         """Create the mode for one step of `batch`.
 
         If `dense`, also fetch dense layers (which attend to all tokens) with one gather for the batch.
         """
-        self._batch, self._inputs, self._dense = batch, inputs, dense
+        super().__init__(batch)
+        self._inputs, self._dense = inputs, dense
         self.selected: list[LayerSelection] = []
         self._newest: dict[int, torch.Tensor] = {}
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and positions on the device, int64 `[B]` each."""
         return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -62,36 +68,36 @@ class BatchedMode:
             # A copy, because the next `load` does not wait for the write-back stream, which reads the rows.
             self._newest[group] = inputs.newest_rows[group].clone()
         inputs.rows.append(layer, k, v, inputs.resident[window].places, self._newest[group])
-        if self._batch.selects(layer):
+        if layer in self._batch.selecting:
             inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
-    def fetch(self, layer: int, q: torch.Tensor) -> BatchedFetch:
+    def fetch(self, layer: int, q: torch.Tensor) -> Attend:
         """Select tokens with q `[H, B, d]` and start one gather of their KV. The counts stay on the device."""
-        batch, inputs = self._batch, self._inputs
+        inputs = self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
-        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
-        self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
-        return BatchedFetch(batch, inputs, layer, counts, pending, tokens)
+        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
+        self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
+        return partial(self._attend_batch, layer, counts, fetch, tokens)
 
-    def fetch_all(self, layer: int) -> LayerFetch | None:
+    def fetch_all(self, layer: int) -> Attend:
         """Start one gather of all candidates of a layer that attends to all tokens, padded to the capacity.
 
-        Return None if this mode does not fetch such layers (`dense` is False). In sliding-window layers, all visible KV
-        is resident, so no gather is needed.
+        If `dense` is False, fetch the tokens of each sequence separately. In sliding-window layers, all visible KV is
+        resident, so no KV is fetched.
         """
-        batch, inputs = self._batch, self._inputs
-        if batch.geometry.windows[layer] is not None:
-            return WindowFetch(batch, inputs, layer)
+        inputs = self._inputs
+        if self._batch.geometry.windows[layer] is not None:
+            return partial(self._attend_batch, layer, inputs.no_counts, None, None)
         if not self._dense:
-            return None
+            return super().fetch_all(layer)
         candidates = inputs.candidates
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        pending = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.joined, cached=False)
-        if pending.tally is not None:
-            self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], pending.tally))
-        return BatchedFetch(batch, inputs, layer, counts, pending)
+        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.joined, cached=False)
+        if fetch.tally is not None:
+            self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
+        return partial(self._attend_batch, layer, counts, fetch, None)
 
     def finish(self) -> None:
         """Record the step in the traces. If eviction or a recorder needs the selected tokens, wait for the device."""
@@ -99,22 +105,22 @@ class BatchedMode:
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += batch.geometry.layers * rows.token_bytes
         for selection in self.selected:
-            self._enter(selection)
-        entered = {selection.layer for selection in self.selected}
-        for layer in batch.policy.dense_layers - entered if self._dense else batch.geometry.sliding:
-            for sequence, visible in zip(batch.sequences, batch.visible(layer), strict=True):
+            self._record_selection(selection)
+        recorded = {selection.layer for selection in self.selected}
+        for layer in batch.policy.dense_layers - recorded if self._dense else batch.geometry.sliding:
+            for sequence, visible in zip(batch.sequences, batch.visible[layer], strict=True):
                 sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes
-                sequence.trace.enter_rows(layer, visible, len(visible.candidates))
+                sequence.trace.record_fetch(layer, visible, len(visible.candidates))
 
-    def _enter(self, selection: LayerSelection) -> None:
+    def _record_selection(self, selection: LayerSelection) -> None:
         """Record a layer's selection in the traces, slot tables and recorders of the sequences."""
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
         counts = selection.counts[: len(batch.sequences)].unbind()
-        each = zip(batch.sequences, batch.visible(layer), counts, strict=True)
+        each = zip(batch.sequences, batch.visible[layer], counts, strict=True)
         for b, (sequence, visible, count) in enumerate(each):
             use = TransferUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
-            sequence.trace.enter_selection(layer, visible, count, use)
+            sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
             if sequence.slots.listens or recorder is not None:
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
@@ -122,105 +128,70 @@ class BatchedMode:
                 if recorder is not None:
                     recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
 
+    def _attend_batch(
+        self,
+        layer: int,
+        counts: torch.Tensor,
+        fetch: PendingBatchFetch | None,
+        selected: torch.Tensor | None,
+        q: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the attention output `[B, H * d]` of q `[H, B, d]` over resident, fetched and approximate KV.
+
+        Args:
+            layer: The layer index.
+            counts: Number of valid fetched entries of each list, `[P]`. P = B * Hkv.
+            fetch: The fetched entries, padded. None if all visible KV is resident.
+            selected: Token indices of the fetched entries `[P, n]` if the layer selected them.
+            q: The true queries.
+        """
+        batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
+        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.kv_heads, -1, q.shape[2])
+        if fetch is None:
+            k = v = grouped.new_empty(len(grouped), 0, q.shape[2])
+        else:
+            k, v = fetch.wait()
+        spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(layer)
+        scale = geometry.scales[layer]
+        out, lse = attend_kept(grouped, resident, spans.starts, spans.stops, k, v, counts, scale)
+        if layer in batch.selecting:
+            self._record_missed_mass(layer, q, lse)
+        if selected is not None:
+            if batch.policy.wants_weights:
+                scaled, fetched = grouped.to(lse.dtype) * scale, KVPart(k, v, counts)
+                seen = inputs.attended(scaled, resident, fetched, selected, lse)
+                inputs.keys.attended(layer, inputs.candidates, *seen)
+            out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
+        if (sinks := batch.adapter.sinks(layer)) is not None:
+            out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
+        return out.view(inputs.size, -1).to(q.dtype)
+
+    def _record_missed_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+        """Record the missed attention mass of sequences that measure it. lse `[P, G]` covers the attended tokens."""
+        batch, scale = self._batch, self._batch.geometry.scales[layer]
+        for b, sequence in enumerate(batch.sequences):
+            if sequence.trace.measures_missed:
+                keys = sequence.keys(layer, batch.visible[layer][b].all)
+                attended = lse.view(self._inputs.size, -1)[b]
+                sequence.trace.record_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
+
 
 @dataclass(frozen=True)
 class LayerSelection:
     """The tokens that a layer selected in a step, in P = B * Hkv lists.
 
-    `tokens` has token indices, int64 `[P, n]`, padded. The first `counts[p]` entries of list p are valid. If a layer
-    that attends to all tokens fetches shared tokens only once, all candidates count as selected. `tally` has the
-    numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
+    If a layer that attends to all tokens fetches shared tokens only once, all candidates count as selected.
+
+    Attributes:
+        tokens: Token indices int64 `[P, n]`, padded.
+        counts: Number of valid indices per sequence, `[B]`.
+        tally: Numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
     """
 
     layer: int
     tokens: torch.Tensor
     counts: torch.Tensor
     tally: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class BatchedFetch:
-    """A pending fetch of a whole batch. The first `counts[p]` entries of each list are valid.
-
-    `selected` `[P, n]` has the token indices of the entries if the layer selected them. P = B * Hkv.
-    """
-
-    batch: DecodeBatch
-    inputs: StepInputs
-    layer: int
-    counts: torch.Tensor
-    pending: PendingBatchFetch
-    selected: torch.Tensor | None = None
-
-    def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]` over resident, fetched and approximate KV."""
-        batch, layer, inputs = self.batch, self.layer, self.inputs
-        k, v = self.pending.wait()
-        grouped = q.transpose(0, 1).reshape(len(k), -1, q.shape[2])
-        scale = batch.geometry.scales[layer]
-        out, lse = _attend(batch, inputs, layer, grouped, k, v, self.counts)
-        for b, sequence in enumerate(batch.sequences):
-            if sequence.trace.measures_missed and batch.selects(layer):
-                keys = sequence.keys(layer, batch.visible(layer)[b].all)
-                attended = lse.view(inputs.size, -1)[b]
-                sequence.trace.enter_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
-        if self.selected is not None and batch.policy.wants_weights:
-            fetched = KVPart(k, v, self.counts)
-            seen = inputs.attended(
-                grouped.to(lse.dtype) * scale, inputs.rows.resident(layer), fetched, self.selected, lse
-            )
-            inputs.keys.attended(layer, inputs.candidates, *seen)
-        if self.selected is not None:
-            chosen = self.selected, self.counts
-            out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, chosen, (out, lse))
-        return _with_sinks(batch, inputs, layer, out, lse).to(q.dtype)
-
-
-@dataclass(frozen=True)
-class WindowFetch:
-    """A fetch of a sliding-window layer. All its visible KV is resident, so no KV is transferred."""
-
-    batch: DecodeBatch
-    inputs: StepInputs
-    layer: int
-
-    def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`."""
-        batch, inputs, layer = self.batch, self.inputs, self.layer
-        grouped = q.transpose(0, 1).reshape(inputs.size * batch.geometry.kv_heads, -1, q.shape[2])
-        nothing = grouped.new_empty(len(grouped), 0, q.shape[2])
-        out, lse = _attend(batch, inputs, layer, grouped, nothing, nothing, inputs.no_counts)
-        return _with_sinks(batch, inputs, layer, out, lse).to(q.dtype)
-
-
-def _attend(
-    batch: DecodeBatch,
-    inputs: StepInputs,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    counts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to resident KV and to the first `counts[p]` entries of k and v `[P, n, d]`.
-
-    P = B * Hkv.
-    """
-    spans = inputs.resident[batch.geometry.windows[layer]]
-    kept, scale = inputs.rows.resident(layer), batch.geometry.scales[layer]
-    return attend_kept(q, kept, spans.starts, spans.stops, k, v, counts, scale)
-
-
-def _with_sinks(
-    batch: DecodeBatch, inputs: StepInputs, layer: int, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
-    """Return out `[P, G, d]` as `[B, H * d]`, after applying the learned attention sinks of the layer, if it has some.
-
-    lse `[P, G]` is the log-sum-exp of the scores without sinks; P = B * Hkv.
-    """
-    if (sinks := batch.adapter.sinks(layer)) is not None:
-        out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
-    return out.view(inputs.size, -1)
 
 
 MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
@@ -232,7 +203,7 @@ class StepModes:
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
 
-    def mode(self, batch: DecodeBatch) -> StepMode:
+    def mode(self, batch: DecodeBatch) -> PerSequenceMode:
         """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""
         inputs = self.load(batch)
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)

@@ -3,153 +3,176 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..core import KVPart, Selection, VisibleTokens
+from ..kernels.dispatch import attend_runs
 from ..kernels.h2d_copy import to_device
+from ..kernels.segments import Run
 from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
 from .attention import attend, give_to_sinks, group_weights, scores_lse
-from .batch import DecodeBatch
+from .batch import Attend, DecodeBatch
 from .sequence import Sequence
-
-
-@dataclass(frozen=True)
-class SequenceFetch:
-    """A pending fetch of one sequence in one layer. If `selection` is None, it covers all visible tokens."""
-
-    visible: VisibleTokens
-    selection: Selection | None
-    pending: PendingFetch
-
-
-def enter_fetches(
-    batch: DecodeBatch, layer: int, pending_fetches: Seq[PendingFetch], selections: Seq[Selection | None]
-) -> list[SequenceFetch]:
-    """Record the attended tokens and transferred bytes of `layer` in the trace of each sequence.
-
-    Return the pending fetches, each with the visible tokens and the selection of its sequence.
-    """
-    fetches = []
-    for sequence, visible, pending, selection in zip(
-        batch.sequences, batch.visible(layer), pending_fetches, selections, strict=True
-    ):
-        sequence.trace.bytes_requested += pending.bytes
-        fetched = len(visible.candidates) if selection is None else selection.count
-        counts = None if selection is None else selection.counts
-        sequence.trace.enter_rows(layer, visible, fetched if counts is None else counts)
-        fetches.append(SequenceFetch(visible, selection, pending))
-    return fetches
-
-
-def append_each(batch: DecodeBatch, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Store the newest k and v `[Hkv, B, d]` of a layer, sequence by sequence."""
-    for b, (sequence, slot) in enumerate(zip(batch.sequences, batch.slots(layer), strict=True)):
-        key, value = k[:, b : b + 1], v[:, b : b + 1]
-        sequence.trace.bytes_to_host += batch.transfer.storage.append(sequence.blocks, layer, slot, key, value)
-        if batch.learns(layer):
-            sequence.state.on_keys(layer, key, slot)
-            sequence.state.on_values(layer, value, slot)
+from .shared_prefix import Segment
 
 
 class PerSequenceMode:
-    """Selection mode that selects for one sequence after the other, with each sequence's own policy state."""
+    """Stores new KV and selects tokens in each layer of a step: one sequence after the other.
+
+    Each sequence selects with its own policy state. KV in blocks that sequences share is fetched once.
+    """
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and positions on the device, int64 `[B]` each."""
-        device = self._batch.adapter.device
-        return to_device(torch.tensor(self._batch.tokens), device), to_device(
-            torch.tensor(self._batch.positions), device
-        )
+        """Return tokens and positions of the step on the device, int64 `[B]` each."""
+        batch, device = self._batch, self._batch.adapter.device
+        return to_device(torch.tensor(batch.tokens), device), to_device(torch.tensor(batch.positions), device)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the newest k and v `[Hkv, B, d]`, sequence by sequence."""
-        append_each(self._batch, layer, k, v)
+        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the KV pool, and in the policy's state."""
+        batch, slots = self._batch, self._batch.slots[layer]
+        for b, sequence in enumerate(batch.sequences):
+            slot, key, value = slots[b], k[:, b : b + 1], v[:, b : b + 1]
+            sequence.trace.bytes_to_host += batch.transfer.storage.append(sequence.blocks, layer, slot, key, value)
+            if layer in batch.learning:
+                sequence.state.on_keys(layer, key, slot)
+                sequence.state.on_values(layer, value, slot)
 
-    def fetch(self, layer: int, q: torch.Tensor) -> PerSequenceFetch:
-        """Select tokens with q `[H, B, d]` and start one fetch per sequence.
-
-        Tokens in shared blocks are fetched once.
-        """
+    def fetch(self, layer: int, q: torch.Tensor) -> Attend:
+        """Select tokens with the predicted or true queries q `[H, B, d]` of `layer`, and start fetching their KV."""
         batch, rows = self._batch, self._batch.transfer.rows
-        visible, block_tables = batch.visible(layer), [s.blocks for s in batch.sequences]
-        selections = [self._select(layer, s, q[:, b], visible[b]) for b, s in enumerate(batch.sequences)]
-        chosen = [selection for selection in selections if selection is not None]
+        visible, selections, chosen = batch.visible[layer], list[Selection | None](), list[Selection]()
+        for b, sequence in enumerate(batch.sequences):
+            if batch.dense[b]:
+                selections.append(None)
+                continue
+            selection = sequence.state.select(layer, q[:, b], visible[b])
+            if sequence.slots.listens or sequence.trace.recorder is not None:
+                selection = selection.known()  # waits for the device
+            if sequence.slots.listens:
+                sequence.slots.selected(layer, selection.tokens)
+            selections.append(selection)
+            chosen.append(selection)
         if batch.sharing.overlapping and len(chosen) == len(selections):
-            pending_fetches = rows.fetch_together(block_tables, layer, visible, chosen)
+            fetches = rows.fetch_together(batch.block_tables, layer, visible, chosen)
         else:
-            each = zip(block_tables, visible, selections, strict=True)
-            pending_fetches = [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
-        return PerSequenceFetch(batch, layer, enter_fetches(batch, layer, pending_fetches, selections))
+            fetches = self._fetch_each(layer, visible, selections)
+        self._record(layer, selections, fetches)
+        return partial(self._attend_each, layer, selections, fetches)
 
-    def fetch_all(self, layer: int) -> None:
-        """Return None, so that the decode step fetches layers that attend to all tokens, including shared prefixes."""
+    def fetch_all(self, layer: int) -> Attend:
+        """Start fetching all visible tokens of `layer`: shared segments first, then the private part of each sequence.
+
+        In layers with a sliding window, which differs between sequences, and with soft-capped scores, which segments do
+        not support, each sequence fetches all its tokens.
+        """
+        batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
+        segments = batch.sharing.segments
+        if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
+            segments = ()
+        shared = [rows.fetch_range(batch.block_tables[s.first], layer, s.tokens) for s in segments]
+        for segment, pending in zip(segments, shared, strict=True):
+            batch.sequences[segment.first].trace.bytes_requested += pending.bytes
+        if segments:
+            visible = [batch.sharing.own(b, seen) for b, seen in enumerate(visible)]
+        selections = [None] * len(visible)
+        fetches = self._fetch_each(layer, visible, selections)
+        self._record(layer, selections, fetches)
+        if segments:
+            return partial(self._attend_segments, layer, segments, shared, fetches)
+        return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """No-op, because fetches are recorded when they start."""
+        """Record the step in the traces after the last layer. Here a no-op: fetches are recorded when they start."""
 
-    def _select(self, layer: int, sequence: Sequence, q: torch.Tensor, visible: VisibleTokens) -> Selection | None:
-        """Return the selection for the query q `[H, d]` of one sequence. None means to attend to all tokens.
+    def _fetch_each(
+        self, layer: int, visible: Seq[VisibleTokens], selections: Seq[Selection | None]
+    ) -> list[PendingFetch]:
+        rows, each = self._batch.transfer.rows, zip(self._batch.block_tables, visible, selections, strict=True)
+        return [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
-        If eviction or a recorder needs the selected tokens, wait for the device.
-        """
-        if self._batch.sees_all(sequence):
-            return None
-        selection = sequence.state.select(layer, q, visible)
-        if sequence.slots.listens or sequence.trace.recorder is not None:
-            selection = selection.known()
-        if sequence.slots.listens:
-            sequence.slots.selected(layer, selection.tokens)
-        return selection
+    def _record(self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch]) -> None:
+        """Record the attended tokens and transferred bytes of `layer` in the trace of each sequence."""
+        for b, sequence in enumerate(self._batch.sequences):
+            visible, selection = self._batch.visible[layer][b], selections[b]
+            sequence.trace.bytes_requested += fetches[b].bytes
+            if selection is None:
+                sequence.trace.record_fetch(layer, visible, len(visible.candidates))
+            else:
+                counts = selection.counts
+                sequence.trace.record_fetch(layer, visible, selection.count if counts is None else counts[0])
 
-
-@dataclass(frozen=True)
-class PerSequenceFetch:
-    """A `LayerFetch` that consists of one fetch per sequence."""
-
-    batch: DecodeBatch
-    layer: int
-    fetches: list[SequenceFetch]
-
-    def attend(self, q: torch.Tensor) -> torch.Tensor:
+    def _attend_each(
+        self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor
+    ) -> torch.Tensor:
         """Return the attention output `[B, H * d]` of q `[H, B, d]`, sequence by sequence."""
-        outs = [self._attend(s, q[:, b], self.fetches[b]) for b, s in enumerate(self.batch.sequences)]
+        outs = [self._attend(layer, b, q[:, b], selections[b], fetch) for b, fetch in enumerate(fetches)]
         return torch.stack(outs).flatten(1).to(q.dtype)
 
-    def _attend(self, sequence: Sequence, q: torch.Tensor, fetch: SequenceFetch) -> torch.Tensor:
+    def _attend(
+        self, layer: int, b: int, q: torch.Tensor, selection: Selection | None, fetch: PendingFetch
+    ) -> torch.Tensor:
         """Return the attention output `[H, d]` of one sequence for its query q `[H, d]`, in float32 or wider."""
-        batch, layer = self.batch, self.layer
-        scale, parts = batch.geometry.scales[layer], fetch.pending.wait()
-        softcap, sinks = batch.geometry.softcap, batch.adapter.sinks(layer)
-        if fetch.selection is None:
+        batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
+        scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
+        sinks = batch.adapter.sinks(layer) if batch.geometry.sinks else None
+        parts = fetch.wait()
+        if selection is None:
             return give_to_sinks(*attend(q, parts, scale, softcap), sinks)
-        sequence.trace.enter_savings(layer, fetch.visible, fetch.selection.count, fetch.pending)
-        selection = fetch.selection
-        extra = sequence.state.repair(layer, q, fetch.visible, fetch.selection)
+        if fetch.savings is not None:
+            trace.record_savings(layer, visible, selection.count, fetch.savings, fetch.bytes)
+        extra = sequence.state.repair(layer, q, visible, selection)
         if extra is not None:
-            parts = parts + self._fetch_repair(sequence, fetch.visible, extra)
+            parts = parts + self._fetch_repair(layer, sequence, visible, extra)
             selection = Selection(torch.cat((selection.tokens, extra.tokens), dim=1))
-        if (recorder := sequence.trace.recorder) is not None:
-            recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
+        if trace.recorder is not None:
+            trace.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
         out, lse = attend(q, parts, scale, softcap)
         if batch.policy.wants_weights:
-            tokens = attended_tokens(fetch.visible, selection.tokens)
-            sequence.state.on_attended(layer, fetch.visible, tokens, group_weights(q, parts, scale, lse, softcap))
-        if sequence.trace.measures_missed:
-            whole = scores_lse(q, sequence.keys(layer, fetch.visible.all), scale, softcap)
-            sequence.trace.enter_missed_mass(layer, lse, whole)
-        out, lse = sequence.state.merge_approximate(layer, q, fetch.visible, selection, out, lse)
-        return give_to_sinks(out, lse, sinks)
+            tokens = attended_tokens(visible, selection.tokens)
+            sequence.state.on_attended(layer, visible, tokens, group_weights(q, parts, scale, lse, softcap))
+        if trace.measures_missed:
+            whole = scores_lse(q, sequence.keys(layer, visible.all), scale, softcap)
+            trace.record_missed_mass(layer, lse, whole)
+        out, lse = sequence.state.merge_approximate(layer, q, visible, selection, out, lse)
+        return out if sinks is None else give_to_sinks(out, lse, sinks)
 
-    def _fetch_repair(self, sequence: Sequence, visible: VisibleTokens, extra: Selection) -> list[KVPart]:
-        pending = self.batch.transfer.rows.fetch_more(sequence.blocks, self.layer, extra)
-        sequence.trace.bytes_requested += pending.bytes
-        sequence.trace.enter_rows(self.layer, visible, extra.count)
-        rows = pending.wait()
-        sequence.trace.enter_savings(self.layer, visible, extra.count, pending)
-        return rows
+    def _fetch_repair(self, layer: int, sequence: Sequence, visible: VisibleTokens, extra: Selection) -> list[KVPart]:
+        fetch = self._batch.transfer.rows.fetch_more(sequence.blocks, layer, extra)
+        sequence.trace.bytes_requested += fetch.bytes
+        sequence.trace.record_fetch(layer, visible, extra.count)
+        parts = fetch.wait()
+        if fetch.savings is not None:
+            sequence.trace.record_savings(layer, visible, extra.count, fetch.savings, fetch.bytes)
+        return parts
+
+    def _attend_segments(
+        self,
+        layer: int,
+        segments: Seq[Segment],
+        shared: Seq[PendingFetch],
+        own: Seq[PendingFetch],
+        q: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`. The KV of shared segments is read once.
+
+        `own` are the fetches of each sequence's private part.
+        """
+        geometry, adapter = self._batch.geometry, self._batch.adapter
+        fetches = [(s.first, s.stop, fetch) for s, fetch in zip(segments, shared, strict=True)]
+        fetches += [(b, b + 1, fetch) for b, fetch in enumerate(own)]
+        runs = [
+            Run(first, stop, run.k, run.v)
+            for first, stop, fetch in fetches
+            for part in fetch.wait()
+            for run in part.runs
+        ]
+        out, lse = attend_runs(q, runs, geometry.scales[layer])
+        sinks = adapter.sinks(layer)
+        out = give_to_sinks(out, lse, None if sinks is None else sinks[:, None])
+        return out.to(q.dtype).transpose(0, 1).flatten(1)

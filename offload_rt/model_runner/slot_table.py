@@ -26,7 +26,7 @@ Moves = list[tuple[int, int]]
 class SlotTable(Protocol):
     """Slots of one sequence. `begin_step` chooses the slot of the newest token.
 
-    All properties refer to the current step.
+    All attributes refer to the current step.
     """
 
     @property
@@ -49,10 +49,11 @@ class SlotTable(Protocol):
         """Whether `rebalance` reserves the sequence's next block when the last block is full."""
         ...
 
-    def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return the KV move that must precede the write of the newest token: (its slot, the victim's slot).
+    @property
+    def moves(self) -> dict[int, tuple[int, int]]:
+        """KV moves by layer that must precede the write of the newest token: (its slot, the victim's slot).
 
-        The KV in the first slot must be copied to the second. Return None if no move is needed.
+        The KV in the first slot must be copied to the second.
         """
         ...
 
@@ -85,27 +86,17 @@ class SlotTable(Protocol):
 class AppendOnly:
     """Slot table without eviction: token t stays in slot t. If the pool is full, an error is raised."""
 
-    grows = False
-
-    listens = False
+    grows = listens = False
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self.newest = -1
-
-    @property
-    def context(self) -> int:
-        """Number of slots in use: one per token."""
-        return self.newest + 1
-
-    def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return None, because KV never moves."""
-        return None
+        self.newest, self.context = -1, 0
+        self.moves: dict[int, tuple[int, int]] = {}
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
         """Reserve the slot at `position`. Raise PoolFullError if there is no free block."""
         self._pool.reserve(blocks, position + 1)
-        self.newest = position
+        self.newest, self.context = position, position + 1
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Return None, because tokens are not evicted."""
@@ -120,7 +111,7 @@ class AppendOnly:
 
     def fork(self) -> AppendOnly:
         twin = AppendOnly(self._pool)
-        twin.newest = self.newest
+        twin.newest, twin.context = self.newest, self.context
         return twin
 
 
@@ -145,24 +136,10 @@ class InPlaceEviction:
         self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
-        self._victims: list[int] | None = None
+        self.grows = True  # until the first token is overwritten
+        self.moves: dict[int, tuple[int, int]] = {}
         self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
-        self.newest = -1
-        self.context = 0
-
-    @property
-    def grows(self) -> bool:
-        """Whether no token has been overwritten yet."""
-        return self._victims is None
-
-    def displaced(self, layer: int) -> tuple[int, int] | None:
-        """Return the slot of the newest token and the slot of this step's victim in `layer`.
-
-        Return None while the sequence grows, because no token is evicted.
-        """
-        if self._victims is None or layer not in self._place:
-            return None
-        return self.newest, self._victims[self._place[layer]]
+        self.newest, self.context = -1, 0
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
         """Use the next slot if the pool has a free one.
@@ -172,10 +149,10 @@ class InPlaceEviction:
         Raises:
             PoolFullError: If no token can be overwritten.
         """
-        if self._victims is None and not self._grow(blocks, position):
+        if self.grows and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)
-            self._victims, self._ring_start = [], position
-        if self._victims is None:
+            self.grows, self._ring_start = False, position
+        if self.grows:
             self.newest, self.context = position, position + 1
         else:
             self._overwrite(blocks, position)
@@ -200,8 +177,8 @@ class InPlaceEviction:
             moves[layer] = _filled(set(evicted), range(first, used - self._recent)) + ring
             state.follow(place, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
-        if self._victims is None:
-            self._victims, self._ring_start = [], self._known
+        if self.grows:
+            self.grows, self._ring_start = False, self._known
         return moves
 
     def _owns(self, blocks: BlockTable, first: int) -> bool:
@@ -246,7 +223,8 @@ class InPlaceEviction:
         self._state.move(self.newest, chosen[:, 0])
         self._state.place(torch.full((self._layers,), self.newest), position, position, self._recent)
         self._known = position + 1
-        self._victims = chosen[:, 0].tolist()
+        each = zip(self._seeing_all, chosen[:, 0].tolist(), strict=True)
+        self.moves = {layer: (self.newest, victim) for layer, victim in each}
 
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
         """Return which slots must not be overwritten, bool `[slots]`.

@@ -74,7 +74,7 @@ class StepInputs:
         selecting = [layer for layer in layers if layer not in policy.dense_layers]
         self._selecting = selecting[0]
         # One layer of each window size, and of each group of layers whose KV is in the same blocks.
-        self._by_window = {geometry.windows[layer]: layer for layer in layers}
+        self._by_window = geometry.layer_of_window
         self._by_group = {rows.group(layer): layer for layer in layers}
         self._layers = {self._selecting, *self._by_window.values(), *self._by_group.values()}
         self._sizes = {w: geometry.resident(layer, policy.sinks, policy.recent) for w, layer in self._by_window.items()}
@@ -106,14 +106,14 @@ class StepInputs:
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
             copy_into(moved, self.keys.tables)
-        newest = {layer: batch.slots(layer) + padding * [NOWHERE] for layer in self._layers}
+        newest = {layer: batch.slots[layer] + padding * [NOWHERE] for layer in self._layers}
         numbers = [own + padding * [0] for own in (batch.tokens, batch.positions)]
         numbers.append([slot for slot in newest[self._selecting] for _ in range(heads)])
         numbers += [self.rows.rows_of(group, newest[layer]) for group, layer in self._by_group.items()]
-        visible = batch.visible(self._selecting) + padding * [NOTHING]
+        visible = batch.visible[self._selecting] + padding * [NOTHING]
         bounds = Spans.numbers(visible, heads, self._rule)
         for window, layer in self._by_window.items():
-            seen = batch.visible(layer) + padding * [NOTHING]
+            seen = batch.visible[layer] + padding * [NOTHING]
             numbers.append([_place(slot, *self._sizes[window]) for slot in newest[layer]])
             bounds += self._resident(seen, *self._sizes[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
@@ -122,7 +122,7 @@ class StepInputs:
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
         """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
         spans = [span for seen in visible if (span := places(seen, sinks, recent)) is not None]
-        assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`DecodeBatch.adjacent`)"
+        assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`selects_together`)"
         each = [span for span in spans for _ in range(self._heads)]
         return [[span.start for span in each], [span.stop for span in each]]
 

@@ -11,7 +11,7 @@ import torch
 
 from ..core import VisibleTokens
 from ..kv_cache.disk.file_arena import DiskUse
-from ..transfer.base import PendingFetch
+from ..transfer.base import Savings
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
 # number of counts that may stay on the device before they are read: about a hundred steps of a large model
@@ -86,6 +86,7 @@ class Trace:
         step_weights: Bytes of weights transferred to the device for decode steps. For a batch, they are counted in the
             trace of its first sequence.
         recorder: Object that receives the selected tokens of every decode step.
+        measures_missed: Whether the current step measures the missed attention mass.
     """
 
     layers: int
@@ -111,6 +112,7 @@ class Trace:
     draft_steps: int = 0
     alone_seconds: float = 0.0
     recorder: Recorder | None = None
+    measures_missed: bool = False
 
     @property
     def draft_speedup(self) -> float | None:
@@ -146,11 +148,6 @@ class Trace:
         return shares
 
     @property
-    def measures_missed(self) -> bool:
-        """Whether the current step measures the missed attention mass."""
-        return self.missed_every > 0 and (len(self.attended) - 1) % self.missed_every == 0
-
-    @property
     def measures_missed_next(self) -> bool:
         """Whether the next step will measure the missed attention mass."""
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
@@ -161,7 +158,7 @@ class Trace:
             return
         counts = torch.stack([one.count for one in self.pending]).tolist()
         for one, count in zip(self.pending, counts, strict=True):
-            self._enter(one.step, one.layer, one.resident, one.context, count)
+            self._add_fractions(one.step, one.layer, one.resident, one.context, count)
             if one.transfer_use is not None and one.transfer_use.tally is None:
                 self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.pair_bytes
         self._settle_savings(counts)
@@ -206,12 +203,13 @@ class Trace:
         """Record the start of a decode step."""
         if len(self.pending) >= MAX_PENDING:
             self.settle()
+        self.measures_missed = self.measures_missed_next
         self.attended.append([0.0] * self.layers)
         self.fetched.append([0.0] * self.layers)
         if self.measures_missed:
             self.missed.append((len(self.attended) - 1, [0.0] * self.layers))
 
-    def enter_verification(self, windows: Sequence[int | None], fetched: float) -> None:
+    def record_verification(self, windows: Sequence[int | None], fetched: float) -> None:
         """Record a verification pass.
 
         `fetched` is the fraction of tokens fetched in layers without a sliding window. Sliding-window layers fetch no
@@ -220,49 +218,46 @@ class Trace:
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
 
-    def enter_rows(self, layer: int, visible: VisibleTokens, fetched: int | torch.Tensor) -> None:
+    def record_fetch(
+        self,
+        layer: int,
+        visible: VisibleTokens,
+        fetched: int | torch.Tensor,
+        transfer_use: TransferUse | None = None,
+    ) -> None:
         """Record that `layer` attended to `fetched` tokens per KV head in addition to the resident tokens.
 
-        If `fetched` is a tensor (`Selection.counts`), it stays on the device until `settle`. `visible` are the tokens
-        that the layer could attend to.
+        Args:
+            layer: The layer index.
+            visible: Tokens that the layer could attend to.
+            fetched: Number of tokens. A tensor stays on the device until `settle`.
+            transfer_use: How to count the transferred bytes of a `fetched` tensor. None if the caller counts them.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
         if isinstance(fetched, torch.Tensor):
-            self.pending.append(_PendingCount(step, layer, resident, context, fetched[0]))
+            self.pending.append(_PendingCount(step, layer, resident, context, fetched, transfer_use))
         else:
-            self._enter(step, layer, resident, context, fetched)
+            self._add_fractions(step, layer, resident, context, fetched)
 
-    def enter_selection(
-        self, layer: int, visible: VisibleTokens, count: torch.Tensor, transfer_use: TransferUse
-    ) -> None:
-        """Record that `layer` selected `count` tokens per KV head, and how many of their bytes are transferred.
-
-        `count` stays on the device until `settle`. `visible` are the tokens that the layer could attend to.
-        """
-        step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)
-        self.pending.append(_PendingCount(step, layer, resident, context, count, transfer_use))
-
-    def _enter(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
+    def _add_fractions(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
         self.fetched[step][layer] += fetched / context
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
-    def enter_savings(self, layer: int, visible: VisibleTokens, rows: int, fetch: PendingFetch) -> None:
-        """Record which part of a fetch of `rows` tokens per KV head needed no transfer.
+    def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
+        """Record which part of a fetch of `rows` tokens per KV head, in total `size` bytes, needed no transfer.
 
         Does not wait for the device.
         """
-        if fetch.savings is None or not rows:
+        if not rows:
             return
-        rows_of_all, hits = fetch.savings.rows, fetch.savings.hits
         if self.savings is None:
-            self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=hits.device)
-        requested = fetch.savings.requested
-        self.savings[0, layer] += rows_of_all * (fetch.bytes // requested)
-        self.savings[1, layer] += hits
-        self.savings[2, layer] += hits.double() * (rows / requested / len(visible.all))
-        self.savings[3, layer] += fetch.savings.selected
+            self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=savings.hits.device)
+        self.savings[0, layer] += savings.rows * (size // savings.requested)
+        self.savings[1, layer] += savings.hits
+        self.savings[2, layer] += savings.hits.double() * (rows / savings.requested / len(visible.all))
+        self.savings[3, layer] += savings.selected
 
-    def enter_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
+    def record_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Record the missed attention mass of a layer: 1 - exp(attended_lse - full_lse), averaged over heads.
 
         `attended_lse` `[H]` is the log-sum-exp over the attended tokens, `full_lse` `[H]` over all visible tokens.

@@ -4,7 +4,7 @@ Decode, dense layer in one run: `DecodeAttention.attend` if `decode_attention.ta
     `attention_weights` and `KVPart.mix`.
 Decode, selected KV or KV in several runs: `DecodeAttention.attend_paged` under the same condition and if the part is
     `paged`, else `_Scratch.gather` before the same functions.
-Scores, selection and approximate KV: `LowBitLibrary` if `low_bit_cpu.suits` and `native.low_bit`, else `ProductQuery`.
+Scores, selection and approximate KV: `NativeQuery` if `low_bit_cpu.library` is not None, else `LowBitQuery`.
 Prefill: `causal_cpu._attend` if `causal_cpu.takes` the queries, else torch in `causal.py` and `causal_blocks.py`.
 
 All need a head dimension that 32 divides, and float32 or bfloat16 (queries of low-bit KV are always float32). Shared
@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from offload_rt.core import KVPart
-from offload_rt.kernels import causal_cpu, low_bit_cpu
+from offload_rt.kernels import causal_cpu, low_bit
 from offload_rt.kernels.decode_attention import DecodeAttention
-from offload_rt.kernels.native import LowBitLibrary
+from offload_rt.kernels.low_bit_cpu import NativeQuery
 from offload_rt.transfer import cpu
 
 IN_PLACE = ("attend", "attend_paged")
-LOW_BIT = ("score", "merge")
-FALLBACKS = ("mix", "gather", "ProductQuery")
+LOW_BIT = ("merge",)
+FALLBACKS = ("mix", "gather", "approximate_attention")
 
 
 def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -45,12 +45,12 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
     for name in IN_PLACE:
         count(DecodeAttention, name)
     for name in LOW_BIT:
-        count(LowBitLibrary, name)
+        count(NativeQuery, name)
     count(causal_cpu, "causal", "_attend")
     count(KVPart, "mix")
     count(cpu._PagedPart, "mix")
     count(cpu._Scratch, "gather")
-    count(low_bit_cpu, "ProductQuery")
+    count(low_bit, "approximate_attention")
     return calls
 
 

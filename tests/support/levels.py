@@ -6,9 +6,6 @@ from offload_rt.kernels import native, row_products, team
 from offload_rt.utils import native_code, native_libraries
 
 _CACHED = (
-    native._low_bit,
-    native._best_scores,
-    native.compiled,
     row_products.torch_multiplies_bfloat16,
     team._library,
     native_libraries._origin,
@@ -18,5 +15,6 @@ _CACHED = (
 
 def forget() -> None:
     """Clear all caches of loaded code, so that the next call loads it for the current level."""
+    native.forget()
     for function in _CACHED:
         function.cache_clear()

@@ -68,7 +68,7 @@ class _Slots:
         """Add the next token. Return (slot, victim) if the token in `slot` was first moved to the slot `victim`."""
         token = self.exact.k.shape[1]
         self._table.begin_step(self._blocks, token)
-        moved = self._table.displaced(0)
+        moved = self._table.moves.get(0)
         if moved is not None:
             self._tokens[moved[1]] = self._tokens[moved[0]]
         self._tokens += [token] * (self._table.newest + 1 - len(self._tokens))

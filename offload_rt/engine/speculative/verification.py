@@ -31,7 +31,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
             runner.cache_manager.slide(sequence, storage, sequence.position + count)
             sequence.interrupted = True
             share = sequence.position / (sequence.position + count)
-            sequence.trace.enter_verification(runner.adapter.geometry.windows, share)
+            sequence.trace.record_verification(runner.adapter.geometry.windows, share)
         sequences, counts = zip(*batch, strict=True)
         logits = VerificationPass(sequences, counts, runner.adapter, runner.policy, storage).run()
         for sequence in sequences:

@@ -36,7 +36,7 @@ class DenseCPU(LinearBackend):
             return super().linear(layer, x)
         if x.numel() > row_products.MAX_ROWS * layer.in_features:
             return product_by_tiles(x, lambda tile, dtype: weight[tile].to(dtype), len(weight), layer.bias)
-        code = row_products.takes(weight)
+        code = row_products.code_for(weight.dtype)
         return super().linear(layer, x) if code is None else code.linear(x, weight, layer.bias)
 
 

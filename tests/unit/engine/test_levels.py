@@ -10,7 +10,7 @@ from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_prompt
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.kernels import causal_cpu, decode_attention, native, row_products
+from offload_rt.kernels import causal_cpu, decode_attention, low_bit_cpu, native, row_products
 from offload_rt.models.linear import BackendLinear
 
 PROMPT = tiny_prompt(300)
@@ -48,8 +48,13 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
 def test_code_is_that_of_the_level(level: str) -> None:
     """Otherwise a test at this level would run the code of an earlier test's level."""
     row = torch.empty(1, 32)
-    holders = [decode_attention.takes(row), row_products.takes(row), native.low_bit(32, 2, 1)]
-    loaded = [causal_cpu.takes(row), native._best_scores(), *(holder and holder.library for holder in holders)]
+    holders = [decode_attention.takes(row), row_products.takes(row)]
+    loaded = [
+        causal_cpu.takes(row),
+        low_bit_cpu.library(32, 2),
+        native._best_scores(),
+        *(holder and holder.library for holder in holders),
+    ]
     names = [Path(library._name).name for library in loaded if library is not None]
     assert all(f"-{level}-" in name for name in names), names
 

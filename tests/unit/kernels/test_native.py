@@ -46,11 +46,11 @@ def scores() -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores of the same low-bit KV from the C code and from the definition."""
     storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
     given = (q, mean, storage, LAYOUT, range(3, 90))
-    return low_bit_cpu.ask(*given).scores, low_bit.low_bit_scores(*given)
+    return low_bit_cpu.query(*given).scores, low_bit.low_bit_scores(*given)
 
 
 def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.low_bit(32, 2, 1) is None:
+    if low_bit_cpu.library(32, 2) is None:
         pytest.skip("no C compiler")
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
     names = sorted(path.name.split("-")[0] for path in cache.iterdir() if path.suffix == ".so")
@@ -62,18 +62,18 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
 
     monkeypatch.setattr(subprocess, "run", run)
     forget()
-    assert native.low_bit(32, 2, 1) is not None
+    assert low_bit_cpu.library(32, 2) is not None
 
 
 @pytest.mark.slow
 def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines may share a home folder, so file names contain the instruction set level."""
-    if native.low_bit(32, 2, 1) is None:
+    if low_bit_cpu.library(32, 2) is None:
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         forget()
-        assert native.low_bit(32, 2, 1) is not None and len(list(cache.glob(f"*-{level}-*"))) == 1
+        assert low_bit_cpu.library(32, 2) is not None and len(list(cache.glob(f"*-{level}-*"))) == 1
 
 
 def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,12 @@ def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shapes_that_the_code_does_not_take() -> None:
-    assert native.low_bit(48, 2, 1) is None and native.low_bit(64, 2, native.MAX_QUERIES + 1) is None
+    assert low_bit_cpu.library(48, 2) is None
 
 
 def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert native.low_bit(32, 2, 1) is None and not cache.exists()
+    assert low_bit_cpu.library(32, 2) is None and not cache.exists()
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
@@ -105,21 +105,21 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.INFO, native_code.__name__):
-        assert native.low_bit(32, 2, 1) is None
+        assert low_bit_cpu.library(32, 2) is None
     assert "low_bit.c is not available, torch computes instead" in caplog.text
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
 def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results do not depend on the number of threads."""
-    if native.low_bit(32, 2, 1) is None:
+    if low_bit_cpu.library(32, 2) is None:
         pytest.skip("no C compiler")
     storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
     monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
     found = []
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        asked = low_bit_cpu.ask(q, mean, storage, LAYOUT, range(70, 190))
+        asked = low_bit_cpu.query(q, mean, storage, LAYOUT, range(70, 190))
         chosen = asked.select(math.inf, 9) + 70
         found.append((asked.scores, chosen, *approximate(asked, chosen)))
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
@@ -136,13 +136,13 @@ def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, mon
     (folder / "cc").symlink_to(str(shutil.which("cc")))
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("CC", named)
-    assert native.low_bit(32, 2, 1) is not None and len(list(cache.iterdir())) == 1
+    assert low_bit_cpu.library(32, 2) is not None and len(list(cache.iterdir())) == 1
 
 
 def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.INFO, native_code.__name__):
-        assert native.low_bit(32, 2, 1) is None and native.low_bit(64, 2, 1) is None
+        assert low_bit_cpu.library(32, 2) is None and low_bit_cpu.library(64, 2) is None
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "is not in this package, and there is no compiler" in warning.message
     assert "low_bit.c is not available, torch computes instead: there is no compiler no-such-compiler" in caplog.text
@@ -152,14 +152,14 @@ def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_prebuilt_code_is_used_without_a_compiler(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if native.low_bit(32, 2, 1) is None:
+    if low_bit_cpu.library(32, 2) is None:
         pytest.skip("no C compiler")
     assert native_libraries.native_status().origin == "compiled"
     monkeypatch.setattr(native_code, "PREBUILT", cache.rename(tmp_path / "shipped"))
     monkeypatch.setenv("CC", "no-such-compiler")
     forget()
-    assert native.low_bit(32, 2, 1) is not None and not cache.exists() and not caplog.text
-    assert native.low_bit(64, 2, 1) is None, "this one was not shipped"
+    assert low_bit_cpu.library(32, 2) is not None and not cache.exists() and not caplog.text
+    assert low_bit_cpu.library(64, 2) is None, "this one was not shipped"
 
 
 def test_options_are_prebuilt() -> None:
@@ -229,10 +229,10 @@ def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -
 )
 def test_a_structure_unlike_the_one_in_c_is_an_error(change: Callable[[list[Any]], list[Any]]) -> None:
     """C would read other fields than Python wrote, and compute wrong numbers."""
-    if (code := native.low_bit(32, 2, 1)) is None:
+    if (code := low_bit_cpu.library(32, 2)) is None:
         pytest.skip("no C compiler")
-    own = native._StoreCall._fields_
-    native_code.check_structure(code.library, native._StoreCall)
+    own = low_bit_cpu._StoreCall._fields_
+    native_code.check_structure(code, low_bit_cpu._StoreCall)
     changed = type("_StoreCall", (ctypes.Structure,), {"_fields_": change(list(own))})
     with pytest.raises(RuntimeError, match=r"StoreCall .* differ in .* Declare the same fields in both"):
-        native_code.check_structure(code.library, changed)
+        native_code.check_structure(code, changed)

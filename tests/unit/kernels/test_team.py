@@ -50,7 +50,7 @@ def count(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def counts(count: Any, parts: int, threads: int, nanoseconds: int = 0) -> list[int]:
     seen = torch.zeros(parts, dtype=torch.int32)
-    team.run(count, _Call(seen.data_ptr(), nanoseconds), parts, threads)
+    team.runner()(count, ctypes.byref(_Call(seen.data_ptr(), nanoseconds)), parts, threads)
     return seen.tolist()
 
 

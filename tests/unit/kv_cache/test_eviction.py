@@ -146,7 +146,7 @@ def test_slots_equal_those_of_a_plain_list(
         slots.begin_step(blocks, position)
         for layer in range(3):
             value = torch.full((2, 1, 32), float(position), dtype=torch.float32)
-            if (moved := slots.displaced(layer)) is not None:
+            if (moved := slots.moves.get(layer)) is not None:
                 [row] = pool.runs(blocks, layer, range(moved[0], moved[0] + 1))
                 pool.write(blocks, layer, moved[1], row.k, row.v)
                 rows[layer][moved[1]] = rows[layer][moved[0]]

@@ -49,7 +49,7 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
 ) -> None:
     """Lengths cross a block and a bucket boundary. The step never synchronises with the device."""
     # The CPU kernel quantises attention weights of approximate values; the others do not.
-    monkeypatch.setattr(low_bit_cpu, "suits", lambda q: False)
+    monkeypatch.setattr(low_bit_cpu, "library", lambda *shape: None)
     lengths = (30, 63, 127)
     runner = make(False, **options)
     alone = [begun(runner, length, seed=length) for length in lengths]

@@ -197,7 +197,7 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
     for sequence in sequences:
         runner.prefill(sequence, len(sequence.tokens) - 1)
     sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
-    monkeypatch.setattr("offload_rt.model_runner.decode.attend_runs", None)  # a call raises TypeError
+    monkeypatch.setattr("offload_rt.model_runner.per_sequence.attend_runs", None)  # a call raises TypeError
     for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * BLOCK_SIZE * ROW // 4 + 1)):
         logits = []
         for rule in (NEVER_PAYS, pays_from):
