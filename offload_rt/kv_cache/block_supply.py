@@ -13,8 +13,8 @@ from ..core import BlockTable, ModelGeometry
 from ..errors import InputError, PoolFullError
 from .arena import Arena
 from .block_allocator import BlockAllocator
-from .disk.disk_tier import DiskTier, open_file_arena
 from .disk.file_arena import FileArena
+from .disk.file_layout import DiskTier
 from .kv_format import make_kv_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
@@ -90,7 +90,7 @@ class BlockSupply(StoredRows):
             layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
             arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
         else:
-            arena = open_file_arena(disk, stored, format, limit, slab_tokens)
+            arena = FileArena.create(disk, stored, format, limit, slab_tokens)
         self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
         super().__init__(arena, LayerGroups.of(geometry), format)
         self.bytes_peak = 0

@@ -14,8 +14,7 @@ import torch
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
-from ..kv_cache.disk.disk_tier import disk_limit
-from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget
+from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget, disk_limit
 from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.machine import available_memory

@@ -1,27 +1,29 @@
-"""Store of the sessions of one model: open, restore and delete sessions by name."""
+"""Stores of the sessions of one model: open, restore and delete sessions by name."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
 from ..config import DType, KVFormatName
 from ..engine.cache_manager import Holding
+from ..engine.checks import folder_path
 from ..engine.runner import Runner
-from ..errors import ConfigError, InputError, StoreError
+from ..errors import ConfigError, InputError, OffloadError, StoreError
 from ..kv_cache.prefix_tree import root_key
 from ..storage.block_file import LAYOUT_VERSION
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.options import StoreOptions
 from ..storage.saver import Saver
+from ..utils.config_fields import configured
 from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, document_name
@@ -270,6 +272,56 @@ class SessionStore:
             ends.callback(self.context.runner.reclaimables.remove, self)
             for session in list(self._open.values()):
                 ends.callback(session.close)
+
+
+class OpenStores:
+    """Opens session stores for a runner. A folder that is already open keeps its store."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._stores: dict[Path, SessionStore] = {}
+
+    def __iter__(self) -> Iterator[SessionStore]:
+        return iter(self._stores.values())
+
+    def open(
+        self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
+    ) -> SessionStore:
+        """Return the store in the folder `store`. For the arguments and errors, see `LLM.session_store`."""
+        folder = folder_path("store", store).resolve()
+        known = self._stores.get(folder)
+        if known is None or known.closed:
+            chosen = configured(StoreOptions, options, fields)
+            known = self._stores[folder] = SessionStore(self._runner, folder, chosen, read_only=read_only)
+        elif known.read_only is not read_only:
+            kind = "for reading only" if known.read_only else "for writing"
+            raise InputError(f"the store {str(folder)!r} is already open {kind}: close its sessions and engines first")
+        return known
+
+    def open_session(
+        self, name: str, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], system: str | None
+    ) -> Session:
+        """Open or create a session. If that fails, close its store, unless it is in use. See `LLM.session`."""
+        with self._runner.pool.lock:
+            known = self.open(store, options, fields)
+            try:
+                session = known.open(name)
+            except OffloadError:
+                known.close_if_idle()
+                raise
+        if system is not None:
+            try:
+                session.instruct(system)
+            except OffloadError:
+                session.close()
+                raise
+        return session
+
+    def close(self) -> None:
+        """Close all stores. Raise StoreError if a session could not be saved, after all other sessions were saved."""
+        with ExitStack() as ends:
+            for store in self:
+                ends.callback(store.close)
 
 
 def _check_restorable(runner: Runner) -> None:

@@ -11,14 +11,15 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from ...core import BLOCK_SIZE, KVPart, ranges_of
+from ...core import BLOCK_SIZE, KVPart, ModelGeometry, ranges_of
 from ...errors import DiskError, PoolFullError
 from ...utils.allocator import RecycledMemory
 from ...utils.units import format_size
+from ..kv_format import KVFormat
 from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
-from .file_layout import FileLayout, MemoryBudget, round_up_to_page
+from .file_layout import DiskTier, FileLayout, MemoryBudget, disk_limit, round_up_to_page
 from .requests import DISK_PAGE, Offsets, Requests, merged
 from .row_cache import RowCache
 from .row_copy import RowCopies
@@ -94,6 +95,18 @@ class FileArena:
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(AT_ONCE):
             self._staging.put(aligned(self.budget.staged // AT_ONCE // DISK_PAGE * DISK_PAGE))
+
+    @classmethod
+    def create(
+        cls, disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
+    ) -> FileArena:
+        """Create the file of a KV cache, and use up to `host_bytes` of host memory.
+
+        Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
+        """
+        layout = FileLayout.fit(disk_limit(disk.folder, disk.limit, host_bytes), geometry, format, slab_tokens)
+        MemoryBudget.divide(host_bytes, layout)  # checks the limit before the file is created
+        return cls(layout.arena, format.storage, DirectFile(disk.folder), host_bytes)
 
     @property
     def host_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Layout of the file of a KV cache on disk, and the division of its host memory. Only arithmetic, no I/O.
+"""Options and layout of the file of a KV cache on disk, and the division of its host memory.
 
 The pool's file consists of equal slabs, each
 
@@ -11,9 +11,11 @@ blocks. A file of a session store contains the layers of one block in the same f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +32,40 @@ from .row_cache import SLOT_BYTES
 LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
+
+TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory limit
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """Options of a KV cache on disk.
+
+    Attributes:
+        folder: Folder on the disk.
+        limit: Maximum size of the file in bytes. None means `TIMES_HOST` times the host memory limit, or half of the
+            free disk space if that is less.
+    """
+
+    folder: Path
+    limit: int | None = None
+
+
+def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
+    """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
+
+    `limit` None is the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk space.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    found = os.statvfs(there)
+    free = found.f_bavail * found.f_frsize
+    if limit is None:
+        return min(free // 2, TIMES_HOST * host_bytes)
+    if limit > free:
+        raise MemoryLimitError(
+            f"disk_limit={format_size(limit)} ({limit} bytes) is more than the {format_size(free)} ({free} bytes) that "
+            f"the disk of {str(folder)!r} has free: lower disk_limit, or free space there"
+        )
+    return limit
 
 
 @dataclass(frozen=True)

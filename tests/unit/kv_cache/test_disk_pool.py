@@ -32,7 +32,7 @@ from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
-from offload_rt.kv_cache.disk.disk_tier import DiskTier
+from offload_rt.kv_cache.disk.file_layout import DiskTier
 from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merged
 from offload_rt.kv_cache.disk.requests import _merged as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
