@@ -18,10 +18,10 @@ from .disk.file_layout import DiskTier
 from .kv_format import make_kv_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
-from .machine import memory_limit, pool_full
 from .prefix_cache import PrefixCache
 from .state_pool import StatePool
 from .stored_rows import StoredRows
+from .system_memory import memory_limit, pool_full
 
 MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
 
@@ -92,7 +92,7 @@ class BlockSupply(StoredRows):
         else:
             arena = FileArena.create(disk, stored, format, limit, slab_tokens)
         self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
-        super().__init__(arena, LayerGroups.of(geometry), format)
+        super().__init__(arena, LayerGroups.from_geometry(geometry), format)
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""

@@ -17,7 +17,7 @@ from ..kernels.causal import KEYS_AT_ONCE
 from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget, disk_limit
 from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
-from ..kv_cache.machine import available_memory
+from ..kv_cache.system_memory import available_memory
 from ..models.rotary import KEPT
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
@@ -269,7 +269,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
-    groups, staging, decode = LayerGroups.of(geometry), costs.staging([context]), costs.decode([context])
+    groups, staging, decode = LayerGroups.from_geometry(geometry), costs.staging([context]), costs.decode([context])
     return Requirements(
         context=context,
         kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,

@@ -352,7 +352,7 @@ class Session:
         try:
             self._save()
         finally:
-            self._leave()
+            self._free_memory()
 
     @pool_locked
     def discard(self) -> Removed:
@@ -375,7 +375,7 @@ class Session:
             self.kv.discard()
             removed = self._store.delete_stored(self.name)
         finally:
-            self._leave()
+            self._free_memory()
         if removed.note:
             warnings.warn(f"session {self.name!r} was deleted; {removed.note}", stacklevel=3)
         return removed
@@ -385,7 +385,7 @@ class Session:
             events.close()
         self.check_idle()
 
-    def _leave(self) -> None:
+    def _free_memory(self) -> None:
         self.kv.drop()
         self.kv.blocks.unpin_all()
         self._store.session_closed(self)

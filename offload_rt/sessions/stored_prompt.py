@@ -137,7 +137,7 @@ class StoredPrompt(StoredRequest):
     def _prepare(self, runner: Runner) -> None:
         runner.check_fits(self.expected_tokens)
 
-    def _set_back(self) -> None: ...
+    def _undo_prepare(self) -> None: ...
 
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         diverged_at = self.kv.runner.cache_manager.diverges(tokens, self.kv.history.provenance)
@@ -162,11 +162,11 @@ class StoredPrompt(StoredRequest):
     def _after_reclaim(self, action: Callable[[], T]) -> T:
         return self.kv.runner.retry_after_reclaim(action)
 
-    def _leave(self, *, untouched: bool) -> None:
+    def _after_drop(self, *, untouched: bool) -> None:
         self.kv.drop()
         self.kv.blocks.unpin_all()
 
-    def _keep(self, runner: Runner) -> None:
+    def _store_kv(self, runner: Runner) -> None:
         sequence = self.sequence
         if sequence is None:
             return

@@ -18,7 +18,7 @@ from ..model_runner.trace import Recorder, Trace
 from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedBlockError
-from ..storage.saver import Saving
+from ..storage.saver import SaveHandle
 from .host_tier import HostTier
 from .session_kv import SessionKV
 
@@ -31,8 +31,8 @@ class StoredRequest(SampledRequest):
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
 
-    Subclasses define what happens to the history: `_prepare` changes it before a start, `_set_back` undoes this after a
-    failed start, `_leave` is called when the request is dropped, and `_keep` when it ends.
+    Subclasses define what happens to the history: `_prepare` changes it before a start, `_undo_prepare` reverts this
+    after a failed start, `_after_drop` is called when the request is dropped, and `_store_kv` when it ends.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StoredRequest(SampledRequest):
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
         self.kv, self._host = kv, host
         self._prefill: Prefill | None = None
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
         self._start = self._stop = 0
         self._seconds = 0.0
         self._known = 0, 0
@@ -65,7 +65,7 @@ class StoredRequest(SampledRequest):
         """Check that the request fits, and make room for its tokens in the history."""
 
     @abstractmethod
-    def _set_back(self) -> None:
+    def _undo_prepare(self) -> None:
         """Undo `_prepare` after a failed start."""
 
     @abstractmethod
@@ -80,14 +80,14 @@ class StoredRequest(SampledRequest):
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
-    def _leave(self, *, untouched: bool) -> None:
+    def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
         If `untouched`, its KV is complete and no layer of the prefill was computed.
         """
 
     @abstractmethod
-    def _keep(self, runner: Runner) -> None:
+    def _store_kv(self, runner: Runner) -> None:
         """Enqueue the KV of an ended request for writing, and leave its memory to the host tier."""
 
     def start(self, runner: Runner) -> Prefill:
@@ -110,7 +110,7 @@ class StoredRequest(SampledRequest):
             kv.history.tokens = list(tokens)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
         except BaseException:
-            self._set_back()
+            self._undo_prepare()
             raise
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
         diverged_at = self._diverged_at(tokens, sequence.position)
@@ -142,7 +142,7 @@ class StoredRequest(SampledRequest):
         self._count_arrived(self._trace)
         untouched = self._untouched and not damaged
         self._give_up_prefill()
-        self._leave(untouched=untouched)
+        self._after_drop(untouched=untouched)
         self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
@@ -151,7 +151,7 @@ class StoredRequest(SampledRequest):
         if self.sequence is not None:
             self._count_arrived(self.sequence.trace)
             self._final = self.stats(runner)
-        self._keep(runner)
+        self._store_kv(runner)
 
     def persist(self) -> None:
         """Record the end of the request in the store. Raise StoreError if that fails; the KV stays usable."""

@@ -175,14 +175,14 @@ class Turn(StoredRequest):
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
         return len(self._kept)
 
-    def _leave(self, *, untouched: bool) -> None:
+    def _after_drop(self, *, untouched: bool) -> None:
         """Restore the session after the turn is dropped. Its KV stays in memory only if the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
-        self._set_back()
+        self._undo_prepare()
 
-    def _set_back(self) -> None:
+    def _undo_prepare(self) -> None:
         """Restore the session to its state before the turn, and park it in the host tier."""
         kv = self.kv
         self._forget(self._before)
@@ -201,7 +201,7 @@ class Turn(StoredRequest):
         else:
             kv.sequence.tokens = list(tokens)
 
-    def _keep(self, runner: Runner) -> None:
+    def _store_kv(self, runner: Runner) -> None:
         """Add the turn to the history, and park the session."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start

@@ -92,12 +92,12 @@ class BlockHeader:
         if magic != MAGIC or len(body) != size or xxhash.xxh3_64_intdigest(body) != digest:
             return None
         try:
-            return cls._of(json.loads(body))
+            return cls._from_fields(json.loads(body))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     @classmethod
-    def _of(cls, fields: Any) -> BlockHeader | None:
+    def _from_fields(cls, fields: Any) -> BlockHeader | None:
         key, layer_bytes = bytes.fromhex(fields["key"]), fields["layer_bytes"]
         checksums = tuple(int(checksum, 16) for checksum in fields["checksums"])
         possible = len(key) == KEY_BYTES and type(layer_bytes) is int and layer_bytes > 0

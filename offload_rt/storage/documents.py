@@ -75,7 +75,7 @@ class SummaryCache:
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...], Known]] = {}
 
-    def of(self, path: Path, summarise: Summarise) -> Known | None:
+    def get(self, path: Path, summarise: Summarise) -> Known | None:
         """Return the summary of a file, or None if the file is damaged or does not exist."""
         try:
             status = path.lstat()
@@ -219,7 +219,7 @@ class DocumentStore:
         found: dict[str, Summary | None] = {}
         for name in sorted({path.stem for path in files}):
             generations = [path for path in self._paths(f"{space}/{name}") if path in files]
-            known = (self._summaries.of(path, summarise) for path in generations)
+            known = (self._summaries.get(path, summarise) for path in generations)
             found[name] = next((one.summary for one in known if one is not None), None)
         return found
 
@@ -243,7 +243,7 @@ class DocumentStore:
         newest, _ = self._paths(name)
         doomed = []
         for path in self._files(newest.parent):
-            known = None if summarise is None else self._summaries.of(path, summarise)
+            known = None if summarise is None else self._summaries.get(path, summarise)
             summary = None if known is None else known.summary
             if newest.stem == (path.stem if summary is None else summary.document):
                 doomed.append(path)

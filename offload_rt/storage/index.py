@@ -35,14 +35,14 @@ class _File:
 
     Attributes:
         size: Size in bytes.
-        used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
-        keep: Rank in the eviction order: `used`, plus a delay if the KV is costly to compute again.
+        last_used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
+        rank: Rank in the eviction order: `last_used`, plus a delay if the KV is costly to compute again.
         claimed: Whether the file contains a claim (`files.read_claim`). None if this is not known yet.
     """
 
     size: int
-    used: int
-    keep: int
+    last_used: int
+    rank: int
     claimed: bool | None = None
 
 
@@ -173,7 +173,7 @@ class DiskIndex:
             if (
                 limit is None
                 or used <= limit
-                or (rank is not None and file.keep > rank and not self._order.in_window(path))
+                or (rank is not None and file.rank > rank and not self._order.in_window(path))
             ):
                 break
             if path.suffix in _STAYING or self._pins[path]:
@@ -190,7 +190,7 @@ class DiskIndex:
     def _expired(self, horizon: int) -> Iterator[Path]:
         """Yield the files that were last used before `horizon` and may be evicted. `files` is sorted by last use."""
         for path, file in self.files.items():
-            if file.used >= horizon:
+            if file.last_used >= horizon:
                 return
             if path.suffix not in _STAYING and not self._pins[path] and not self._order.in_window(path):
                 yield path
@@ -205,9 +205,9 @@ class DiskIndex:
         assert self.limit_bytes is None or self.bytes_used <= self.limit_bytes
         ranked = list(self._order.ranked())
         assert len(ranked) == len(self.files) and set(ranked) == set(self.files)
-        ranks = [self.files[path].keep for path in ranked if not self._order.in_window(path)]
+        ranks = [self.files[path].rank for path in ranked if not self._order.in_window(path)]
         assert ranks == sorted(ranks), "not in eviction order"
-        uses = [file.used for file in self.files.values()]
+        uses = [file.last_used for file in self.files.values()]
         assert uses == sorted(uses), "not in order of use"
         assert self._stored == sum(file.size for file in self.files.values())
 
@@ -215,8 +215,8 @@ class DiskIndex:
         self._stamp = max(self._clock(), self._stamp + 1)
         file = self.files.pop(path)
         # If a shorter sequence uses only the first blocks of a longer one, these blocks keep the higher rank.
-        keep = max(file.keep, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
-        self.files[path] = replace(file, used=self._stamp, keep=keep)
+        keep = max(file.rank, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
+        self.files[path] = replace(file, last_used=self._stamp, rank=keep)
         self._order.add(path, keep)
         self.write_stamp(path)
 
@@ -224,4 +224,4 @@ class DiskIndex:
         """Set the modification time of a file to its last use, and the access time to its rank."""
         file = self.files[path]
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(file.keep, file.used), follow_symlinks=False)
+            os.utime(path, ns=(file.rank, file.last_used), follow_symlinks=False)

@@ -75,7 +75,7 @@ def test_layers_fall_into_groups(
     kind: str, layers: int, group: tuple[int, ...], place: tuple[int, ...], sliding: int
 ) -> None:
     geometry = make(kind).runner.adapter.geometry
-    assert LayerGroups.of(geometry) == LayerGroups(layers, group, place, sliding, WINDOW)
+    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, place, sliding, WINDOW)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
