@@ -33,7 +33,6 @@ class HostPool(BlockSupply):
     the caller must wait for all asynchronous transfers that use these blocks. Alternatively, an event on the write-back
     stream may order these transfers before the next write to the blocks. `runs` may return the KV of one layer before
     the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
-
     """
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:

@@ -81,7 +81,10 @@ def remove_claims(store: DiskStore, space: str) -> Removed:
 
 
 def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks and sink documents whose only owner is the session `document`, except the blocks `held`."""
+    """Delete all blocks and sink documents without an owner, except the blocks `held`.
+
+    The session `document` does not count as an owner, and neither do claims unless `claimed`.
+    """
     keys, sinks, unreadable = set(held), set[str](), []
     documents = store.documents.summaries(space, summary_of)
     for other, summary in documents.items():

@@ -18,7 +18,7 @@ import torch
 
 from .direct_file import BlockFile, DirectFile
 from .file_layout import FileLayout
-from .requests import Offsets, place
+from .requests import Offsets, file_position
 
 SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of the process
 
@@ -75,7 +75,7 @@ class Extents:
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
-        # Position of layer 0 of each block (`requests.place`), and the distance in bytes from one layer to the next.
+        # Position of layer 0 of each block (`requests.file_position`), and the distance in bytes from one layer to the next.
         self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.step, np.int64)
         self._released: list[_Entry] = []
@@ -105,7 +105,7 @@ class Extents:
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
         self._stored[block] = _Entry(extent, number, set(places))
-        self._base[block], self._step[block] = place(number, extent.offset), extent.layer_bytes
+        self._base[block], self._step[block] = file_position(number, extent.offset), extent.layer_bytes
 
     def release(self, block: int) -> None:
         """Let `block` use its extent in the pool's file again. No KV is copied."""
@@ -131,7 +131,7 @@ class Extents:
         return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
 
     def layers(self, blocks: Offsets | int, place: Offsets | int) -> Offsets:
-        """Return the position at which the layer at `place` of each block begins (`requests.place`).
+        """Return the position at which the layer at `place` of each block begins (`requests.file_position`).
 
         A position combines a file number and a byte offset. The arguments are broadcast.
         """
@@ -139,7 +139,7 @@ class Extents:
         return found
 
     def entries(self, ids: Offsets, place: int) -> Offsets:
-        """Return the positions at which KV entries of the layer at `place` begin (`requests.place`).
+        """Return the positions at which KV entries of the layer at `place` begin (`requests.file_position`).
 
         `ids` are ids of KV entries (`FileLayout.ids`).
         """
@@ -175,7 +175,7 @@ class Extents:
         numbers = [entry.number for entry in (*self._stored.values(), *self._released)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers
         for block, entry in self._stored.items():
-            assert self._base[block] == place(entry.number, entry.extent.offset)
+            assert self._base[block] == file_position(entry.number, entry.extent.offset)
             assert self._file.files.handles[entry.number] == entry.extent.file.handle
 
 
