@@ -75,7 +75,7 @@ class Extents:
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
-        # Position of layer 0 of each block (`requests.file_position`), and the distance in bytes from one layer to the next.
+        # File position (`requests`) of layer 0 of each block, and the distance in bytes from one layer to the next.
         self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.step, np.int64)
         self._released: list[_Entry] = []

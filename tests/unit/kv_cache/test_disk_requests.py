@@ -60,16 +60,7 @@ def test_a_failed_call_waits_for_reads_in_flight(library: ctypes.CDLL, tmp_path:
     handles = np.asarray([file, reading], np.int32)
     own = RingReader(library, library.ring_open(4))
     sizes = np.full(6, 4096, np.int64)
-    offsets = np.asarray(
-        [
-            file_position(0),
-            file_position(1),
-            file_position(0, 4096),
-            file_position(0, 8192),
-            file_position(0),
-            file_position(0, 4096),
-        ]
-    )
+    offsets = np.asarray([0, file_position(1), 4096, 8192, 0, 4096])
     late = threading.Timer(0.3, lambda: os.write(writing, b"x" * 4096))
     ctypes.c_int.in_dll(library, "calls").value = 0
     ctypes.c_int.in_dll(library, "failing_call").value = 2
