@@ -74,10 +74,9 @@ class HostTier:
       are the next L_pw = C_free / S_kv sessions of the queue.
     """
 
-    def __init__(self, context: SessionContext, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the tier of a store. `clock` returns the time in seconds."""
+    def __init__(self, context: SessionContext) -> None:
         self._runner, self._pool, self._storage = context.runner, context.runner.pool, context.storage
-        self._options, self._clock = context.options, clock
+        self._options, self._clock = context.options, time.monotonic
         self._order = EvictionOrder[SessionKV](context.options.policy)
         self._since: dict[SessionKV, float] = {}
         self._waiting: tuple[SessionKV, ...] = ()

@@ -32,9 +32,11 @@ class SessionKV:
         last_stats: Statistics of the last turn, or None before the first.
         claims: Whether the session's blocks must be claimed in the store (`DiskStore.claim`), because no history
             lists them.
+        keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.
     """
 
     claims = False
+    keeps_decoded = True
 
     def __init__(self, context: SessionContext, history: History) -> None:
         self.context, self.runner, self.history = context, context.runner, history
@@ -215,13 +217,8 @@ class SessionKV:
             raise
         if snapshot is not None:
             sequence.snapshots[known] = snapshot  # published with the blocks
-        sequence.keeps_decoded = self._recurrent and self._keeps_decoded
+        sequence.keeps_decoded = self._recurrent and self.keeps_decoded
         return sequence
-
-    @property
-    def _keeps_decoded(self) -> bool:
-        """Whether later turns reuse the KV of decoded tokens, even if this KV is approximate."""
-        return True
 
     def _forget_from(self, known: int) -> None:
         """Mark the KV from token `known` on as lost, so that the next turn computes it again."""

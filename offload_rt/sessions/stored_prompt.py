@@ -32,6 +32,7 @@ class PromptKV(SessionKV):
     """KV cache of one prompt. The KV stays in host memory until its blocks are on disk."""
 
     claims = True
+    keeps_decoded = False
 
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
@@ -43,10 +44,6 @@ class PromptKV(SessionKV):
 
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
-
-    @property
-    def _keeps_decoded(self) -> bool:
-        return False
 
     def claim(self) -> None:
         """Queue a claim of all stored blocks of the prompt, so that deletions of other sessions do not remove them."""

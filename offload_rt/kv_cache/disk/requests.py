@@ -200,9 +200,9 @@ class ThreadReader:
 Reader = RingReader | ThreadReader
 
 
-def reader(depth: int = DEPTH) -> Reader:
+def reader() -> Reader:
     """Return the fastest available reader."""
-    return RingReader.open(depth) or ThreadReader()
+    return RingReader.open() or ThreadReader()
 
 
 def _read(files: Handles, position: int, into: memoryview) -> None:
