@@ -91,33 +91,16 @@ def process_openai(
 
 async def _result(app: Any, request: ServerRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
     body = {**defaults, **request.body} if request.path in SAMPLED else request.body
-    status, answer = await _call(app, request.path, json.dumps(body).encode())
+    status, answer = await _post(app, request.path, json.dumps(body).encode())
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": json.loads(answer)}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.id, "response": response, "error": None}
 
 
-async def _call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send a POST request to an ASGI application. Return the status and the body of the response."""
-    parts, sent, status = [{"type": "http.request", "body": body, "more_body": False}], list[bytes](), 0
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-    }
+async def _post(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send a POST request to the application. Return the status and the body of the response."""
+    from ..server.proxy import ForwardedRequest, run_app
 
-    async def receive() -> dict[str, Any]:
-        if not parts:
-            await asyncio.Event().wait()  # the client does not disconnect
-        return parts.pop()
-
-    async def send(message: Mapping[str, Any]) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        sent.append(message.get("body", b""))
-
-    await app(scope, receive, send)
-    return status, b"".join(sent)
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    messages = [message async for message in run_app(app, ForwardedRequest(scope, body))]
+    return messages[0]["status"], b"".join(message.get("body", b"") for message in messages)

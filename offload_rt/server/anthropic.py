@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from .chat_responses import prepare, respond_to
-from .chat_stream import Step, Usage, collected
+from .chat_stream import Step, collected, prepare, respond_to
 from .connection import event, json_answer, streamed, until_gone
 from .conversation import Conversation, call_message, content_text, continues_last, parsed_arguments, tool_options
 from .errors import refused
+from .metrics import Usage
 from .openai.requests import Body, CacheSalt, Count, RequestBody, Texts, sampling_fields
-from .parsers import Arguments, Content, Piece, Reasoning, ToolCall
+from .parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall
 from .service import CurrentService, EngineArguments
 
 router = APIRouter()

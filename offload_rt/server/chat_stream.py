@@ -1,39 +1,77 @@
-"""Convert the outputs of a request to parsed increments: text, reasoning, tool calls, tokens and token counts."""
+"""Generate chat responses for all protocols, as parsed increments: text, reasoning, tool calls and token counts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
 
 from ..outputs import Logprobs, RequestOutput, StopReason
-from .parsers import Parser, Piece, Plain, ToolCall, joined
+from ..sampling_params import SamplingParams
+from .connection import until_gone
+from .conversation import Conversation, forced_call
+from .metrics import Usage
+from .parsers import answer_parser, needs_special_tokens
+from .parsers.pieces import FirstCall, Parser, Piece, Plain, ToolCall, joined
+from .parsers.reasoning import ends_within_thinking
+from .service import EngineArguments, Service
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Numbers of tokens of a request up to now.
+class ChatJob:
+    """A chat request, rendered and tokenized.
 
     Attributes:
-        prompt: Prompt tokens.
-        cached: Prompt tokens whose KV was in the prefix cache.
-        generated: Generated tokens.
-        recomputed: Prompt tokens that were computed although their KV was cached (hybrid models).
+        text: Prompt rendered with the chat template.
+        ids: Token ids of the prompt.
+        params: Sampling parameters.
+        make_parser: Creates the parser for one completion's reasoning and tool calls.
     """
 
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-    recomputed: int = 0
+    text: str
+    ids: list[int]
+    params: SamplingParams
+    make_parser: Callable[[], Parser]
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
-    @classmethod
-    def of(cls, output: RequestOutput) -> Usage:
-        generated = sum(len(each.token_ids) for each in output.outputs)
-        return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated, output.num_recomputed_tokens)
+async def prepare(
+    service: Service,
+    request: Request,
+    conversation: Conversation,
+    max_tokens: int | None,
+    sampling: Mapping[str, Any],
+    structured: Mapping[str, Any] | None = None,
+) -> ChatJob:
+    """Render and tokenize a conversation, and check the token limits.
+
+    Args:
+        max_tokens: Maximum number of new tokens that the client requested, or None.
+        sampling: Fields of `SamplingParams` that the request sets.
+        structured: Dictionary with the field `structured_outputs`, or None. It takes precedence over a required tool
+            call.
+    """
+    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
+    forced = {} if structured else forced_call(conversation)
+    tokens = service.limits.tokens(len(ids), max_tokens)
+    guided = structured or forced
+    fields = {**sampling, **guided}
+    if not guided and needs_special_tokens(service.tools, service.reasoning, offered=conversation.offered is not None):
+        fields["skip_special_tokens"] = False
+    params = service.params(max_tokens=tokens, **fields)
+
+    def make_parser() -> Parser:
+        # Guided decoding starts with the first token, so the response has no reasoning section.
+        if guided:
+            return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
+        thinking = ends_within_thinking(text, conversation.prefill)
+        parser = answer_parser(service.tools, service.reasoning, conversation.offered, thinking=thinking)
+        return parser if conversation.parallel else FirstCall(parser)
+
+    return ChatJob(text, ids, params, make_parser)
 
 
 @dataclass(frozen=True)
@@ -102,6 +140,17 @@ class ChatStream:
         if any(isinstance(piece, ToolCall) for piece in pieces):
             self._called.add(index)
         return pieces, "tool_calls" if reason == "stop" and index in self._called else reason
+
+
+async def respond_to(
+    service: Service, request: Request, job: ChatJob, arguments: EngineArguments
+) -> AsyncGenerator[Step, None]:
+    """Generate `params.n` responses to a conversation, and yield their parsed increments."""
+    stream = ChatStream(job.make_parser)
+    async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
+        async for output in outputs:
+            for step in stream.of(output):
+                yield step
 
 
 async def collected(steps: AsyncGenerator[Step, None]) -> list[Step]:

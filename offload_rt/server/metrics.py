@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .chat_stream import Usage
+from ..outputs import RequestOutput
 from .engines import Engines
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -45,6 +46,31 @@ _TIERS = {
 """
 
 PREFIX = "offload_rt_"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Numbers of tokens of a request up to now.
+
+    Attributes:
+        prompt: Prompt tokens.
+        cached: Prompt tokens whose KV was in the prefix cache.
+        generated: Generated tokens.
+        recomputed: Prompt tokens that were computed although their KV was cached (hybrid models).
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    recomputed: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Usage:
+        generated = sum(len(each.token_ids) for each in output.outputs)
+        return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated, output.num_recomputed_tokens)
 
 
 class Metrics:

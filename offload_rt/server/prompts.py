@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import OffloadError
 from ..sessions.chat_render import render_chat
 from ..utils.allocator import give_back
-from .conversation import Conversation
+from .conversation import Conversation, describe_tools
 from .errors import refused
-from .generic_tools import describe_tools
 from .options import ServerOptions
 from .tokenizing import TextTokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -150,34 +150,31 @@ class Proxy:
             await error_response(lost, forwarded.scope["path"])(forwarded.scope, receive, send)
 
 
-class Upstream:
-    """Run the application in a replica, for requests that a proxy forwards. Requests may run concurrently."""
+async def run_app(app: ASGIApp, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
+    """Run an application on a forwarded request. Yield the ASGI messages of the response.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    If the iterator is closed, the application sees that the client has disconnected.
+    """
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    gone, bodies = asyncio.Event(), [forwarded.body]
 
-    async def answer(self, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
-        """Yield the ASGI messages of the response. If the iterator is closed, the application sees a disconnect."""
-        sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        gone, bodies = asyncio.Event(), [forwarded.body]
+    async def receive() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive() -> Message:
-            if bodies:
-                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def send(message: Message) -> None:
+        sent.put_nowait(message)
 
-        async def send(message: MutableMapping[str, Any]) -> None:
-            sent.put_nowait(message)
+    async def run() -> None:
+        await app(dict(forwarded.scope), receive, send)
 
-        async def run() -> None:
-            await self._app(dict(forwarded.scope), receive, send)
-
-        task = asyncio.ensure_future(run())
-        task.add_done_callback(lambda _: sent.put_nowait(None))
-        try:
-            while (message := await sent.get()) is not None:
-                yield message
-        finally:
-            gone.set()
-            await task
+    task = asyncio.ensure_future(run())
+    task.add_done_callback(lambda _: sent.put_nowait(None))
+    try:
+        while (message := await sent.get()) is not None:
+            yield message
+    finally:
+        gone.set()
+        await task

@@ -26,7 +26,7 @@ from ..llm import LLM
 from ..storage.options import StoreOptions
 from .app import make_app
 from .options import ServerOptions
-from .proxy import ForwardedRequest, Proxy, Upstream
+from .proxy import ForwardedRequest, Proxy, run_app
 
 ROUTER = "offload_rt.server.ray_router.BalancedRouter"
 
@@ -76,10 +76,9 @@ class Replica:
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
-        self._upstream = Upstream(self._app)
 
     async def answer(self, forwarded: ForwardedRequest) -> AsyncIterator[Message]:
-        async for message in self._upstream.answer(forwarded):
+        async for message in run_app(self._app, forwarded):
             yield message
 
     async def __del__(self) -> None:
@@ -117,7 +116,9 @@ def ray_app(
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.grace,
     )
-    return proxy.bind(engines.bind(_builder(model, config, options, store, store_options)))
+    return proxy.bind(
+        engines.bind(lambda: make_app(_engine(LLM(model, config), options, store, store_options), options))
+    )
 
 
 def _proxy(options: ServerOptions) -> Starlette:
@@ -148,12 +149,6 @@ def serve_on_ray(application: Any, options: ServerOptions) -> None:
     ray.init(ignore_reinit_error=True)
     serve.start(http_options={"host": options.host, "port": options.port})
     serve.run(application, name="offload-rt", blocking=True)
-
-
-def _builder(
-    model: str, config: EngineConfig, options: ServerOptions, store: Path | None, store_options: StoreOptions | None
-) -> Callable[[], FastAPI]:
-    return lambda: make_app(_engine(LLM(model, config), options, store, store_options), options)
 
 
 def _engine(llm: LLM, options: ServerOptions, store: Path | None, store_options: StoreOptions | None) -> AsyncLLM:

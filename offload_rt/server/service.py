@@ -22,12 +22,11 @@ from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..utils.private_files import make_private_folder, open_private
 from ..utils.small_files import read_small
-from .chat_stream import Usage
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
 from .errors import RefusedError, ending, refused
 from .log import logger
-from .metrics import Metrics
+from .metrics import Metrics, Usage
 from .openai.requests import RequestBody, SampledBody
 from .options import ServerOptions
 from .parsers import reasoning_parser, tool_parser

@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ..chat_responses import ChatJob, prepare, respond_to
-from ..chat_stream import Step, Usage, collected
+from ..chat_stream import ChatJob, Step, collected, prepare, respond_to
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import from_chat, with_answer
 from ..errors import refused
-from ..parsers import Arguments, Content, Piece, Reasoning, ToolCall, joined, text_of
+from ..metrics import Usage
+from ..parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall, joined, text_of
 from ..service import CurrentService, EngineArguments, Service
 from .completions import chat_logprobs, response_head, usage_json
 from .requests import ChatRequest, sampling_fields, structured_outputs

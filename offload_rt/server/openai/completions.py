@@ -8,18 +8,19 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
-from ..chat_stream import ChatStream, Step, Usage, collected
+from ..chat_stream import ChatStream, Step, collected
 from ..connection import event, json_answer, streamed, until_gone
 from ..errors import refused
-from ..fill_in_middle import fill_in_middle
-from ..parsers import Content, text_of
+from ..metrics import Usage
+from ..parsers.pieces import Content, text_of
+from ..prompts import Prompts
 from ..service import CurrentService, EngineArguments, Service
 from .requests import CompletionRequest, sampling_fields, structured_outputs
 
@@ -111,6 +112,48 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
         first = await service.prompts.text_of(ids[:1]) if body.echo and body.logprobs is not None else ""
         found.append(_Prompt(ids, ends, echo, first))
     return found
+
+
+Part = Literal["prefix", "suffix", ""]
+
+FIM_MARKS: Sequence[Sequence[tuple[str, Part]]] = (
+    (("<|fim_prefix|>", "prefix"), ("<|fim_suffix|>", "suffix"), ("<|fim_middle|>", "")),  # Qwen2.5-Coder, CodeGemma
+    (("<fim_prefix>", "prefix"), ("<fim_suffix>", "suffix"), ("<fim_middle>", "")),  # StarCoder
+    (("<｜fim▁begin｜>", "prefix"), ("<｜fim▁hole｜>", "suffix"), ("<｜fim▁end｜>", "")),  # DeepSeek-Coder
+    (("▁<PRE>", "prefix"), ("▁<SUF>", "suffix"), ("▁<MID>", "")),  # Code Llama
+    (("[SUFFIX]", "suffix"), ("[PREFIX]", "prefix")),  # Codestral
+)
+"""Special tokens of each model family, in the order of the prompt.
+
+Each comes with the part of the text that follows it.
+"""
+
+FIM_ENDS = (
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>",
+)  # fmt: skip
+"""Further tokens that end a completion. The tokens in `FIM_MARKS` also end it."""
+
+
+async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of a fill-in-the-middle prompt, and the token ids that end its completion.
+
+    In such a prompt, special tokens mark the text before and after a gap, which the model fills.
+
+    Raises:
+        RefusedError: The model has no fill-in-the-middle tokens.
+    """
+    vocabulary = prompts.tokenizer.get_vocab()
+    marks = next((marks for marks in FIM_MARKS if all(token in vocabulary for token, _ in marks)), None)
+    if marks is None:
+        raise refused("suffix needs a model with fill-in-the-middle tokens: remove it, or use such a model", "suffix")
+    start = prompts.tokenizer.bos_token_id
+    ids = [start] if start in await prompts.of_text("") else []
+    for token, part in marks:
+        ids.append(vocabulary[token])
+        if part:
+            ids += await prompts.of_text(prefix if part == "prefix" else suffix, special_tokens=False)
+    ends = [vocabulary[token] for token in (*FIM_ENDS, *(token for token, _ in marks)) if token in vocabulary]
+    return ids, ends
 
 
 async def _one(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from ..parsers import Arguments, Content, Piece, Reasoning, ToolCall
+from ..parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall
 
 Event = dict[str, Any]
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ..chat_responses import ChatJob, prepare, respond_to
-from ..chat_stream import Step, Usage, collected
+from ..chat_stream import ChatJob, Step, prepare, respond_to
 from ..connection import event, json_answer, streamed, until_gone
 from ..conversation import (
     Conversation,
@@ -25,6 +24,7 @@ from ..conversation import (
 )
 from ..documents import StoredResponse, response_of
 from ..errors import RefusedError, refused
+from ..metrics import Usage
 from ..service import CurrentService, EngineArguments, Service
 from .requests import FlatNamed, ResponsesRequest, sampling_fields, structured_outputs
 from .response_items import Event, Items
@@ -54,9 +54,10 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
     job = await prepare(service, request, conversation, body.max_output_tokens, sampling_fields(body), structured)
     session, continues = None if before is None else before.session, conversation.continues
     generation = _Generation(service, request, body, job, messages, session, continues=continues)
+    events = generation.events(head)
     if body.stream:
-        return await streamed(request, generation.events(head))
-    return json_answer(await until_gone(request, generation.whole(head)))
+        return await streamed(request, _encoded(events))
+    return json_answer(await until_gone(request, _last_response(events)))
 
 
 @router.post("/v1/responses/compact")
@@ -182,38 +183,39 @@ class _Generation:
             self._service.forget(self._service.responses.add(head["id"], stored))
         return response
 
-    async def whole(self, head: dict[str, Any]) -> dict[str, Any]:
-        items = Items()
-        with self._session(head["id"]) as session:
-            [step] = await collected(self._steps(session))
-            for piece in step.pieces:
-                items.push(piece)
-            items.close()
-            return self._finish(head, session, step, items)
-
-    async def events(self, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        items, number, begun = Items(), 0, False
-
-        def numbered(events: Sequence[Event]) -> bytes:
-            nonlocal number
-            found = b""
-            for each in events:
-                found += event(each | {"sequence_number": number}, each["type"])
-                number += 1
-            return found
-
+    async def events(self, head: dict[str, Any]) -> AsyncGenerator[Event, None]:
+        """Yield the events of the stream. The last one contains the completed response."""
+        items, begun = Items(), False
         with self._session(head["id"]) as session:
             async with aclosing(self._steps(session)) as steps:
                 async for step in steps:
                     if not begun:
                         begun = True
-                        names = ("created", "in_progress")
-                        yield numbered([{"type": f"response.{name}", "response": head} for name in names])
+                        for name in ("created", "in_progress"):
+                            yield {"type": f"response.{name}", "response": head}
                     for piece in step.pieces:
-                        yield numbered(items.push(piece))
-            yield numbered(items.close())
+                        for each in items.push(piece):
+                            yield each
+            for each in items.close():
+                yield each
             response = self._finish(head, session, step, items)
-        yield numbered([{"type": f"response.{response['status']}", "response": response}])
+        yield {"type": f"response.{response['status']}", "response": response}
+
+
+async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    number = 0
+    async with aclosing(events):
+        async for each in events:
+            yield event(each | {"sequence_number": number}, each["type"])
+            number += 1
+
+
+async def _last_response(events: AsyncGenerator[Event, None]) -> dict[str, Any]:
+    async with aclosing(events):
+        async for each in events:
+            last = each
+    response: dict[str, Any] = last["response"]
+    return response
 
 
 def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:

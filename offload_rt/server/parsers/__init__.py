@@ -5,49 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..options import ReasoningParser, ToolParser
-from .deepseek import DeepSeek
-from .harmony import Harmony
-from .hermes import Hermes
-from .json_calls import FencedJson, LlamaJson
-from .mistral import Mistral
-from .pieces import (
-    Arguments,
-    Content,
-    FirstCall,
-    Parser,
-    Piece,
-    Pipeline,
-    Plain,
-    Reasoning,
-    ToolCall,
-    Tools,
-    joined,
-    text_of,
-)
+from .json_calls import DeepSeek, FencedJson, Hermes, LlamaJson, Mistral
+from .pieces import Parser, Pipeline, Plain, Tools
 from .pythonic import Pythonic
+from .reasoning import THINK_END, Harmony, Think
 from .scanner import Scanner
-from .think import THINK_END, Think, ends_within_thinking
 from .xml_calls import Glm, QwenCoder
-
-__all__ = [
-    "TOOL_PARSERS",
-    "Arguments",
-    "Content",
-    "FirstCall",
-    "Parser",
-    "Piece",
-    "Plain",
-    "Reasoning",
-    "ToolCall",
-    "Tools",
-    "answer_parser",
-    "ends_within_thinking",
-    "joined",
-    "needs_special_tokens",
-    "reasoning_parser",
-    "text_of",
-    "tool_parser",
-]
 
 TOOL_PARSERS: Mapping[str, type[Scanner]] = {
     "harmony": Harmony,

@@ -1,38 +1,182 @@
-"""Tool calls in JSON: Llama 3, and models without a special format."""
+"""Tool calls whose arguments are JSON: Llama 3, Hermes, Mistral, DeepSeek, and models without a special format."""
 
 from __future__ import annotations
 
-from .scanner import Scan, Scanner
+import json
+from collections.abc import Mapping
+from typing import Any
 
-LLAMA_TAG = "<|python_tag|>"
+from .pieces import ToolCall
+from .scanner import Scan, Scanner
 
 
 class LlamaJson(Scanner):
-    """Parser of a response that begins with `{"name": …, "parameters": {…}}`, or with a list of such calls."""
+    """Parser of Llama 3's calls, `{"name": …, "parameters": {…}}`, at the beginning or after a tag."""
 
+    tags = ("<|python_tag|>",)
+    untagged = True
     marks = (('"parameters"', "python_tag"), ('"parameters"', "ipython"))
     special = True
 
-    def parse(self) -> Scan[None]:
-        yield from self.take(LLAMA_TAG)
-        if not (yield from self.json_calls()):
-            self._at = 0
-        while tag := (yield from self.content(LLAMA_TAG)):
-            if not (yield from self.json_calls()):
-                self.give_up(tag)
+    def read_calls(self, tag: str) -> Scan[bool]:
+        return (yield from self.json_calls())
 
 
 class FencedJson(Scanner):
-    """Parser of a response that begins with JSON calls, or contains them in a code fence."""
+    """Parser of JSON calls at the beginning of the response or in a code fence."""
 
-    FENCE = "```"
+    tags = ("```",)
+    untagged = True
 
-    def parse(self) -> Scan[None]:
-        if not (yield from self.json_calls()):
-            self._at = 0
-        while tag := (yield from self.content(self.FENCE)):
-            yield from self.take("json", "tool_call", "tool_code")
-            if (yield from self.json_calls()):
-                yield from self.take(self.FENCE)
-            else:
-                self.give_up(tag)
+    def read_calls(self, tag: str) -> Scan[bool]:
+        if tag:
+            yield from self.accept("json", "tool_call", "tool_code")
+        found = yield from self.json_calls()
+        if tag and found:
+            yield from self.accept(tag)
+        return found
+
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+FENCE, FENCE_END = "```json", "```"
+
+
+class Hermes(Scanner):
+    """Parser of the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+    Small models such as Qwen 2.5 1.5B often write JSON code fences instead of tags. Before the first tag, calls in
+    fences are therefore found as well. JSON in a fence may also be an example in the text. It is a call only if the
+    fence contains nothing else and the arguments fit the parameters of an offered tool.
+    """
+
+    tags: tuple[str, ...] = (CALL, FENCE)
+    marks = ((CALL,),)
+
+    def read_calls(self, tag: str) -> Scan[bool]:
+        if tag == FENCE:
+            return (yield from self._fenced_calls())
+        self.tags = (CALL,)
+        found = yield from self.json_calls()
+        if found:
+            yield from self.accept(CALL_END)
+        return found
+
+    def _fenced_calls(self) -> Scan[bool]:
+        """Read the JSON calls up to the end of a fence and emit them. Emit none if anything else is in the fence."""
+        calls: list[ToolCall] = []
+        while (yield from self.peek()) == "{":
+            start = self._at
+            yield from self.accept("{")
+            # Other JSON is shown as it arrives: it need not be complete to see that it is not a call.
+            if (yield from self.read_string()) not in ("name", "arguments", "parameters"):
+                return False
+            self._at = start
+            call = yield from self.read_call()
+            if call is None or not fits_schema(json.loads(call.arguments), self.tools[call.name]):
+                return False
+            calls.append(call)
+        if not calls or ((yield from self.peek()) and not (yield from self.accept(FENCE_END))):
+            return False
+        for call in calls:
+            self.emit_call(call.name, call.arguments)
+        return True
+
+
+class Mistral(Scanner):
+    """Parser of Mistral's calls.
+
+    Older models write `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`. Newer ones write `[TOOL_CALLS]NAME[ARGS]{…}`
+    for each call.
+    """
+
+    tags = ("[TOOL_CALLS]",)
+    marks = (tags,)
+    special = True
+
+    def read_calls(self, tag: str) -> Scan[bool]:
+        if (yield from self.json_calls()):
+            return True
+        name = yield from self.read_word()
+        if (yield from self.accept("[CALL_ID]")):
+            yield from self.read_word()
+        yield from self.accept("[ARGS]")
+        if name not in self.tools or (yield from self.peek()) != "{":
+            return False
+        yield from self.stream_call(name)
+        return True
+
+
+class DeepSeek(Scanner):
+    """Parser of the calls of DeepSeek V3, R1 and V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`.
+
+    V3 and R1 write `function<｜tool▁sep｜>NAME`, and the arguments in a code fence.
+    """
+
+    CALLS, CALL = tags = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    marks = ((CALLS,),)
+    special = True
+
+    def read_calls(self, tag: str) -> Scan[bool]:
+        if tag == self.CALLS and not (yield from self.accept(self.CALL)):
+            return False
+        if not (yield from self._call()):
+            return False
+        while (yield from self.accept(self.CALL)) and (yield from self._call()):
+            pass
+        yield from self.accept("<｜tool▁calls▁end｜>")
+        return True
+
+    def _call(self) -> Scan[bool]:
+        name = yield from self.read_word()
+        if not (yield from self.accept("<｜tool▁sep｜>")):
+            return False
+        if name == "function" and (yield from self.peek()) != "{":
+            name = yield from self.read_word()
+        fenced = yield from self.accept("```json")
+        if name not in self.tools or (yield from self.peek()) != "{":
+            return False
+        yield from self.stream_call(name)
+        if fenced:
+            yield from self.accept("```")
+        yield from self.accept("<｜tool▁call▁end｜>")
+        return True
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),),
+    "integer": (int,), "number": (int, float),
+}  # fmt: skip
+
+
+def fits_schema(value: Any, schema: Any) -> bool:
+    """Return whether a JSON value fits a schema. Only types, property names, `required` and `enum` are checked.
+
+    An object with named properties may have no other ones, unless the schema has `additionalProperties`. That is
+    stricter than JSON schema, because unknown names show that no call was intended.
+    """
+    if not isinstance(schema, Mapping):
+        return True
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if "type" in schema and not _has_type(value, schema["type"]):
+        return False
+    if isinstance(value, list):
+        return all(fits_schema(item, schema.get("items")) for item in value)
+    if not isinstance(value, dict):
+        return True
+    properties = schema.get("properties", {})
+    closed = bool(properties) and not schema.get("additionalProperties")
+    return all(name in value for name in schema.get("required", ())) and all(
+        fits_schema(item, properties[name]) if name in properties else not closed for name, item in value.items()
+    )
+
+
+def _has_type(value: Any, names: Any) -> bool:
+    """Return whether a value has one of the types of a schema. Unknown types are accepted."""
+    for name in [names] if isinstance(names, str) else names:
+        if name not in _TYPES:
+            return True
+        # In Python, bool is a subclass of int.
+        if isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)):
+            return True
+    return False

@@ -74,12 +74,12 @@ class Pipeline:
         self._first, self._second = first, second
 
     def push(self, text: str) -> list[Piece]:
-        return self._through(self._first.push(text))
+        return self._parse_content(self._first.push(text))
 
     def finish(self) -> list[Piece]:
-        return [*self._through(self._first.finish()), *self._second.finish()]
+        return [*self._parse_content(self._first.finish()), *self._second.finish()]
 
-    def _through(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def _parse_content(self, pieces: Iterable[Piece]) -> list[Piece]:
         found: list[Piece] = []
         for piece in pieces:
             found += self._second.push(piece.text) if isinstance(piece, Content) else [piece]
@@ -90,33 +90,23 @@ class FirstCall:
     """Parser that drops everything after the first tool call of a response."""
 
     def __init__(self, parser: Parser) -> None:
-        self._parser, self._called = parser, False
+        self._parser, self._called, self._ended = parser, False, False
 
     def push(self, text: str) -> list[Piece]:
-        return self._first(self._parser.push(text))
+        return [] if self._ended else self._until_second(self._parser.push(text))
 
     def finish(self) -> list[Piece]:
-        return self._first(self._parser.finish())
+        return [] if self._ended else self._until_second(self._parser.finish())
 
-    def _first(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def _until_second(self, pieces: Iterable[Piece]) -> list[Piece]:
         found: list[Piece] = []
         for piece in pieces:
             if self._called and not isinstance(piece, Arguments):
-                self._parser = Silent()
+                self._ended = True
                 break
             self._called |= isinstance(piece, ToolCall)
             found.append(piece)
         return found
-
-
-class Silent:
-    """Parser that drops all text."""
-
-    def push(self, text: str) -> list[Piece]:
-        return []
-
-    def finish(self) -> list[Piece]:
-        return []
 
 
 def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> str:

@@ -8,44 +8,36 @@ from typing import Any
 
 from .scanner import Brackets, Scan, Scanner
 
-START, END = "<|python_start|>", "<|python_end|>"
-
 
 class Pythonic(Scanner):
-    """Parser of a response that begins with a list of Python calls. Each call is returned when it is complete."""
+    """Parser of a list of Python calls, at the beginning or after a tag. Each call is returned when it is complete."""
 
-    marks = (("func_name1(",), (START,))
+    tags = ("<|python_start|>",)
+    untagged = True
+    marks = (("func_name1(",), tags)
     special = True
 
-    def parse(self) -> Scan[None]:
-        if not (yield from self._calls()):
-            self._at = 0
-        while tag := (yield from self.content(START)):
-            if not (yield from self._calls()):
-                self.give_up(tag)
-
-    def _calls(self) -> Scan[bool]:
-        yield from self.take(START)
-        listed = yield from self.take("[")
+    def read_calls(self, tag: str) -> Scan[bool]:
+        listed = yield from self.accept("[")
         if not (yield from self._call()):
             return False
         more = True
         while more:
-            yield from self.take(",")
+            yield from self.accept(",")
             more = yield from self._call()
         if listed:
-            yield from self.take("]")
-        yield from self.take(END)
+            yield from self.accept("]")
+        yield from self.accept("<|python_end|>")
         return True
 
     def _call(self) -> Scan[bool]:
         """Read one call. If the text is not a call of an offered tool, keep the position in the text."""
         yield from self.peek()
         start = self._at
-        name = yield from self.word()
+        name = yield from self.read_word()
         parts = [name]
         if name in self.tools and self._text[self._at : self._at + 1] == "(":
-            complete = yield from self.brackets(parts.append, Brackets("\"'"))
+            complete = yield from self.stream_brackets(parts.append, Brackets("\"'"))
             arguments = _arguments("".join(parts)) if complete else None
             if arguments is not None:
                 self.emit_call(name, json.dumps(arguments, ensure_ascii=False))

@@ -73,7 +73,7 @@ class Brackets:
 
 
 class Scanner:
-    """Parser of a tool format. Subclasses implement `parse`, with the reading methods of this class.
+    """Parser of a tool format. Subclasses implement `read_calls`, with the reading methods of this class.
 
     The reading methods never decide on incomplete text: they wait for more text or for the end of the response. The
     pieces therefore do not depend on how the text is split. A call is returned as soon as the name of an offered tool
@@ -81,6 +81,10 @@ class Scanner:
     next to calls is dropped.
     """
 
+    tags: tuple[str, ...] = ()
+    """Tags that precede calls."""
+    untagged: ClassVar[bool] = False
+    """Whether a response may also begin with calls that no tag precedes."""
     marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """A chat template uses this format if it contains all texts of one of these tuples."""
     special: ClassVar[bool] = False
@@ -97,6 +101,18 @@ class Scanner:
 
     def parse(self) -> Scan[None]:
         """Read the whole response."""
+        if self.untagged and not (yield from self.read_calls("")):
+            self._at = 0
+        while tag := (yield from self.content_until(*self.tags)):
+            if not (yield from self.read_calls(tag)):
+                self._show(self._space + tag)
+                self._at = self._mark
+
+    def read_calls(self, tag: str) -> Scan[bool]:
+        """Read and emit the calls after `tag`, which is "" at the beginning of the response.
+
+        If the text is not a call of an offered tool, return False. The tag and the text are then content.
+        """
         raise NotImplementedError
 
     def push(self, text: str) -> list[Piece]:
@@ -132,7 +148,7 @@ class Scanner:
             if not (yield from self.more()):
                 return ""
 
-    def take(self, *tags: str) -> Scan[str]:
+    def accept(self, *tags: str) -> Scan[str]:
         """Skip whitespace and the tag that follows. Return the tag, or "" if none of `tags` follows.
 
         No tag may be the beginning of another one.
@@ -148,7 +164,7 @@ class Scanner:
             if not any(tag.startswith(rest) for tag in tags) or not (yield from self.more()):
                 return ""
 
-    def word(self) -> Scan[str]:
+    def read_word(self) -> Scan[str]:
         """Skip whitespace. Read and return the letters, digits and `_.-` that follow."""
         yield from self.peek()
         start, end = self._at, self._at
@@ -160,7 +176,7 @@ class Scanner:
                 self._at = end
                 return self._text[start:end]
 
-    def string(self) -> Scan[str | None]:
+    def read_string(self) -> Scan[str | None]:
         """Skip whitespace. Read and return the JSON string that follows, or return None if there is none."""
         if (yield from self.peek()) != '"':
             return None
@@ -177,16 +193,16 @@ class Scanner:
         value = _json(self._text[start : self._at])
         return value if isinstance(value, str) else None
 
-    def until(self, *tags: str) -> Scan[tuple[str, str]]:
+    def read_until(self, *tags: str) -> Scan[tuple[str, str]]:
         """Read up to the next of `tags`.
 
         Return the text before the tag, and the tag ("" at the end of the response).
         """
         parts: list[str] = []
-        tag, _ = yield from self.stream(parts.append, *tags)
+        tag, _ = yield from self.stream_until(parts.append, *tags)
         return "".join(parts), tag
 
-    def stream(self, emit: Callable[[str], None], *tags: str, held: str = "") -> Scan[tuple[str, str]]:
+    def stream_until(self, emit: Callable[[str], None], *tags: str, held: str = "") -> Scan[tuple[str, str]]:
         """Pass the text before the next tag to `emit` as it arrives.
 
         Args:
@@ -211,7 +227,7 @@ class Scanner:
             self._at += len(shown)
             yield from self.more()
 
-    def brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
+    def stream_brackets(self, emit: Callable[[str], None], span: Brackets | None = None) -> Scan[bool]:
         """Pass the bracketed text that follows to `emit` as it arrives. Return whether the closing bracket arrived."""
         span = span or Brackets()
         while True:
@@ -224,21 +240,13 @@ class Scanner:
 
     # ------------------------------------------------------------------------------------------------------- content
 
-    def content(self, *tags: str) -> Scan[str]:
+    def content_until(self, *tags: str) -> Scan[str]:
         """Emit the text before the next tag as content. Return the tag, or "" at the end of the response."""
-        tag, self._space = yield from self.stream(self._show, *tags, held=WHITESPACE)
+        tag, self._space = yield from self.stream_until(self._show, *tags, held=WHITESPACE)
         self._mark = self._at
         if not tag and not self._called:
             self._show(self._space)
         return tag
-
-    def give_up(self, tag: str) -> None:
-        """Emit `tag`, which `content` has found, as content too, because no valid call follows it.
-
-        Parsing continues after the tag.
-        """
-        self._show(self._space + tag)
-        self._at = self._mark
 
     def _show(self, text: str) -> None:
         text = text.lstrip(WHITESPACE) if self._called else text
@@ -255,10 +263,10 @@ class Scanner:
     def emit_arguments(self, text: str) -> None:
         self._found.append(Arguments(text))
 
-    def call(self, name: str) -> Scan[None]:
+    def stream_call(self, name: str) -> Scan[None]:
         """Emit a call of the tool `name`. The JSON object that follows contains its arguments."""
         self.emit_call(name)
-        yield from self.brackets(self.emit_arguments)
+        yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
         """Read `{"name": …, "arguments": {…}}`. Return whether this is a call of an offered tool.
@@ -270,35 +278,35 @@ class Scanner:
             return False
         start = self._at
         if name := (yield from self._json_head()):
-            yield from self.call(name)
-            if (yield from self.take("}", ",")) == ",":  # more keys follow, such as an id
+            yield from self.stream_call(name)
+            if (yield from self.accept("}", ",")) == ",":  # more keys follow, such as an id
                 outer = Brackets()
                 outer.feed("{")
-                yield from self.brackets(lambda text: None, outer)
+                yield from self.stream_brackets(lambda text: None, outer)
             return True
         self._at = start
-        found = yield from self.described_call()
+        found = yield from self.read_call()
         if found is None:
             self._at = start
             return False
         self.emit_call(found.name, found.arguments)
         return True
 
-    def described_call(self) -> Scan[ToolCall | None]:
+    def read_call(self) -> Scan[ToolCall | None]:
         """Read the whole JSON object that follows. Return its call, or None if it is not a call of an offered tool."""
         parts: list[str] = []
-        complete = yield from self.brackets(parts.append)
+        complete = yield from self.stream_brackets(parts.append)
         return _described_call(_json("".join(parts)), self.tools) if complete else None
 
     def _json_head(self) -> Scan[str]:
         """Read `{"name": NAME, "arguments": ` and return the name. Return "" if something else follows."""
-        yield from self.take("{")
-        if (yield from self.string()) != "name" or not (yield from self.take(":")):
+        yield from self.accept("{")
+        if (yield from self.read_string()) != "name" or not (yield from self.accept(":")):
             return ""
-        name = yield from self.string()
-        if name not in self.tools or not (yield from self.take(",")):
+        name = yield from self.read_string()
+        if name not in self.tools or not (yield from self.accept(",")):
             return ""
-        if (yield from self.string()) not in ("arguments", "parameters") or not (yield from self.take(":")):
+        if (yield from self.read_string()) not in ("arguments", "parameters") or not (yield from self.accept(":")):
             return ""
         return str(name) if (yield from self.peek()) == "{" else ""
 
@@ -308,19 +316,19 @@ class Scanner:
         Return whether there was at least one call.
         """
         start = self._at
-        listed = yield from self.take("[")
+        listed = yield from self.accept("[")
         if not (yield from self.json_call()):
             self._at = start
             return False
         more = True
         while more:
             after = self._at
-            yield from self.take(";", ",")
+            yield from self.accept(";", ",")
             more = yield from self.json_call()
             if not more:
                 self._at = after
         if listed:
-            yield from self.take("]")
+            yield from self.accept("]")
         return True
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .hermes import CALL, CALL_END
-from .pieces import Tools
+from .json_calls import CALL, CALL_END
 from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
     """Base class that converts XML parameters to JSON. Strings are streamed, other values returned when complete."""
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._count = 0
+    _count = 0
+    """Number of parameters of the current call."""
 
     def begin(self, name: str) -> None:
         self._count = 0
@@ -39,11 +37,15 @@ class XmlCalls(Scanner):
         kind = schema.get("type") if isinstance(schema, dict) else None
         if kind == "string":
             self.emit_arguments('"')
-            _, rest = yield from self.stream(lambda text: self.emit_arguments(_escaped(text)), end, held="\n" * strip)
-            self.emit_arguments(_escaped(rest[strip:]) + '"')
+            _, rest = yield from self.stream_until(self._emit_string, end, held="\n" * strip)
+            self._emit_string(rest[strip:])
+            self.emit_arguments('"')
         else:
-            text, _ = yield from self.until(end)
+            text, _ = yield from self.read_until(end)
             self.emit_arguments(_value(text, kind))
+
+    def _emit_string(self, text: str) -> None:
+        self.emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
         self.emit_arguments("}")
@@ -55,25 +57,22 @@ class QwenCoder(XmlCalls):
     The format is `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`.
     """
 
+    tags = (CALL, "<function=")
     marks = (("<function=", "<parameter="),)
 
-    def parse(self) -> Scan[None]:
-        while tag := (yield from self.content(CALL, "<function=")):
-            begun = tag != CALL or (yield from self.take("<function="))
-            if not begun or not (yield from self._call()):
-                self.give_up(tag)
-
-    def _call(self) -> Scan[bool]:
-        name, closed = yield from self.until(">", "<", "\n")
+    def read_calls(self, tag: str) -> Scan[bool]:
+        if tag == CALL and not (yield from self.accept("<function=")):
+            return False
+        name, closed = yield from self.read_until(">", "<", "\n")
         if name not in self.tools or closed != ">":
             return False
         self.begin(name)
-        while (yield from self.take("<parameter=")):
-            key, _ = yield from self.until(">")
+        while (yield from self.accept("<parameter=")):
+            key, _ = yield from self.read_until(">")
             yield from self.parameter(name, key, "</parameter>", strip=True)
         self.end()
-        yield from self.take("</function>")
-        yield from self.take(CALL_END)
+        yield from self.accept("</function>")
+        yield from self.accept(CALL_END)
         return True
 
 
@@ -83,26 +82,22 @@ class Glm(XmlCalls):
     The format is `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>`.
     """
 
+    tags = (CALL,)
     marks = (("<arg_key>",),)
 
-    def parse(self) -> Scan[None]:
-        while tag := (yield from self.content(CALL)):
-            name = yield from self.word()
-            begun = yield from self.take("<arg_key>", CALL_END)
-            if name not in self.tools or not begun:
-                self.give_up(tag)
-                continue
-            self.begin(name)
-            while begun == "<arg_key>":
-                key, _ = yield from self.until("</arg_key>")
-                yield from self.take("<arg_value>")
-                yield from self.parameter(name, key, "</arg_value>", strip=False)
-                begun = yield from self.take("<arg_key>", CALL_END)
-            self.end()
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    def read_calls(self, tag: str) -> Scan[bool]:
+        name = yield from self.read_word()
+        begun = yield from self.accept("<arg_key>", CALL_END)
+        if name not in self.tools or not begun:
+            return False
+        self.begin(name)
+        while begun == "<arg_key>":
+            key, _ = yield from self.read_until("</arg_key>")
+            yield from self.accept("<arg_value>")
+            yield from self.parameter(name, key, "</arg_value>", strip=False)
+            begun = yield from self.accept("<arg_key>", CALL_END)
+        self.end()
+        return True
 
 
 def _value(text: str, kind: Any) -> str:

@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.server.parsers import (
-    Content,
-    Parser,
-    Piece,
-    Reasoning,
-    ToolCall,
-    answer_parser,
-    ends_within_thinking,
-    joined,
-)
+from offload_rt.server.parsers import answer_parser
+from offload_rt.server.parsers.pieces import Content, Parser, Piece, Reasoning, ToolCall, joined
+from offload_rt.server.parsers.reasoning import ends_within_thinking
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "a<b"}}\n</tool_call>'
 OFFERED = {"find": dict[str, object]()}

@@ -17,7 +17,7 @@ from support.serving import ScriptedEngine, answering, reference_tokenizer, serv
 from offload_rt.errors import ConfigError
 from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
-from offload_rt.server.proxy import PREFIX, ForwardedRequest, Proxy, Upstream, balance_by_load, route_key
+from offload_rt.server.proxy import PREFIX, ForwardedRequest, Proxy, balance_by_load, route_key, run_app
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
 OPTIONS = ServerOptions(port=0, grace=5, max_body=10_000)
@@ -27,14 +27,14 @@ class Passage:
     """Forward messages between proxy and upstream, and fail after `breaks_after` messages."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
-        self.behind = Upstream(make_app(engine, OPTIONS))  # type: ignore[arg-type]
+        self.app = make_app(engine, OPTIONS)  # type: ignore[arg-type]
         self.breaks_after: int | None = None
         self.keys: list[str] = []
 
     async def ask(self, asked: ForwardedRequest, key: str) -> AsyncIterator[Message]:
         self.keys.append(key)
         passed = 0
-        answers = self.behind.answer(asked)
+        answers = run_app(self.app, asked)
         try:
             async for message in answers:
                 if passed == self.breaks_after:

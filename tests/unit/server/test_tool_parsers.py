@@ -11,20 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.server.options import ToolParser
-from offload_rt.server.parsers import (
-    TOOL_PARSERS,
-    Arguments,
-    Content,
-    Parser,
-    Piece,
-    Reasoning,
-    ToolCall,
-    answer_parser,
-    joined,
-    needs_special_tokens,
-    reasoning_parser,
-    tool_parser,
-)
+from offload_rt.server.parsers import TOOL_PARSERS, answer_parser, needs_special_tokens, reasoning_parser, tool_parser
+from offload_rt.server.parsers.pieces import Arguments, Content, Parser, Piece, Reasoning, ToolCall, joined
 
 TOOLS: dict[str, Any] = {
     "find": {
