@@ -125,7 +125,6 @@ class BlockAllocator:
             assert (start + size) % self.slab_blocks == 0 or start + size not in self._size, "two runs touch"
 
     def _take(self, start: int, count: int) -> list[int]:
-        """Allocate `count` blocks with ids from `start` on. All of them must be in one free run."""
         if count == 0:
             return []
         first = self._starts[bisect_right(self._starts, start) - 1]

@@ -84,7 +84,6 @@ class ArenaLayout:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the whole arena."""
         return self.slabs * self.slab_blocks
 
     @property

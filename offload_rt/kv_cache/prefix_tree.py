@@ -116,7 +116,6 @@ class PrefixTree:
 
     @property
     def blocks(self) -> Iterable[int]:
-        """All blocks of the tree."""
         return self._of.keys()
 
     def match(

@@ -46,7 +46,6 @@ class SnapshotTable:
             self._kept[block] = slot
 
     def release(self, slot: int) -> None:
-        """Free a pending slot."""
         self._pending.remove(slot)
         self._free.append(slot)
 

@@ -84,7 +84,6 @@ class StatePool:
 
 
 def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one slot."""
     return _layout(geometry, dtype)[1]
 
 

@@ -126,7 +126,6 @@ class StoredPrompt(StoredRequest):
         recorder: Recorder | None,
         cache_salt: str,
     ) -> None:
-        """Create a request. See `WholePrompts.turn` for the arguments."""
         kv = PromptKV(context, cache_salt)
         super().__init__(kv, host, Prompt(number, tuple(prompt), cache_salt), params, recorder)
         self.kv: PromptKV = kv

@@ -191,7 +191,6 @@ class StoredRequest(SampledRequest):
         return self._prefill
 
     def _segment_stop(self, start: int) -> int:
-        """Return the end of the prefill segment that begins at token `start`."""
         return self.kv.context.segment_stop(start, self._stop)
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
@@ -205,7 +204,6 @@ class StoredRequest(SampledRequest):
 
     @property
     def _prefilling(self) -> bool:
-        """Whether the prefill has begun and is not complete yet."""
         return self._prefill is not None or (self.sequence is not None and self.sequence.position < self._stop)
 
     @property

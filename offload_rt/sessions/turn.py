@@ -31,7 +31,6 @@ def prompt_text(prompt: str | Seq[int]) -> str:
 
 
 def check_turn(params: SamplingParams, model: LoadedModel) -> None:
-    """Raise InputError if a sampling parameter is not supported in sessions."""
     if params.n > 1 or params.num_beams > 1:
         raise InputError("a session has one response per turn: n and num_beams must be 1")
     if params.prompt_logprobs is not None:

@@ -173,14 +173,12 @@ class TurnQueue:
                 self._engine.cancel(queued.turn)
 
     def _settle(self) -> None:
-        """Mark the sessions of ended turns as idle."""
         for queued in list(self._running):
             if queued.finish_reason is not None:
                 queued.session.busy = False
                 self._running.remove(queued)
 
     def _waiting(self) -> list[SessionKV]:
-        """Return the sessions with waiting turns, in the order of their turns, without duplicates."""
         turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
         behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)

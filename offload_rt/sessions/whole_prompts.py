@@ -65,7 +65,6 @@ class WholePrompts:
         return self.store.host.stats
 
     def add_load(self, load: EngineLoad) -> EngineLoad:
-        """Return `load` with the store's totals."""
         return replace(
             load,
             host_hit_tokens=load.host_hit_tokens + self.stats.host_tokens,

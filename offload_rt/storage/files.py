@@ -65,7 +65,6 @@ def write_document(path: Path, record: bytes) -> None:
 
 
 def read_document(path: Path) -> Reading:
-    """Read a document file and verify its checksum."""
     try:
         handle = open_regular(path)
     except FileNotFoundError:

@@ -319,7 +319,6 @@ class StoreFolder:
                         make_private(file)
 
     def _ours(self) -> Iterator[Path]:
-        """Yield all regular files whose names match the patterns of the store."""
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _block_files(space)):

@@ -313,7 +313,6 @@ class Saver:
             entry.give_up()
 
     def _write_layers(self, writer: BlockWriter, entry: PendingBlock, layers: Iterable[int]) -> None:
-        """Write the layers of `layers` that are in the layer group of the block."""
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:

@@ -169,7 +169,6 @@ class Extents:
             self._released.clear()
 
     def check_integrity(self) -> None:
-        """Assert that the maps of blocks and files are consistent."""
         own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
         numbers = [entry.number for entry in (*self._stored.values(), *self._released)]

@@ -277,7 +277,6 @@ class FileArena:
         return self._buffers[block]
 
     def _read_block(self, block: int) -> torch.Tensor:
-        """Read the KV of a block from the disk into a new buffer."""
         layers, size = self.layout.layers, self.file_layout.layer
         self._wait(block)
         at = np.arange(layers, dtype=np.int64)

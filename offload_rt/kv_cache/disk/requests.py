@@ -201,7 +201,6 @@ Reader = RingReader | ThreadReader
 
 
 def reader() -> Reader:
-    """Return the fastest available reader."""
     return RingReader.open() or ThreadReader()
 
 

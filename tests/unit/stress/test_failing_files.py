@@ -86,7 +86,7 @@ def check_next_start(folder: Path, saved: list[int], known: list[list[int]]) -> 
         take(session, TURNS[3])
         with suppress(StoreError):
             take(llm.session("bob", folder), TURNS[3])
-    session.context.storage.check_integrity()  # type: ignore[attr-defined]
+    session.context.storage.check_integrity()
     assert not list(folder.rglob("*.tmp"))
 
 
