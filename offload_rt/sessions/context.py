@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core import BLOCK_SIZE
 from ..engine.runner import Runner
 from ..storage.disk_store import DiskStore
 from ..storage.loader import read_buffer_layers
@@ -14,9 +13,6 @@ from .stored_states import StoredStates
 
 SEGMENT_SECONDS = 2.0
 """Target duration of a prefill segment in seconds. A request that ends early loses at most the KV of one segment."""
-
-SMALLEST_SEGMENT = 256
-"""Minimum tokens of a prefill segment. Each segment reads all weights, so shorter ones would take longer per token."""
 
 
 @dataclass(eq=False)
@@ -54,19 +50,19 @@ class SessionContext:
         """Return the end of the prefill segment that begins at token `start`. The prefill ends before token `stop`.
 
         A prefill is split into segments, and the KV of complete segments is kept if the client disconnects. A segment
-        takes about `SEGMENT_SECONDS` at the measured prefill speed. It is a whole number of prefill chunks
-        (`prefill_chunk_size`), so segments do not move the boundaries of the chunks. If a single chunk takes longer, it
-        is split too. A client that times out and retries then gets further with each attempt.
+        takes about `SEGMENT_SECONDS` at the measured prefill speed, but at least one prefill chunk
+        (`prefill_chunk_size`).
 
         The prefill is not split if weights are streamed, because each segment would copy them again. It is not split
         either if the KV cache is quantised, because KV would depend on the segment boundaries.
         """
         if self.private or self.runner.weights is not None:
             return stop
+        # Segments are whole chunks. If a segment could end within a chunk, rounding would depend on the measured speed,
+        # and the same seed would give different texts.
         chunk = self.runner.slice_tokens
-        tokens = int(SEGMENT_SECONDS / self.compute_rate) if self.compute_rate else chunk
-        whole = chunk if tokens >= chunk else BLOCK_SIZE
-        return min(stop, start + max(tokens // whole * whole, min(chunk, SMALLEST_SEGMENT)))
+        chunks = int(SEGMENT_SECONDS / (self.compute_rate * chunk)) if self.compute_rate else 1
+        return min(stop, start + max(1, chunks) * chunk)
 
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).
