@@ -7,7 +7,8 @@ written there, so eviction needs no copy. If KV is evicted from the disk, it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -126,6 +127,15 @@ class HostTier:
             self._order.remove(kv)
         if self._fetching is kv:
             self._fetching = None
+
+    @contextmanager
+    def unparked(self, kv: SessionKV) -> Iterator[None]:
+        """Unpark a session in the body of the `with` statement, and park it afterwards."""
+        self.unpark(kv)
+        try:
+            yield
+        finally:
+            self.park(kv)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """Call `action` and return its result. While the call raises PoolFullError, evict a parked session and retry.

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
@@ -227,9 +228,8 @@ class Session:
         Raises PoolFullError if the KV does not fit in the pool.
         """
         self.check_idle()
-        self.host.unpark(self.kv)
-        self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
-        self.host.park(self.kv)
+        with self.host.unparked(self.kv):
+            self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
 
     # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
 
@@ -268,11 +268,8 @@ class Session:
         kv, runner, host, forked = self.kv, self.kv.runner, self.host, None
         if kv.sequence is not None and kv.loader is None and runner.continues(kv.sequence):
             sequence, size = kv.sequence, len(self.history.tokens)
-            host.unpark(kv)
-            try:
+            with host.unparked(kv):
                 forked = host.retry_after_reclaim(lambda: runner.fork(sequence, size))
-            finally:
-                host.park(kv)
         if runner.states is not None:
             self.context.saver.flush()  # The fork finds snapshots of recurrent state only on disk.
         twin = self._store.open_history(self.history.fork(name))
@@ -301,11 +298,8 @@ class Session:
             PoolFullError: The KV does not fit in the pool.
         """
         self.check_idle()
-        self.host.unpark(self.kv)
-        try:
+        with self.host.unparked(self.kv):
             gone = truncate(self.kv, self.host, keep_last=keep_last, sinks=sinks, drop=drop)
-        finally:
-            self.host.park(self.kv)
         if gone:
             self.kv.save()
         return gone
@@ -325,12 +319,9 @@ class Session:
         history = self.history
         if not history.starts:
             raise InputError(f"session {self.name!r} has no turn that can be undone")
-        self.host.unpark(self.kv)
-        try:
+        with self.host.unparked(self.kv):
             self.kv.drop()
             text = history.undo()
-        finally:
-            self.host.park(self.kv)
         self.kv.save()
         return text
 
@@ -346,13 +337,8 @@ class Session:
         """
         if self._closed:
             return
-        self._end_answers()
-        self._closed = True
-        self.host.unpark(self.kv)
-        try:
+        with self._closing():
             self._save()
-        finally:
-            self._free_memory()
 
     @pool_locked
     def discard(self) -> Removed:
@@ -368,27 +354,27 @@ class Session:
         """
         if self._closed:
             return Removed()
-        self._end_answers()
-        self._closed = True
-        self.host.unpark(self.kv)
-        try:
+        with self._closing():
             self.kv.discard()
             removed = self._store.delete_stored(self.name)
-        finally:
-            self._free_memory()
         if removed.note:
             warnings.warn(f"session {self.name!r} was deleted; {removed.note}", stacklevel=3)
         return removed
 
-    def _end_answers(self) -> None:
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """End running responses, and free the session's memory after the body of the `with` statement."""
         for events in list(self._answers):
             events.close()
         self.check_idle()
-
-    def _free_memory(self) -> None:
-        self.kv.drop()
-        self.kv.blocks.unpin_all()
-        self._store.session_closed(self)
+        self._closed = True
+        self.host.unpark(self.kv)
+        try:
+            yield
+        finally:
+            self.kv.drop()
+            self.kv.blocks.unpin_all()
+            self._store.session_closed(self)
 
     def check_idle(self) -> None:
         """Raise InputError if the session is closed or computes a turn."""
