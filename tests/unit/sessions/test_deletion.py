@@ -20,8 +20,8 @@ from offload_rt.errors import StoreError
 from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
 from offload_rt.sessions.deletion import remove_session, summary_of
 from offload_rt.sessions.history import History, document_name
+from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.sessions.store import SessionStore
-from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.storage import documents
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.files import Reading, read_document
@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
 def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
     """Delete a damaged session, a closed one, an open one and one that does not exist."""
     store = SessionStore(llm.runner, tmp_path)
-    sessions = WholePrompts(store, [].append)
+    sessions = StoredRequestFactory(store, [].append)
     for name in ("damaged", "stored", "open"):
         session = store.open(name)
         answer(session, tiny_prompt(70))

@@ -20,8 +20,8 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.errors import StoreInUseError
 from offload_rt.sessions import context
 from offload_rt.sessions.deletion import Removed
+from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.sessions.store import SessionStore
-from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.files import read_claim
 from offload_rt.storage.folder import StoreFolder
@@ -278,7 +278,7 @@ def test_blocks_that_exceed_the_write_buffer_are_written(
 ) -> None:
     monkeypatch.setattr(Saver.__init__, "__defaults__", (1 << 18,))  # two blocks
     if at_once:
-        monkeypatch.setattr(WholePrompts, "_release", lambda prompts, request: None)
+        monkeypatch.setattr(StoredRequestFactory, "_release", lambda prompts, request: None)
     served(make(tmp_path), lambda engine: last(engine, prompt(500)), parked=at_once)
     assert kv_files(tmp_path) == 7
 

@@ -46,7 +46,7 @@ def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
     return TurnTokens(len(held), len(held) - same, tuple(prompt[same:]))
 
 
-class WholePrompts:
+class StoredRequestFactory:
     """Create the requests for an engine that uses a session store. The caller runs the engine. Not thread-safe.
 
     Args:
