@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -159,6 +160,7 @@ def floor_share(share: float, of: int) -> int:
     return math.floor(share * of + 1e-9)
 
 
+@lru_cache(maxsize=64)  # All layers of a step have the same candidates.
 def selection_limit(candidates: int, max_fraction: float) -> int:
     """Return how many tokens a sequence may select: `max_fraction` of its candidates, rounded down.
 

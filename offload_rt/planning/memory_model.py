@@ -22,7 +22,7 @@ from ..models.rotary import KEPT
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
 from ..policies.growing import max_slots
-from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
+from ..policies.infinigen.scoring import PROMPT_KEYS_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
@@ -160,7 +160,7 @@ class DeviceCosts:
             attention += 2 * heads * compute
         learned = 0
         if self.demand.key_bytes:
-            at_once = min(context, LEARNED_AT_ONCE)
+            at_once = min(context, PROMPT_KEYS_AT_ONCE)
             learned = at_once * geometry.kv_heads * geometry.head_dim * (4 * compute + 4)
         weighed = 0
         if self.demand.weights_at_once:

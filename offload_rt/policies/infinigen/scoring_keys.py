@@ -46,7 +46,7 @@ class ListedKeys(Protocol):
         """
         ...
 
-    def enter(
+    def append_batch(
         self,
         layer: int,
         k: torch.Tensor,
@@ -69,7 +69,7 @@ class ListedKeys(Protocol):
         """
         ...
 
-    def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
         """Score the keys of a batch for queries q `[H, B, d]`, and return the scores.
 
         Tokens that are not candidates of their list get the score -inf.
@@ -101,7 +101,7 @@ class ScoringKeys(ListedKeys, Protocol):
         """Copy the key in slot `source` to slot `target`."""
         ...
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
+    def query(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
         """Return an object that scores `tokens` for query q `[H, d]`. It is valid until the stored keys change."""
         ...
 

@@ -56,7 +56,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
             for b, (state, seen) in enumerate(zip(alone, visible, strict=True)):
                 own = slice(b * shape.kv_heads, (b + 1) * shape.kv_heads)
                 q = streams[b][0][layer, :, places[b]]
-                chosen = state.scoring_keys.ask(layer, q, seen.candidates).select(RULE.alpha, RULE.limit(seen))
+                chosen = state.scoring_keys.query(layer, q, seen.candidates).select(RULE.alpha, RULE.limit(seen))
                 expected = chosen.sort(1).values + seen.candidates.start
                 assert counts[own].tolist() == [expected.shape[1]] * shape.kv_heads
                 assert torch.equal(found[own, : expected.shape[1]], expected)
