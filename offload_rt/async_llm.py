@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
 
-from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, Totals, call_in_thread
-from .engine.checks import salt, sampling, shown, whole_or_none
+from .engine.async_clients import Client, EngineLoad, Mailbox, RequestTracer, call_in_thread
+from .engine.checks import check_int_or_none, check_salt, check_sampling_params, describe_value
 from .engine.logits_processors import check_answerable
 from .engine.prompts import PromptLike, one_prompt
 from .engine.request import Request, request_output
@@ -62,7 +62,7 @@ class AsyncLLM:
         store_options: StoreOptions | None = None,
         read_only: bool = False,
     ) -> None:
-        self._llm, self._max_waiting = llm, whole_or_none("max_waiting", max_waiting, 1)
+        self._llm, self._max_waiting = llm, check_int_or_none("max_waiting", max_waiting, 1)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         opened = None if store is None else llm.session_store(store, store_options, read_only=read_only)
         self._sessions = None if opened is None else StoredRequestFactory(opened, self._calls.put)
@@ -76,7 +76,7 @@ class AsyncLLM:
         self._closed = False
         self._clients: dict[str, Client] = {}  # Only the engine thread changes the following attributes.
         self._by_number: dict[int, Client] = {}
-        self._totals = Totals()
+        self._totals = EngineLoad()
         self._thread = threading.Thread(target=self._run, name="offload-rt engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -123,10 +123,12 @@ class AsyncLLM:
             QueueFullError: Too many requests are queued.
             SessionBusyError: The session is answering another request.
         """
-        params = sampling(sampling_params, self._llm.runner.model.sampling)
+        params = check_sampling_params(sampling_params, self._llm.runner.model.sampling)
         if session is not None and not self._names_sessions:
-            raise InputError(f"session={shown(session)} needs a writable store: create AsyncLLM(llm, store=folder)")
-        client = await self._arrive(prompt, params, request_id, session, trace, salt(cache_salt))
+            raise InputError(
+                f"session={describe_value(session)} needs a writable store: create AsyncLLM(llm, store=folder)"
+            )
+        client = await self._arrive(prompt, params, request_id, session, trace, check_salt(cache_salt))
         finished = False
         try:
             while not finished:
@@ -170,7 +172,7 @@ class AsyncLLM:
 
     def load(self) -> EngineLoad:
         """Return the current load and the totals since the start."""
-        load = self._totals.load(self._engine, self._arriving)
+        load = self._totals.at_present(self._engine, self._arriving)
         return load if self._sessions is None else self._sessions.add_load(load)
 
     async def close(self) -> None:
@@ -197,7 +199,7 @@ class AsyncLLM:
     ) -> Client:
         """Queue a prompt for the engine thread. Text is tokenized in a worker thread."""
         if request_id is not None and not isinstance(request_id, str):
-            raise InputError(f"request_id={shown(request_id)} must be a string")
+            raise InputError(f"request_id={describe_value(request_id)} must be a string")
         with self._lock:
             self._check_open()
             waiting = self._arriving + len(self._engine.scheduler.waiting)
@@ -255,7 +257,7 @@ class AsyncLLM:
             except Exception as error:  # The error was not caused by a single request, so no output can be trusted.
                 logger.exception("the engine loop failed: all pending requests fail")
                 self._fail_all(error)
-            self._totals.device_bytes = self._llm.runner.transfer.device_bytes
+            self._totals.device_kv_bytes = self._llm.runner.transfer.device_bytes
 
     def _step(self) -> None:
         if self._sessions is not None:

@@ -15,15 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import EngineConfig
 from .engine.build import build, build_beside
 from .engine.checks import (
+    check_int_or_none,
+    check_prompt_list,
+    check_salt,
+    check_sampling_params,
     max_length,
-    salt,
-    sampling,
-    sampling_of_each,
-    texts_or_ids,
-    whole_or_none,
+    sampling_params_per_prompt,
 )
 from .engine.engine import Engine
-from .engine.offline import run_all
 from .engine.prompts import PromptLike, each_prompt
 from .engine.request import Request, request_output
 from .engine.runner import Runner
@@ -190,10 +189,10 @@ class LLM:
             ModelError, PoolFullError: The model has too few positions, or the KV cache is too small.
         """
         self._check_open()
-        params = sampling(sampling_params, self.runner.model.sampling)
+        params = check_sampling_params(sampling_params, self.runner.model.sampling)
         if params.n > 1 or params.num_beams > 1:
             raise InputError("stream returns one completion: use generate for n or num_beams above 1")
-        return self._stream(self.encode(prompt), params, salt(cache_salt))
+        return self._stream(self.encode(prompt), params, check_salt(cache_salt))
 
     def _stream(self, prompt: list[int], params: SamplingParams, cache_salt: str) -> Iterator[TokenOutput]:
         with self._progress.bar("prefill", self.geometry.layers) as on_prefill:
@@ -229,7 +228,7 @@ class LLM:
         """
         given = each_prompt(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        return self._generate([self.encode(prompt) for prompt in given], texts, sampling_params, salt(cache_salt))
+        return self._generate([self.encode(prompt) for prompt in given], texts, sampling_params, check_salt(cache_salt))
 
     def chat(
         self,
@@ -264,7 +263,7 @@ class LLM:
             continue_final_message=continue_final_message,
         )
         texts = [text for text, _ in prompts]
-        return self._generate([ids for _, ids in prompts], texts, sampling_params, salt(cache_salt))
+        return self._generate([ids for _, ids in prompts], texts, sampling_params, check_salt(cache_salt))
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
         """Return the rendered text of one conversation and its token ids. For options and errors, see `chat`."""
@@ -273,8 +272,8 @@ class LLM:
     def _generate(
         self, encoded: list[list[int]], texts: Sequence[str | None], sampling_params: object, cache_salt: str
     ) -> list[RequestOutput]:
-        each, self._last = sampling_of_each(sampling_params, len(encoded), self.runner.model.sampling), None
-        requests = run_all(self.make_engine(), encoded, each, cache_salt, self._progress)
+        each, self._last = sampling_params_per_prompt(sampling_params, len(encoded), self.runner.model.sampling), None
+        requests = self.make_engine().run_all(encoded, each, cache_salt, self._progress)
         given = zip(requests, encoded, texts, strict=True)
         return [request_output(request, ids, text) for request, ids, text in given]
 
@@ -305,10 +304,10 @@ class LLM:
             PoolFullError: The KV cache is too small.
         """
         self._check_open()
-        first, then = texts_or_ids("prompts", prompts), texts_or_ids("continuations", continuations)
+        first, then = check_prompt_list("prompts", prompts), check_prompt_list("continuations", continuations)
         if len(first) != len(then):
             raise InputError(f"{len(first)} prompts but {len(then)} continuations: pass one for each prompt")
-        decode_from, batch = whole_or_none("decode_from", decode_from, 0), whole_or_none("batch", batch, 1)
+        decode_from, batch = check_int_or_none("decode_from", decode_from, 0), check_int_or_none("batch", batch, 1)
         self._last = None
         encoded = [self.encode(prompt) for prompt in first]
         targets = [self.encode(text, special_tokens=False) for text in then]
@@ -359,7 +358,7 @@ class LLM:
         `session`.
         """
         with self.runner.pool.lock:
-            most = whole_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
+            most = check_int_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
             return TurnQueue(self.session_store(store, options, **fields), most)
 
     def session_store(

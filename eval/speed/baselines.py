@@ -23,7 +23,7 @@ from ...engine.stats import Fractions
 from ...kv_cache.pool import HostPool
 from ...model_runner.sequence import Sequence as Decoded
 from ...model_runner.sequence import key_reader
-from ...model_runner.slot_table import AppendOnly
+from ...model_runner.slot_table import SlotTable
 from ...model_runner.trace import Trace
 from ...models.loading import LoadedModel
 from ...models.registry import adapter_for
@@ -185,7 +185,7 @@ class Ours:
         context.transfer.storage.open(blocks, self._policy.sinks, self._policy.recent)
         keys = key_reader(context.pool, context.transfer.storage, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
-        state, slots = self._policy.new_state(keys), AppendOnly(context.pool)
+        state, slots = self._policy.new_state(keys), SlotTable(context.pool)
         return Decoded(
             id=0, tokens=[TOKEN] * context.room, blocks=blocks, slots=slots, keys=keys, state=state, trace=trace,
             position=blocks.length,

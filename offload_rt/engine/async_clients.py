@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,9 +21,9 @@ from .request import Request
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineLoad:
-    """Current load of an engine, and its totals since the start. Sizes are in bytes.
+    """Totals of an engine since its start, and its load at one moment. Sizes are in bytes.
 
     Attributes:
         waiting: Number of queued prompts.
@@ -35,7 +35,7 @@ class EngineLoad:
         generated_tokens: Total generated tokens, including those of running requests.
         h2d_bytes: Total KV copied from host to device for finished requests.
         weight_bytes: Size of the model's weights.
-        device_kv_bytes: Size of the KV on the device.
+        device_kv_bytes: Size of the KV on the device after the latest step.
         kept_bytes: Size of cached KV in host memory that no request uses now.
         host_hit_tokens: Total prompt tokens whose KV was found in host memory.
         disk_hit_tokens: Total prompt tokens whose KV was loaded from disk.
@@ -43,14 +43,14 @@ class EngineLoad:
         store_bytes: Size of the session store's files.
     """
 
-    waiting: int
-    running: int
-    pool_used_bytes: int
-    pool_limit_bytes: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    h2d_bytes: int
+    waiting: int = 0
+    running: int = 0
+    pool_used_bytes: int = 0
+    pool_limit_bytes: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    h2d_bytes: int = 0
     weight_bytes: int = 0
     device_kv_bytes: int = 0
     kept_bytes: int = 0
@@ -59,51 +59,25 @@ class EngineLoad:
     lost_tokens: int = 0
     store_bytes: int = 0
 
-
-@dataclass
-class Totals:
-    """Totals of the requests that have ended.
-
-    Attributes:
-        prompt_tokens: Number of prompt tokens.
-        cached_tokens: Number of prompt tokens whose KV was cached.
-        tree_tokens: Number of cached tokens that came from the prefix tree and that a session store does not count.
-        generated_tokens: Number of generated tokens, including those of running requests.
-        h2d_bytes: KV copied from host to device, in bytes.
-        device_bytes: Size of the KV on the device after the latest step, in bytes.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tree_tokens: int = 0
-    generated_tokens: int = 0
-    h2d_bytes: int = 0
-    device_bytes: int = 0
-
     def add(self, request: Request, *, stored: bool) -> None:
         """Add a request that has ended. `stored`: a session store counts its cached tokens."""
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
-        self.tree_tokens += 0 if stored else request.cached_tokens
+        self.host_hit_tokens += 0 if stored else request.cached_tokens
         ended = (completion.stats for completion in request.completions())
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
-    def load(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return these totals and the current load of `engine`. `arriving` prompts are not in its queue yet."""
+    def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
+        """Return these totals with the current load of `engine`. `arriving` prompts are not in its queue yet."""
         scheduler, pool = engine.scheduler, engine.runner.pool
-        return EngineLoad(
+        return replace(
+            self,
             waiting=arriving + len(scheduler.waiting),
             running=len(scheduler.running) + (scheduler.prefilling is not None),
             pool_used_bytes=pool.bytes_held,
             pool_limit_bytes=pool.limit_bytes,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-            h2d_bytes=self.h2d_bytes,
             weight_bytes=engine.runner.model.weight_bytes,
-            device_kv_bytes=self.device_bytes,
             kept_bytes=pool.idle_blocks * pool.block_bytes,
-            host_hit_tokens=self.tree_tokens,
         )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE, BlockTable
@@ -15,12 +15,10 @@ from ..errors import PoolFullError
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
-from ..model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from ..model_runner.slot_table import InPlaceEviction, SlotTable
 from ..policies.base import Policy
 from ..transfer.base import KVStorage
 from ..utils.units import format_size
-
-T = TypeVar("T")
 
 
 def salt_provenance(cache_salt: str) -> str:
@@ -91,10 +89,10 @@ class CacheManager:
 
     def slots(self) -> SlotTable:
         if self._config.eviction is None:
-            return AppendOnly(self._pool)
+            return SlotTable(self._pool)
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
-    def diverges(self, tokens: Seq[int], provenance: str) -> int | None:
+    def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
         """Return the index of the first token that is not cached under `provenance`.
 
         Return None if all tokens are cached, or if prefixes are not shared.
@@ -157,6 +155,37 @@ class CacheManager:
             storage.settle(blocks)
             self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)
 
+    def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
+        """Move blocks from the longest sequence of the batch to sequences that need one, if the pool is full.
+
+        With eviction only. A sequence is only shrunk while it is at least as long as all others. A sequence that gets
+        no block overwrites its own tokens.
+        """
+        for sequence in batch if self.evicts else ():
+            if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
+                continue
+            if not self._pool.grows:
+                longest = max(batch, key=lambda other: len(other.blocks.ids))
+                if len(longest.blocks.ids) > len(sequence.blocks.ids) + 1:
+                    self._shrink(longest, storage)
+            if self._pool.grows:
+                self._pool.reserve(sequence.blocks, sequence.position + 1)
+
+    def _shrink(self, sequence: Sequence, storage: KVStorage) -> None:
+        """Evict the least important tokens of a sequence and free its last block, if possible."""
+        blocks, policy = sequence.blocks, self._policy
+        moves = sequence.slots.shrink(blocks)
+        if moves is None:
+            return
+        for layer, pairs in enumerate(moves):
+            for slot, target in pairs:
+                storage.move(blocks, layer, slot, target)
+                if layer not in policy.dense_layers:
+                    sequence.state.on_moved(layer, slot, target)
+        storage.close(blocks)  # resident KV entries have moved to other slots
+        self._pool.shrink(blocks, blocks.capacity - BLOCK_SIZE)
+        storage.open(blocks, policy.sinks, policy.recent)
+
 
 NAMED = 8  # maximum number of holdings listed in an error message
 
@@ -188,26 +217,9 @@ class Reclaimable(Protocol):
         ...
 
 
-def retry_after_reclaim(action: Callable[[], T], reclaimables: Iterable[Reclaimable]) -> T:
-    """Call `action` and return its result. While the call raises PoolFullError, reclaim memory and try again.
-
-    `action` must not change any state if it raises. If no more memory can be reclaimed, raise a PoolFullError whose
-    message lists the memory that is still in use.
-    """
-    while True:
-        try:
-            return action()
-        except PoolFullError as error:
-            stores = tuple(reclaimables)
-            if any(one.reclaim() for one in stores):
-                continue
-            holdings = sorted((own for one in stores for own in one.holdings()), key=lambda own: -own.bytes)
-            if not holdings:
-                raise
-            raise type(error)(f"{error}; {_described(holdings)}") from error
-
-
-def _described(holdings: list[Holding]) -> str:
+def describe_holdings(holdings: list[Holding]) -> str:
+    """Return a part of an error message that lists the largest `holdings`."""
+    holdings = sorted(holdings, key=lambda own: -own.bytes)
     total = sum(one.bytes for one in holdings)
     named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in holdings[:NAMED])
     others = f" and {len(holdings) - NAMED} more" if len(holdings) > NAMED else ""

@@ -97,64 +97,64 @@ def check_evictable(policy: Policy) -> None:
         )
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a value, cut to 80 characters, and its type, for an error message."""
     return f"{value!r:.80} is {type(value).__name__}"
 
 
-def whole(name: str, value: object, least: int) -> int:
+def check_int(name: str, value: object, least: int) -> int:
     """Return `value` as an int. Raise InputError if it is not an integer, or less than `least`."""
     try:
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):
             raise TypeError
         number = index(value)
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{name}={shown(value)}; it must be an integer") from None
+        raise InputError(f"{name}={describe_value(value)}; it must be an integer") from None
     if number < least:
         raise InputError(f"{name}={number} must be at least {least}")
     return int(number)
 
 
-def whole_or_none(name: str, value: object, least: int) -> int | None:
-    """Return None if `value` is None, and the result of `whole` otherwise."""
-    return None if value is None else whole(name, value, least)
+def check_int_or_none(name: str, value: object, least: int) -> int | None:
+    """Return None if `value` is None, and the result of `check_int` otherwise."""
+    return None if value is None else check_int(name, value, least)
 
 
-def salt(cache_salt: object) -> str:
+def check_salt(cache_salt: object) -> str:
     """Return `cache_salt` of a request. Raise InputError if it is not a string."""
     if not isinstance(cache_salt, str):
         raise InputError(
-            f"cache_salt={shown(cache_salt)}; it must be a string; an empty one shares KV with all requests"
+            f"cache_salt={describe_value(cache_salt)}; it must be a string; an empty one shares KV with all requests"
         )
     return cache_salt
 
 
-def sampling(given: object, default: SamplingParams) -> SamplingParams:
+def check_sampling_params(given: object, default: SamplingParams) -> SamplingParams:
     """Return `given`, or `default` if `given` is None. Raise InputError if `given` is no SamplingParams."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):
-        raise InputError(f"sampling_params={shown(given)}; it must be a SamplingParams")
+        raise InputError(f"sampling_params={describe_value(given)}; it must be a SamplingParams")
     return given
 
 
-def sampling_of_each(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
+def sampling_params_per_prompt(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
     """Return one SamplingParams per prompt.
 
     `given` is one SamplingParams for all prompts, a list with one per prompt, or None for `default`. Raises InputError.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
-        return [sampling(given, default)] * prompts
+        return [check_sampling_params(given, default)] * prompts
     if len(given) != prompts:
         raise InputError(f"{len(given)} SamplingParams for {prompts} prompts: pass one, or one per prompt")
-    return [sampling(one, default) for one in given]
+    return [check_sampling_params(one, default) for one in given]
 
 
-def folder_path(name: str, value: object) -> Path:
+def check_folder_path(name: str, value: object) -> Path:
     """Return a folder as a path with "~" expanded. Raise InputError if it is not a path."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
-        raise InputError(f"{name}={shown(value)}; it must be a path")
+        raise InputError(f"{name}={describe_value(value)}; it must be a path")
     try:
         os.fsencode(text)
         return Path(text).expanduser()
@@ -162,7 +162,7 @@ def folder_path(name: str, value: object) -> Path:
         raise InputError(f"{name}={value!r}: {error}") from None
 
 
-def texts_or_ids(name: str, value: object) -> Sequence[object]:
+def check_prompt_list(name: str, value: object) -> Sequence[object]:
     """Return a list of prompts. Raise InputError for a single text and for other types."""
     if isinstance(value, (str, bytes)):
         raise InputError(f"{name} is a single text: pass a list of texts")
@@ -170,5 +170,5 @@ def texts_or_ids(name: str, value: object) -> Sequence[object]:
         with suppress(TypeError, ValueError, RuntimeError):  # a tensor without data, which is refused below
             value = value.tolist()
     if not isinstance(value, Sequence):
-        raise InputError(f"{name}={shown(value)}; it must be a list of texts or of token ids")
+        raise InputError(f"{name}={describe_value(value)}; it must be a list of texts or of token ids")
     return value

@@ -19,6 +19,7 @@ from ..errors import PoolFullError
 from ..model_runner.trace import Recorder
 from ..outputs import TokenOutput
 from ..sampling_params import SamplingParams
+from ..utils.progress import Progress
 from .beam_search import BeamSearchRequest
 from .logits_processors import check_answerable
 from .request import Request, SampledRequest, StartAgainError
@@ -100,6 +101,29 @@ class Engine:
         """
         with self.runner.pool.lock:  # engines on other threads read the queue
             self.scheduler.add(request, swaps=swaps)
+
+    def run_all(
+        self, prompts: Seq[list[int]], params: Seq[SamplingParams], cache_salt: str, progress: Progress
+    ) -> list[Request]:
+        """Run one request for each prompt, with its parameters, and return the ended requests in order.
+
+        Raises:
+            InputError, ModelError, PoolFullError: A request failed. All others were cancelled.
+        """
+        each = list(zip(prompts, params, strict=True))
+        for prompt, one in each:
+            self.runner.cache_manager.check(len(prompt), len(prompt) + one.max_tokens)
+        requests = [self.add(prompt, one, cache_salt=cache_salt) for prompt, one in each]
+        try:
+            with progress.items("generate", sum(one.n for one in params)) as on_done:
+                while not self.idle:
+                    for event in self.step():
+                        if event.finish_reason is not None:
+                            on_done()
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return requests
 
     @property
     def idle(self) -> bool:

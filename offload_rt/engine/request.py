@@ -272,19 +272,19 @@ class SampledRequest(Request):
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
         stop = prompt if runner.approximates else prompt + len(self.new_tokens)
-        seen = None if self.new_tokens else self._prompt_logprobs()
-        self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if seen is None else 0)
+        collected = None if self.new_tokens else self._prompt_logprobs()
+        self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
         sequence.trace.prompt_tokens = prompt
         self._count_on(sequence)
-        every_logits = None if seen is None else seen.see
+        every_logits = None if collected is None else collected.add
         return runner.begin_prefill(sequence, stop, want_logits=True, every_logits=every_logits)
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:
             return None
-        seen = PromptLogprobs(self.prompt.token_ids, self.params.prompt_logprobs, self._tokenizer)
-        self.prompt_logprobs = seen.found
-        return seen
+        collected = PromptLogprobs(self.prompt.token_ids, self.params.prompt_logprobs, self._tokenizer)
+        self.prompt_logprobs = collected.logprobs
+        return collected
 
     def _count_on(self, sequence: Sequence) -> None:
         if self._trace is None:

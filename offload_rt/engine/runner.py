@@ -16,13 +16,11 @@ from ..errors import EngineError
 from ..kernels.team import engine_threads
 from ..kv_cache.pool import HostPool
 from ..model_runner.batch import DecodeBatch
-from ..model_runner.batched import StepModes
+from ..model_runner.batched import EagerSteps
 from ..model_runner.cuda_graphs import steps_for
 from ..model_runner.prefill import Prefill, segment_tokens
-from ..model_runner.rebalance import rebalance
 from ..model_runner.sequence import Sequence
 from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
-from ..model_runner.shared_rows import learn_from_others
 from ..models.loading import LoadedModel
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
@@ -66,8 +64,8 @@ class Runner(SequenceManager):
         best = prefill_slices(config, self.adapter.device)[0]
         self.slice_tokens = best if plan is None else plan.costs.slice
         self._threads = ThreadChoice()
-        self.modes = StepModes()
-        self.steps = steps_for(config, self.adapter.device, self.modes, streams=weights is not None)
+        self.eager = EagerSteps()
+        self.steps = steps_for(config, self.adapter.device, self.eager, streams=weights is not None)
         # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
         # if KV is on disk (it is read block by block).
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
@@ -84,7 +82,7 @@ class Runner(SequenceManager):
             assert self.draft is not None
             self.draft.free(sequence.drafter)
             sequence.drafter = None
-        self.modes.release()
+        self.eager.release()
         super().free(sequence)
 
     @device_guard
@@ -111,7 +109,7 @@ class Runner(SequenceManager):
         """
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
-            learn_from_others(sequence, self._open.values())
+            sequence.share_state(self._open.values())
         behind = SHARED_BEHIND if self.cache_manager.shares else 0
         self.cache_manager.slide(sequence, self.transfer.storage, stop, behind=behind)
         return Prefill(
@@ -169,14 +167,14 @@ class Runner(SequenceManager):
         Returns float32 logits `[B, V]`.
         """
         began, used = time.perf_counter(), self.weight_use
-        rebalance(batch, self.pool, self.transfer.storage, self.policy)
+        self.cache_manager.rebalance(batch, self.transfer.storage)
         for sequence in batch:
             if self.states is not None and sequence.interrupted:
                 raise EngineError("an interrupted step left recurrent state incomplete: send the request again")
             self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
-        sharing = self.prefixes.of([sequence.blocks for sequence in batch])
+        sharing = self.prefixes.find([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         decoding = DecodeBatch(ordered, self.adapter, self.policy, self.transfer, sharing)
         with self._threads.step(self.adapter.device, len(batch)):

@@ -224,11 +224,11 @@ class PromptLogprobs:
 
     def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
-        self.found: list[Logprobs | None] = [None]
+        self.logprobs: list[Logprobs | None] = [None]
 
-    def see(self, first: int, logits: torch.Tensor) -> None:
+    def add(self, first: int, logits: torch.Tensor) -> None:
         """Add the logits `[n, V]` of positions [first, first + n). The caller must add positions in order."""
-        assert first == len(self.found) - 1
+        assert first == len(self.logprobs) - 1
         check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]
-        self.found += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)
+        self.logprobs += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)

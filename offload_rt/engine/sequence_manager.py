@@ -12,6 +12,7 @@ import torch
 
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE, BlockTable
+from ..errors import PoolFullError
 from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
@@ -23,7 +24,7 @@ from ..planning.device_plan import DevicePlan
 from ..policies.base import Policy
 from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
-from .cache_manager import CacheManager, Reclaimable, retry_after_reclaim
+from .cache_manager import CacheManager, Reclaimable, describe_holdings
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .snapshot_keeper import SnapshotKeeper
 
@@ -89,7 +90,7 @@ class SequenceManager:
         """
         check_token_ids(tokens, self.model)
         provenance = self.model.weights_provenance() + provenance
-        diverged_at = self.cache_manager.diverges(tokens[:reuse], provenance)
+        diverged_at = self.cache_manager.first_uncached(tokens[:reuse], provenance)
         blocks = self.cache_manager.block_table(tokens[:reuse], capacity, len(tokens), provenance)
         known = blocks.length
         sequence = self._create(blocks, tokens, known=known, exact=known, shift=0, provenance=provenance)
@@ -107,11 +108,22 @@ class SequenceManager:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action`.
+        """Call `action` and return its result.
 
-        While the call raises PoolFullError, reclaim memory (for example of idle sessions) and retry.
+        While the call raises PoolFullError, reclaim memory (for example of idle sessions) and try again. `action` must
+        not change any state if it raises. If no more memory can be reclaimed, raise a PoolFullError whose message lists
+        the memory that is still in use.
         """
-        return retry_after_reclaim(action, self.reclaimables)
+        while True:
+            try:
+                return action()
+            except PoolFullError as error:
+                stores = tuple(self.reclaimables)
+                if any(one.reclaim() for one in stores):
+                    continue
+                if holdings := [own for one in stores for own in one.holdings()]:
+                    raise type(error)(f"{error}; {describe_holdings(holdings)}") from error
+                raise
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.

@@ -6,8 +6,8 @@ from ..core import BLOCK_SIZE
 from ..errors import MemoryLimitError
 from ..kv_cache.pool import HostPool
 from ..kv_cache.snapshot_table import needed_places
+from ..model_runner.prefill import StateCapture
 from ..model_runner.sequence import Sequence
-from ..model_runner.state_capture import StateCapture
 from ..models.recurrent import StateSlots
 
 

@@ -22,6 +22,7 @@ from ..transfer.residency import places
 from ..transfer.row_lists import PendingBatchFetch
 from .attention import give_to_sinks, scores_lse
 from .batch import Attend, DecodeBatch
+from .decode import DecodeStep
 from .per_sequence import PerSequenceMode
 from .step_inputs import StepInputs, StepShape
 from .trace import TransferUse
@@ -122,9 +123,9 @@ class BatchedMode(PerSequenceMode):
             use = TransferUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
-            if sequence.slots.listens or recorder is not None:
+            if sequence.slots.records_selected or recorder is not None:
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
-                sequence.slots.selected(layer, slots)
+                sequence.slots.record_selected(layer, slots)
                 if recorder is not None:
                     recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
 
@@ -159,7 +160,7 @@ class BatchedMode(PerSequenceMode):
         if selected is not None:
             if batch.policy.wants_weights:
                 scaled, fetched = grouped.to(lse.dtype) * scale, KVPart(k, v, counts)
-                seen = inputs.attended(scaled, resident, fetched, selected, lse)
+                seen = inputs.attention_weights(scaled, resident, fetched, selected, lse)
                 inputs.keys.attended(layer, inputs.candidates, *seen)
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
         if (sinks := batch.adapter.sinks(layer)) is not None:
@@ -197,11 +198,18 @@ class LayerSelection:
 MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose inputs and graphs are kept
 
 
-class StepModes:
-    """Chooses the selection mode of each step. The inputs of the latest batch sizes and context buckets are cached."""
+class EagerSteps:
+    """Runs decode steps eagerly: the host launches every kernel.
+
+    The inputs of the latest batch sizes and context buckets are cached.
+    """
 
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
+
+    def run(self, batch: DecodeBatch) -> torch.Tensor:
+        """Run a decode step. Return float32 logits `[B, V]`."""
+        return DecodeStep(batch, self.mode(batch)).run()
 
     def mode(self, batch: DecodeBatch) -> PerSequenceMode:
         """Return a `BatchedMode` if policy and transfer support it, else a `PerSequenceMode`."""

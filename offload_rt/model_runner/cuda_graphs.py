@@ -24,7 +24,7 @@ from ..config import EngineConfig
 from ..core import padded_batch
 from ..errors import ConfigError
 from .batch import DecodeBatch
-from .batched import MAX_CACHED, BatchedMode, LayerSelection, StepModes
+from .batched import MAX_CACHED, BatchedMode, EagerSteps, LayerSelection
 from .decode import DecodeStep
 from .step_inputs import StepInputs, StepShape
 
@@ -101,38 +101,19 @@ class _Captured:
         return self._logits.clone()
 
 
-class Steps(Protocol):
-    """Interface for running decode steps: eagerly or with CUDA graphs."""
-
-    def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step. Return float32 logits `[B, V]`."""
-        ...
-
-
-class EagerSteps:
-    """Runs decode steps eagerly: the host launches every kernel."""
-
-    def __init__(self, modes: StepModes) -> None:
-        self._modes = modes
-
-    def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Run a decode step. Return float32 logits `[B, V]`."""
-        return DecodeStep(batch, self._modes.mode(batch)).run()
-
-
 class GraphSteps:
     """Runs decode steps by replaying CUDA graphs if possible.
 
     At most `most` graphs are kept, because each uses memory.
     """
 
-    def __init__(self, modes: StepModes, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
-        self._modes, self._make, self._most, self._refused = modes, make, most, False
+    def __init__(self, eager: EagerSteps, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
+        self._eager, self._make, self._most, self._refused = eager, make, most, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured] = weakref.WeakKeyDictionary()
         self._too_large: weakref.WeakSet[StepInputs] = weakref.WeakSet()
         # Shapes without capacity for which all kernels are compiled, and inputs that have run eagerly.
         self._compiled: set[StepShape] = set()
-        self._eager: weakref.WeakSet[StepInputs] = weakref.WeakSet()
+        self._ran: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`.
@@ -141,14 +122,14 @@ class GraphSteps:
         """
         sequences = len(batch.sequences)
         capturable = not self._refused and _capturable(batch)
-        inputs = self._modes.load(batch, padded_batch(sequences)) if capturable else None
+        inputs = self._eager.load(batch, padded_batch(sequences)) if capturable else None
         if inputs is None or not inputs.static:
-            return DecodeStep(batch, self._modes.mode(batch)).run()
+            return self._eager.run(batch)
         mode = BatchedMode(batch, inputs, dense=True)
         kind = inputs.shape._replace(capacity=0)
         if kind not in self._compiled or inputs in self._too_large:
             self._compiled.add(kind)
-            self._eager.add(inputs)
+            self._ran.add(inputs)
             return DecodeStep(batch, mode).run()[:sequences]
         step = DecodeStep(batch, mode)
         step.begin()
@@ -171,8 +152,8 @@ class GraphSteps:
             if _out_of_memory(error):
                 self._make_room(inputs)
                 return None
-            if inputs not in self._eager:
-                self._eager.add(inputs)
+            if inputs not in self._ran:
+                self._ran.add(inputs)
                 return None
             self._refused = True
             _log.warning(
@@ -213,12 +194,14 @@ def _out_of_memory(error: BaseException | None) -> bool:
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on its inputs and the host reads no values during the step."""
     own = batch.policy.rule is not None and batch.policy.rule.own_bases
-    watched = any(s.slots.listens or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
+    watched = any(s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     # Slots of recurrent state may move.
     return not (batch.geometry.states or own or watched)
 
 
-def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, streams: bool) -> Steps:
+def steps_for(
+    config: EngineConfig, device: torch.device, eager: EagerSteps, *, streams: bool
+) -> EagerSteps | GraphSteps:
     """Return the object that runs decode steps for a configuration.
 
     `streams` is True if the host copies weights to the device in every step. Then all steps are eager.
@@ -228,10 +211,10 @@ def steps_for(config: EngineConfig, device: torch.device, modes: StepModes, *, s
     """
     most = max_graphs(config, device, streams=streams)
     if not most:
-        return EagerSteps(modes)
+        return eager
     # Graphs share one memory pool: they are replayed one after the other, and their results are copied.
     pool = torch.cuda.graph_pool_handle()
-    return GraphSteps(modes, lambda: CudaGraph(pool), most)
+    return GraphSteps(eager, lambda: CudaGraph(pool), most)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:

@@ -52,18 +52,16 @@ class PerSequenceMode:
                 selections.append(None)
                 continue
             selection = sequence.state.select(layer, q[:, b], visible[b])
-            if sequence.slots.listens or sequence.trace.recorder is not None:
+            if sequence.slots.records_selected or sequence.trace.recorder is not None:
                 selection = selection.known()  # waits for the device
-            if sequence.slots.listens:
-                sequence.slots.selected(layer, selection.tokens)
+            if sequence.slots.records_selected:
+                sequence.slots.record_selected(layer, selection.tokens)
             selections.append(selection)
             chosen.append(selection)
+        together = None
         if batch.sharing.overlapping and len(chosen) == len(selections):
-            fetches = rows.fetch_together(batch.block_tables, layer, visible, chosen)
-        else:
-            fetches = self._fetch_each(layer, visible, selections)
-        self._record(layer, selections, fetches)
-        return partial(self._attend_each, layer, selections, fetches)
+            together = rows.fetch_together(batch.block_tables, layer, visible, chosen)
+        return partial(self._attend_each, layer, selections, self._start(layer, visible, selections, together))
 
     def fetch_all(self, layer: int) -> Attend:
         """Start fetching all visible tokens of `layer`: shared segments first, then the private part of each sequence.
@@ -79,10 +77,9 @@ class PerSequenceMode:
         for segment, pending in zip(segments, shared, strict=True):
             batch.sequences[segment.first].trace.bytes_requested += pending.bytes
         if segments:
-            visible = [batch.sharing.own(b, seen) for b, seen in enumerate(visible)]
+            visible = [batch.sharing.private_part(b, seen) for b, seen in enumerate(visible)]
         selections = [None] * len(visible)
-        fetches = self._fetch_each(layer, visible, selections)
-        self._record(layer, selections, fetches)
+        fetches = self._start(layer, visible, selections)
         if segments:
             return partial(self._attend_segments, layer, segments, shared, fetches)
         return partial(self._attend_each, layer, selections, fetches)
@@ -90,22 +87,29 @@ class PerSequenceMode:
     def finish(self) -> None:
         """Record the step in the traces after the last layer. Here a no-op: fetches are recorded when they start."""
 
-    def _fetch_each(
-        self, layer: int, visible: Seq[VisibleTokens], selections: Seq[Selection | None]
+    def _start(
+        self,
+        layer: int,
+        visible: Seq[VisibleTokens],
+        selections: Seq[Selection | None],
+        started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        rows, each = self._batch.transfer.rows, zip(self._batch.block_tables, visible, selections, strict=True)
-        return [rows.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
+        """Start one fetch of `visible` or `selections` per sequence, unless they have been `started`.
 
-    def _record(self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch]) -> None:
-        """Record the attended tokens and transferred bytes of `layer` in the trace of each sequence."""
-        for b, sequence in enumerate(self._batch.sequences):
-            visible, selection = self._batch.visible[layer][b], selections[b]
-            sequence.trace.bytes_requested += fetches[b].bytes
+        Record the attended tokens and transferred bytes in the trace of each sequence.
+        """
+        batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
+        for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):
+            fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]
+            fetches.append(fetch)
+            sequence.trace.bytes_requested += fetch.bytes
+            seen = batch.visible[layer][b]
             if selection is None:
-                sequence.trace.record_fetch(layer, visible, len(visible.candidates))
+                sequence.trace.record_fetch(layer, seen, len(seen.candidates))
             else:
                 counts = selection.counts
-                sequence.trace.record_fetch(layer, visible, selection.count if counts is None else counts[0])
+                sequence.trace.record_fetch(layer, seen, selection.count if counts is None else counts[0])
+        return fetches
 
     def _attend_each(
         self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor

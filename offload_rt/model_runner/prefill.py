@@ -6,7 +6,7 @@ layer, and temporary tensors of one slice. Each layer updates the hidden states 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
@@ -15,14 +15,37 @@ import torch
 from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..kv_cache.pool import HostPool
+from ..kv_cache.state_pool import StatePool
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import keys_and_values, residual_after_attention, slices_of
+from ..models.recurrent import StateSlots
 from ..policies.base import Policy, PolicyState
 from ..transfer.base import KVStorage, PrefilledLayer
 from .sequence import Sequence
-from .state_capture import StateCapture
 
 LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at the same time
+
+
+class StateCapture:
+    """Copies the recurrent state of one sequence to snapshots at certain places of a prefill, layer by layer.
+
+    A place is a number of tokens. A snapshot is complete when every layer has processed the tokens before its place.
+
+    Args:
+        slots: Recurrent state of all sequences on the device.
+        slot: Slot of the sequence in `slots`.
+        pool: Memory of the snapshots.
+        targets: Slot of `pool` for the snapshot at each place. Places are counted from the start of the sequence.
+    """
+
+    def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
+        self._slots, self._slot, self._pool, self._targets = slots, slot, pool, dict(targets)
+        self.places = sorted(targets)
+
+    def finished(self, layer: int) -> None:
+        """Copy the state of a decoder layer if the layer has just processed the last token before a place."""
+        if (target := self._targets.get(self._slots.seen[layer][self._slot])) is not None:
+            self._pool.save(target, layer, *self._slots.of_layer(layer, self._slot))
 
 
 class Prefill:
@@ -181,7 +204,7 @@ class Prefill:
             residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen, position)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:
-            learn(state, layer, kv, rows.first, self._learn_from)
+            pass_to_policy(state, layer, kv, rows.first, self._learn_from)
 
     @property
     def _keeps_state(self) -> bool:
@@ -212,14 +235,14 @@ class Prefill:
             q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
             attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
         if slices or self._learn_from < rows.first:
-            go_through(rows.past, attending, state, layer, self._learn_from)
+            attend_past_kv(rows.past, attending, state, layer, self._learn_from)
         for s, each in zip(slices, attending, strict=True):
             each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
             attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
 
 
-def go_through(
+def attend_past_kv(
     parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
     """Attend to each part of a layer's KV with every accumulator in `attending`. `parts` can be iterated only once.
@@ -230,11 +253,11 @@ def go_through(
     for part in parts:
         for each in attending:
             each.add(part.k, part.v)
-        learn(state, layer, part, at, start)
+        pass_to_policy(state, layer, part, at, start)
         at += part.k.shape[1]
 
 
-def learn(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
+def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
     """Pass the KV in `rows` to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
         state.on_keys(layer, rows.k[:, known:], at + known)

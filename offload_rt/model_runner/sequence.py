@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 
@@ -78,6 +80,25 @@ class Sequence:
         """Number of blocks that this sequence and its forks may still need until each has `expected` tokens."""
         blocks, shared = -(-self.expected // BLOCK_SIZE), (len(self.tokens) - 1) // BLOCK_SIZE
         return max(0, blocks - len(self.blocks.ids)) + self.forks * max(0, blocks - shared)
+
+    def share_state(self, others: Iterable[Sequence]) -> None:
+        """Copy policy state, such as approximate KV, of cached tokens from a sequence that uses the same blocks.
+
+        The state of a token depends only on its key and value, which are equal in shared blocks. Of `others`, the
+        sequence whose state covers the most `unlearned` tokens is used. Only tokens that a prefill computed count.
+        """
+        known = ((self._tokens_known_to(other), -other.id, other) for other in others if other is not self)
+        tokens, _, best = max(known, default=(0, 0, self))
+        if tokens > self.learned and (state := best.state.fork_prefix(tokens)) is not None:
+            self.state, self.learned = state, tokens
+
+    def _tokens_known_to(self, other: Sequence) -> int:
+        """Return how many of the `unlearned` tokens are in the policy state of `other` with the same blocks."""
+        if other.unlearned or other.interrupted:
+            return 0
+        pairs = zip(other.blocks.ids, self.blocks.ids, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return min(common * BLOCK_SIZE, other.exact, self.unlearned)
 
     def check_integrity(self) -> None:
         """Assert that tokens, block table and policy state agree."""

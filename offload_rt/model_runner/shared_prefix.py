@@ -64,7 +64,7 @@ class Sharing:
         return rows.index_select(0, to_device(back, rows.device))
 
     @classmethod
-    def of(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
+    def find(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
         """Compute the shared prefixes from block ids.
 
         `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
@@ -81,7 +81,7 @@ class Sharing:
             private[segment.first : segment.stop] = [segment.tokens.stop] * (segment.stop - segment.first)
         return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
 
-    def own(self, b: int, visible: VisibleTokens) -> VisibleTokens:
+    def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
         """Return the tokens of `visible` that are in no segment, for the sequence at index `b` in tree order.
 
         `visible` must begin at slot 0.
@@ -131,12 +131,12 @@ class SharedPrefixes:
     def __init__(self, token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> None:
         self._token_bytes, self._pays_from = token_bytes, pays_from
         self._tables: list[list[int]] = []
-        self._sharing = Sharing.of([], token_bytes)
+        self._sharing = Sharing.find([], token_bytes)
 
-    def of(self, block_tables: Seq[BlockTable]) -> Sharing:
+    def find(self, block_tables: Seq[BlockTable]) -> Sharing:
         """Return the shared prefixes of a batch with these block tables."""
         blocks = [blocks.ids for blocks in block_tables]
         if blocks != self._tables:
-            self._sharing = Sharing.of(block_tables, self._token_bytes, self._pays_from)
+            self._sharing = Sharing.find(block_tables, self._token_bytes, self._pays_from)
             self._tables = [list(ids) for ids in blocks]
         return self._sharing

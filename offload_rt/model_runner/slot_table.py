@@ -8,8 +8,6 @@ former slot.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from ..config import EvictionOptions
@@ -23,43 +21,29 @@ Moves = list[tuple[int, int]]
 """Moves of KV in one layer. A pair (slot, target) means to copy the KV in `slot` to slot `target`."""
 
 
-class SlotTable(Protocol):
-    """Slots of one sequence. `begin_step` chooses the slot of the newest token.
+class SlotTable:
+    """Slots of one sequence without eviction: token t stays in slot t. If the pool is full, an error is raised.
 
-    All attributes refer to the current step.
+    Attributes:
+        newest: Slot of the token that the current step computes.
+        context: Number of slots in use, including the newest (N).
+        moves: KV moves by layer that must precede the write of the newest token: (its slot, slot of the evicted token).
+            The KV in the first slot must be copied to the second.
+        grows: Whether `CacheManager.rebalance` reserves the sequence's next block when the last block is full.
+        records_selected: Whether the caller must report the slots that each step selects, with `record_selected`.
     """
 
-    @property
-    def listens(self) -> bool:
-        """Whether the caller must report the slots that each step selects, with `selected`."""
-        ...
+    grows = records_selected = False
 
-    @property
-    def newest(self) -> int:
-        """Slot of the token that the current step computes."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """Number of slots in use, including the newest (N)."""
-        ...
-
-    @property
-    def grows(self) -> bool:
-        """Whether `rebalance` reserves the sequence's next block when the last block is full."""
-        ...
-
-    @property
-    def moves(self) -> dict[int, tuple[int, int]]:
-        """KV moves by layer that must precede the write of the newest token: (its slot, the victim's slot).
-
-        The KV in the first slot must be copied to the second.
-        """
-        ...
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self.newest, self.context = -1, 0
+        self.moves: dict[int, tuple[int, int]] = {}
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Choose the slot of the token at `position`. Raise PoolFullError if there is none."""
-        ...
+        """Choose and reserve the slot of the token at `position`. Raise PoolFullError if there is none."""
+        self._pool.reserve(blocks, position + 1)
+        self.newest, self.context = position, position + 1
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Remove the last block from the slot table, between steps.
@@ -68,54 +52,23 @@ class SlotTable(Protocol):
             The KV moves of each layer. The caller applies them in order and then frees the block. If the block cannot
             be removed, None is returned and the slot table is unchanged.
         """
-        ...
+        return None
 
-    def selected(self, layer: int, slots: torch.Tensor) -> None:
+    def record_selected(self, layer: int, slots: torch.Tensor) -> None:
         """Record that the current step selected `slots`, int64 `[Hkv, n]`, in `layer`."""
-        ...
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Return the positions in the text of the tokens in `slots` (any shape) of a layer, in the current step."""
-        ...
+        return slots
 
     def fork(self) -> SlotTable:
         """Return an independent copy."""
-        ...
-
-
-class AppendOnly:
-    """Slot table without eviction: token t stays in slot t. If the pool is full, an error is raised."""
-
-    grows = listens = False
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self.newest, self.context = -1, 0
-        self.moves: dict[int, tuple[int, int]] = {}
-
-    def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Reserve the slot at `position`. Raise PoolFullError if there is no free block."""
-        self._pool.reserve(blocks, position + 1)
-        self.newest, self.context = position, position + 1
-
-    def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Return None, because tokens are not evicted."""
-        return None
-
-    def selected(self, layer: int, slots: torch.Tensor) -> None:
-        """No-op, because `listens` is False."""
-
-    def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return `slots`, because token t is in slot t."""
-        return slots
-
-    def fork(self) -> AppendOnly:
-        twin = AppendOnly(self._pool)
+        twin = SlotTable(self._pool)
         twin.newest, twin.context = self.newest, self.context
         return twin
 
 
-class InPlaceEviction:
+class InPlaceEviction(SlotTable):
     """Slot table with eviction: when the pool is full, new tokens overwrite victims of the same sequence.
 
     Until then, token t is in slot t. Afterwards, the sequence does not grow, but may shrink block by block in favour of
@@ -123,10 +76,11 @@ class InPlaceEviction:
     are never overwritten. Overwritten blocks are removed from the prefix tree. The caller moves the KV.
     """
 
-    listens = True
+    records_selected = True
 
     def __init__(self, pool: HostPool, options: EvictionOptions, sinks: int, recent: int) -> None:
-        self._pool, self._options = pool, options
+        super().__init__(pool)
+        self._options = options
         self._sinks = sinks if options.protect == "window" else 0
         self._recent = recent
         groups = pool.groups
@@ -137,9 +91,7 @@ class InPlaceEviction:
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
         self.grows = True  # until the first token is overwritten
-        self.moves: dict[int, tuple[int, int]] = {}
         self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
-        self.newest, self.context = -1, 0
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
         """Use the next slot if the pool has a free one.
@@ -185,7 +137,7 @@ class InPlaceEviction:
         """Return whether all blocks from slot `first` on are exclusive to this sequence. Claims them if possible."""
         return all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids)))
 
-    def selected(self, layer: int, slots: torch.Tensor) -> None:
+    def record_selected(self, layer: int, slots: torch.Tensor) -> None:
         """Record the use of `slots`, int64 `[Hkv, n]`, for the ranking of victims."""
         self._state.touch(self._place[layer], slots.to(self._state.position.device), self._known - 1)
 

@@ -126,7 +126,7 @@ class StepInputs:
         each = [span for span in spans for _ in range(self._heads)]
         return [[span.start for span in each], [span.stop for span in each]]
 
-    def attended(
+    def attention_weights(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's attention weights by token index, `[P, capacity]`, and whether each token was attended.

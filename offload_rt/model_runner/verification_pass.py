@@ -12,7 +12,7 @@ from ..models.adapter import ModelAdapter
 from ..models.full_attention import attend_layer
 from ..policies.base import Policy
 from ..transfer.base import KVStorage, PrefilledLayer
-from .prefill import go_through, learn
+from .prefill import attend_past_kv, pass_to_policy
 from .sequence import Sequence
 
 
@@ -66,7 +66,7 @@ class VerificationPass:
         else:
             attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
         if window is None:
-            learn(sequence.state, layer, rows.kv, rows.first, known)
+            pass_to_policy(sequence.state, layer, rows.kv, rows.first, known)
         return attended.transpose(0, 1).flatten(1)
 
     def _attend_past(
@@ -78,6 +78,6 @@ class VerificationPass:
         """
         geometry = self._adapter.geometry
         attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
-        go_through(rows.past, [attending], sequence.state, layer, known)
+        attend_past_kv(rows.past, [attending], sequence.state, layer, known)
         attending.add_own(rows.kv.k, rows.kv.v)
         return attending.result(self._adapter.sinks(layer))

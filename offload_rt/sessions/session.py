@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from ..engine.checks import sampling
+from ..engine.checks import check_sampling_params
 from ..engine.engine import Engine
 from ..errors import InputError
 from ..outputs import Stats, TokenOutput
@@ -156,7 +156,7 @@ class Session:
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
-        params = sampling(params, self.kv.runner.model.sampling)
+        params = check_sampling_params(params, self.kv.runner.model.sampling)
         events = self._send(prompt, self.encode(prompt, params), params, on_prefill)
         self._answers.add(events)
         return events

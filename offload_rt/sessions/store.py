@@ -14,7 +14,7 @@ import torch
 
 from ..config import DType, KVFormatName
 from ..engine.cache_manager import Holding
-from ..engine.checks import folder_path
+from ..engine.checks import check_folder_path
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, OffloadError, StoreError
 from ..kv_cache.prefix_tree import root_key
@@ -288,7 +288,7 @@ class OpenStores:
         self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
     ) -> SessionStore:
         """Return the store in the folder `store`. For the arguments and errors, see `LLM.session_store`."""
-        folder = folder_path("store", store).resolve()
+        folder = check_folder_path("store", store).resolve()
         known = self._stores.get(folder)
         if known is None or known.closed:
             chosen = configured(StoreOptions, options, fields)

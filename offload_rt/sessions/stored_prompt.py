@@ -136,7 +136,7 @@ class StoredPrompt(StoredRequest):
     def _undo_prepare(self) -> None: ...
 
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
-        diverged_at = self.kv.runner.cache_manager.diverges(tokens, self.kv.history.provenance)
+        diverged_at = self.kv.runner.cache_manager.first_uncached(tokens, self.kv.history.provenance)
         return None if diverged_at is None else max(diverged_at, position)
 
     def _segment_stop(self, start: int) -> int:

@@ -17,7 +17,7 @@ from copy import copy
 import torch
 
 from ..core import BLOCK_SIZE, BlockTable, ModelGeometry, ranges_of
-from ..engine.checks import whole, whole_or_none
+from ..engine.checks import check_int, check_int_or_none
 from ..engine.prompts import token_ids
 from ..errors import InputError, ModelError, StoreError
 from ..kv_cache.pool import HostPool
@@ -107,7 +107,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
     """Remove tokens from a session, which must not be parked. Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
-    sinks, keep_last = whole("sinks", sinks, 0), whole_or_none("keep_last", keep_last, 1)
+    sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
     if not 0 <= sinks < BLOCK_SIZE:
         raise InputError(f"sinks={sinks} must be from 0 to {BLOCK_SIZE - 1}")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from ..engine.checks import sampling
+from ..engine.checks import check_sampling_params
 from ..engine.engine import Engine
 from ..errors import InputError, OffloadError
 from ..outputs import FinishReason, Stats, TokenOutput
@@ -90,7 +90,7 @@ class TurnQueue:
             InputError: An argument is invalid, or the session is answering outside this queue.
             StoreError: The stored session cannot be opened.
         """
-        params = sampling(params, self.store.context.runner.model.sampling)
+        params = check_sampling_params(params, self.store.context.runner.model.sampling)
         session = self.store.session(name)
         if session.busy and not any(one.session is session for one in [*self._backlog, *self._running]):
             raise InputError(f"session {name!r} is answering elsewhere: take all events first")

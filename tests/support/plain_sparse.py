@@ -18,7 +18,7 @@ from offload_rt.core import KVPart, ModelGeometry, Selection, VisibleTokens
 from offload_rt.kv_cache.kv_format import make_kv_format
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner.attention import attend, group_weights
-from offload_rt.model_runner.slot_table import AppendOnly, InPlaceEviction, SlotTable
+from offload_rt.model_runner.slot_table import InPlaceEviction, SlotTable
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import LoadedModel
 from offload_rt.policies.base import Policy, PolicyState
@@ -53,7 +53,7 @@ class _Slots:
         self._pool = HostPool(one, dtype, limit, kv_cache_dtype=config.kv_cache_dtype)
         self._blocks = self._pool.new_block_table(max(1, prefilled))
         self._pool.commit(self._blocks, prefilled)
-        self._table: SlotTable = AppendOnly(self._pool)
+        self._table: SlotTable = SlotTable(self._pool)
         if config.eviction is not None and not slides:
             self._table = InPlaceEviction(self._pool, config.eviction, policy.sinks, policy.recent)
         self._resident = geometry.resident(layer, policy.sinks, policy.recent)
@@ -93,7 +93,7 @@ class _Slots:
         return torch.tensor(self._tokens)[list(slots) if isinstance(slots, range) else slots]
 
     def selected(self, slots: torch.Tensor) -> None:
-        self._table.selected(0, slots)
+        self._table.record_selected(0, slots)
 
 
 @torch.inference_mode()

@@ -175,7 +175,7 @@ class SpeculativeDecoder:
         began = time.perf_counter()
         try:
             self._decode_steps(drafts)
-            self._costs.saw_drafts(sum(draft.decoded for draft in drafts), time.perf_counter() - began)
+            self._costs.observe_drafts(sum(draft.decoded for draft in drafts), time.perf_counter() - began)
         finally:
             for draft in drafts:
                 sequence = draft.sequence
@@ -220,7 +220,7 @@ class SpeculativeDecoder:
             for sequence, draft in batch:
                 del sequence.tokens[len(sequence.tokens) - len(draft.tokens) :]
         seconds = time.perf_counter() - began
-        self._costs.saw_verification(sum(map(len, rows)), len(batch), seconds)
+        self._costs.observe_verification(sum(map(len, rows)), len(batch), seconds)
         for sequence, draft in batch:
             sequence.trace.decode_seconds += seconds
             draft.alone = self._alone(draft, seconds / len(batch)) * len(batch)
@@ -247,6 +247,6 @@ class SpeculativeDecoder:
             return
         for acceptance, used in ((known.found, not draft.decoded), (known.decoded, draft.decoded > 0)):
             if draft.tokens and used:
-                acceptance.saw(len(draft.tokens), right)
+                acceptance.observe(len(draft.tokens), right)
             else:
-                acceptance.rested()
+                acceptance.record_unused()

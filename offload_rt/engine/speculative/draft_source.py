@@ -52,14 +52,14 @@ class _Cost:
     squares: float = 0.0
     products: float = 0.0
 
-    def saw(self, tokens: float, seconds: float) -> None:
+    def observe(self, tokens: float, seconds: float) -> None:
         observed = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
         before = (self.weight, self.tokens, self.seconds, self.squares, self.products)
         self.weight, self.tokens, self.seconds, self.squares, self.products = (
             MEMORY * old + new for old, new in zip(before, observed, strict=True)
         )
 
-    def of(self, tokens: int) -> float:
+    def seconds_of(self, tokens: int) -> float:
         """Return the expected duration in seconds of a pass over `tokens` tokens, or 0 without observations."""
         if not self.weight:
             return 0.0
@@ -76,20 +76,20 @@ class Costs:
         self._verification = _Cost()
         self._step = _Cost()
 
-    def saw_verification(self, tokens: int, sequences: int, seconds: float) -> None:
+    def observe_verification(self, tokens: int, sequences: int, seconds: float) -> None:
         """Record a verification pass. Each of its sequences is counted with an equal share of tokens and seconds."""
-        self._verification.saw(tokens / sequences, seconds / sequences)
+        self._verification.observe(tokens / sequences, seconds / sequences)
 
-    def saw_drafts(self, tokens: int, seconds: float) -> None:
+    def observe_drafts(self, tokens: int, seconds: float) -> None:
         """Record the time of decode steps that produced `tokens` draft tokens in total."""
-        self._step.saw(1, seconds / tokens)
+        self._step.observe(1, seconds / tokens)
 
-    def of(self, drafts: int, *, decoded: bool) -> float:
+    def round_seconds(self, drafts: int, *, decoded: bool) -> float:
         """Return the expected duration in seconds of a round with `drafts` draft tokens.
 
         `decoded` tells whether the draft tokens are decoded; otherwise they are looked up, which takes no time.
         """
-        return self._verification.of(drafts + 1) + (drafts * self._step.of(1) if decoded else 0.0)
+        return self._verification.seconds_of(drafts + 1) + (drafts * self._step.seconds_of(1) if decoded else 0.0)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Acceptance:
     def __init__(self) -> None:
         self._rate = HOPE
 
-    def saw(self, drafted: int, accepted: int) -> None:
+    def observe(self, drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of `drafted` draft tokens were accepted.
 
         Draft tokens after the first rejected one do not count, because they were not compared.
@@ -114,7 +114,7 @@ class Acceptance:
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._rate = MEMORY * self._rate + (1 - MEMORY) * right
 
-    def rested(self) -> None:
+    def record_unused(self) -> None:
         """Record a round without draft tokens from this source.
 
         The acceptance rate moves towards `HOPE`, so that the source is tried again later.
@@ -131,7 +131,7 @@ class Acceptance:
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):
             tokens, chance = tokens + chance, chance * self._rate
-            seconds = costs.of(drafts, decoded=decoded)
+            seconds = costs.round_seconds(drafts, decoded=decoded)
             if not seconds:  # no pass measured yet: run one without draft tokens first
                 return best
             if tokens / seconds > best.rate:

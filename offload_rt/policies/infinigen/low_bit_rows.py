@@ -186,6 +186,10 @@ class LowBitRows:
             for old, new in zip(parts(read), parts(written), strict=True):
                 new[:, into, place] = old[:, block, row]
 
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`."""
+        return self.query(layer, q, tokens).scores
+
     def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
         """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
         if tokens.stop > self._rows.lengths[layer]:

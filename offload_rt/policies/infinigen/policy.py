@@ -20,7 +20,7 @@ from ...kernels.low_bit_cpu import NativeQuery
 from ...kernels.low_bit_query import LowBitQuery
 from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
-from ...kernels.selection import extend_selection, selection_limit
+from ...kernels.selection import extend_selection, select_tokens, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
 from ...skewing.guess import SOURCES
 from ..base import KeyReader, PolicyState, QuerySource
@@ -32,7 +32,7 @@ from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .key_lists import KeyLists
 from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
 from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
-from .scoring_keys import KeyQuery, ScoringKeys
+from .scoring_keys import ScoringKeys
 
 
 class InfiniGenState(PolicyState):
@@ -96,15 +96,14 @@ class InfiniGenState(PolicyState):
         query = q.to(self._policy.keys_device)
         if self._policy.rule is not None:
             return self._counted(self._policy.rule, layer, query, visible)
-        prepared: KeyQuery
+        alpha, limit = self._policy.selection.alpha, self._policy.selection.limit(visible)
         if self._approximate is None:
-            prepared = self._keys.query(layer, query, candidates)
+            tokens = select_tokens(self._keys.scores(layer, query, candidates), alpha, limit)
         else:
-            prepared = own = self._approximate.query(layer, query, candidates)
+            prepared = self._approximate.query(layer, query, candidates)
+            tokens = prepared.select(alpha, limit)
             if self._policy.query_source == "query":
-                self._prepared = own
-        selection = self._policy.selection
-        tokens = prepared.select(selection.alpha, selection.limit(visible))
+                self._prepared = prepared
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
@@ -140,7 +139,7 @@ class InfiniGenState(PolicyState):
         if most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
-        estimated = self._keys.query(layer, q.to(self._policy.keys_device), visible.all).scores
+        estimated = self._keys.scores(layer, q.to(self._policy.keys_device), visible.all)
         scores = capped(estimated, self._policy.geometry.softcap)
         first = visible.all.start
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)

@@ -18,7 +18,6 @@ from ...kernels.lists import Scores
 from ...kernels.pointer_table import PointerTable
 from ...kernels.selection import (
     GAUSSIAN_STEP,
-    ScoreQuery,
     dot_scores,
     pack,
     quantise,
@@ -107,13 +106,10 @@ class PartialKeys:
         data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
 
-    def query(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` for query q `[H, d]`. Return an object that selects tokens by these scores.
-
-        This reads r elements per token and KV head.
-        """
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`. Reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
-        return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
+        return dot_scores(self._bases[layer].skew_query(q), columns)
 
     def basis(self, layer: int) -> Basis:
         """Return the matrices that transform queries and keys to the stored columns."""
@@ -241,17 +237,17 @@ class QuantisedKeys:
         codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
         data[:, into : into + 1] = pack(codes, self._bits)
 
-    def query(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` for query q `[H, d]`. Return an object that selects tokens by these scores.
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`, which is quantised first.
 
-        The query is quantised first. This reads bits * d / 8 bytes per token and KV head.
+        Reads bits * d / 8 bytes per token and KV head.
         """
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]
         packed = self._packed.data(layer)[:, first:last, : own.mean.shape[1]]
         scores = quantised_scores(own.basis.skew_query(q), packed, own.mean, own.step, self._bits)
-        return ScoreQuery(scores[:, :, begin : begin + len(tokens)])
+        return scores[:, :, begin : begin + len(tokens)]
 
     def basis(self, layer: int) -> Basis:
         """Return the basis that transforms queries and keys before quantisation."""

@@ -153,7 +153,7 @@ def test_slots_equal_those_of_a_plain_list(
             pool.write(blocks, layer, slots.newest, value, -value)
             rows[layer][slots.newest :] = [float(position), *rows[layer][slots.newest + 1 :]]
             chosen = torch.randint(0, slots.context, (2, 7), generator=generator)
-            slots.selected(layer, chosen)
+            slots.record_selected(layer, chosen)
         pool.commit(blocks, slots.context)
         if position == prompt + given_at and (moves := slots.shrink(blocks)) is not None:
             before = slots.context + BLOCK_SIZE if prompt + given_at >= 2 * BLOCK_SIZE else position + 1

@@ -139,12 +139,12 @@ def step_recorded(runner: Runner, batch: list[Sequence], monkeypatch: pytest.Mon
     """Return the operations of a decode step from the tokens to the logits."""
     for sequence in batch:
         sequence.slots.begin_step(sequence.blocks, sequence.position)
-    sharing = runner.prefixes.of([sequence.blocks for sequence in batch])
+    sharing = runner.prefixes.find([sequence.blocks for sequence in batch])
     members = [batch[i] for i in sharing.order]
     step = DecodeBatch(members, runner.adapter, runner.policy, runner.transfer, sharing)
     with torch.inference_mode():
-        assert isinstance(runner.modes.mode(step), BatchedMode)
-        inputs = runner.modes.load(step)
+        assert isinstance(runner.eager.mode(step), BatchedMode)
+        inputs = runner.eager.load(step)
         assert inputs is not None
         with recorded(monkeypatch) as entries:
             DecodeStep(step, BatchedMode(step, inputs)).run()
@@ -189,12 +189,12 @@ def test_lists_are_made_anew_only_for_another_batch_size_or_bucket() -> None:
     seen = []
     for _ in range(6):
         runner.decode(batch)
-        seen.append(list(runner.modes.inputs.values())[-1])
+        seen.append(list(runner.eager.inputs.values())[-1])
     assert [lists is seen[0] for lists in seen] == [True] * 3 + [False] * 3 and seen[3] is seen[5]
     runner.decode(batch[:1])
-    assert list(runner.modes.inputs) == [StepShape(2, 64), StepShape(2, 128), StepShape(1, 128)]
+    assert list(runner.eager.inputs) == [StepShape(2, 64), StepShape(2, 128), StepShape(1, 128)]
     runner.free(batch[0])
-    for lists in runner.modes.inputs.values():  # otherwise KV of a finished sequence stays
+    for lists in runner.eager.inputs.values():  # otherwise KV of a finished sequence stays
         assert not lists.rows._open and not lists.rows._resident and not lists.keys._storages
 
 
@@ -213,7 +213,7 @@ def test_layers_that_slide_and_layers_that_select_are_both_batched() -> None:
     for _ in range(4):
         want = torch.cat([alone.decode([one]) for one in each])
         torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
-    assert together.modes.inputs
+    assert together.eager.inputs
     for one, other in zip(batch, each, strict=True):
         one.trace.settle()
         assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device

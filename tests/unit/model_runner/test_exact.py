@@ -71,7 +71,9 @@ def test_the_text_is_that_of_full_attention(name: str, policy: str, exact: Any) 
 @pytest.mark.parametrize("dear", ["found", "decoded"])
 def test_what_gives_more_tokens_a_second_is_drafted(dear: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text has two words, so lookup finds drafts at every step."""
-    monkeypatch.setattr(Costs, "of", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded")))
+    monkeypatch.setattr(
+        Costs, "round_seconds", lambda _, drafts, *, decoded: 1.0 + 9 * drafts * (decoded == (dear == "decoded"))
+    )
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=[3, 50])
     [done] = completed(runtime(_LLAMA, exact=True).generate([[3, 50, 3, 3, 50, 50, 3, 50] * 8], params))
     steps = len(done.stats.attended_by_step) - done.stats.verifications
@@ -359,17 +361,17 @@ def test_the_length_of_drafts_follows_acceptance_and_costs() -> None:
     """Free and right drafts have the maximum length; wrong or expensive ones are not made."""
     costs, right, wrong = Costs(), Acceptance(), Acceptance()
     for tokens in (1, 5, 9, 3):
-        costs.saw_drafts(4, 4 * 0.9)
-        costs.saw_verification(3 * tokens, 3, 3 * (1 + 0.01 * tokens))
+        costs.observe_drafts(4, 4 * 0.9)
+        costs.observe_verification(3 * tokens, 3, 3 * (1 + 0.01 * tokens))
     for _ in range(40):
-        right.saw(8, 8)
-        wrong.saw(8, 0)
+        right.observe(8, 8)
+        wrong.observe(8, 0)
     assert right.best_round(8, costs, decoded=False).drafts == 8
     assert right.best_round(8, costs, decoded=True).drafts >= 1
     assert right.best_round(4, costs, decoded=True).rate < right.best_round(4, costs, decoded=False).rate
     assert wrong.best_round(8, costs, decoded=True).drafts == 0
     for _ in range(400):
-        wrong.rested()
+        wrong.record_unused()
     assert wrong.best_round(8, costs, decoded=False).drafts > 0, "it is tried again"
 
 

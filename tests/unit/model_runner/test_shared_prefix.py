@@ -34,7 +34,7 @@ def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pay
 
     Segments of a sequence are consecutive from slot 0 up to its private part.
     """
-    sharing = Sharing.of(block_tables, 1, pays_from * BLOCK_SIZE)
+    sharing = Sharing.find(block_tables, 1, pays_from * BLOCK_SIZE)
     ordered = [block_tables[i].ids for i in sharing.order]
     assert sorted(sharing.order) == list(range(len(block_tables)))
     assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(block_tables)))
@@ -74,11 +74,11 @@ def test_attention_over_segments_is_attention_over_everything(
         int(torch.randint((len(x.ids) - 1) * BLOCK_SIZE + 1, x.capacity + 1, (), generator=generator))
         for x in block_tables
     ]
-    sharing = Sharing.of(block_tables, 1, pays_from * BLOCK_SIZE)
+    sharing = Sharing.find(block_tables, 1, pays_from * BLOCK_SIZE)
     q = torch.randn(kv_heads * group, len(block_tables), d, generator=generator, dtype=torch.float64)
     whole = [torch.cat([rows[c] for c in block_tables[i].ids], dim=2)[:, :, : lengths[i]] for i in sharing.order]
     seen = [VisibleTokens.of(w.shape[2], sinks=3, recent=70, window=None) for w in whole]
-    own = [sharing.own(b, visible) for b, visible in enumerate(seen)]
+    own = [sharing.private_part(b, visible) for b, visible in enumerate(seen)]
     assert all(o.recent.start >= start for o, start in zip(own, sharing.private, strict=True))
     assert all(len(o.recent) and o.all.stop == v.all.stop for o, v in zip(own, seen, strict=True))
 
@@ -113,10 +113,10 @@ def test_half_precision_is_merged_in_float32() -> None:
 def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
     shared = SharedPrefixes(1, pays_from=BLOCK_SIZE // 2)
     block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
-    first = shared.of(block_tables)
+    first = shared.find(block_tables)
     assert first.segments == (Segment(0, 2, range(2 * BLOCK_SIZE)),)
-    assert shared.of(block_tables) is first
+    assert shared.find(block_tables) is first
     block_tables[0].ids.append(4)
-    assert shared.of(block_tables) is not first
-    assert shared.of(block_tables[:1]).segments == () and not shared.of(block_tables[:1]).overlapping
-    assert shared.of([]).order == ()
+    assert shared.find(block_tables) is not first
+    assert shared.find(block_tables[:1]).segments == () and not shared.find(block_tables[:1]).overlapping
+    assert shared.find([]).order == ()

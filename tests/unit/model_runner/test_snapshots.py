@@ -23,7 +23,7 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.snapshot_keeper import SnapshotKeeper
 from offload_rt.kv_cache import state_pool
 from offload_rt.kv_cache.state_pool import StatePool
-from offload_rt.model_runner.state_capture import StateCapture
+from offload_rt.model_runner.prefill import StateCapture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")

@@ -87,7 +87,7 @@ def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
         made.append(Repeating())
         return made[-1]
 
-    runner.steps = GraphSteps(runner.modes, graph)
+    runner.steps = GraphSteps(runner.eager, graph)
     return runner, made
 
 
@@ -156,7 +156,7 @@ def test_steps_that_cannot_be_captured_run_eagerly() -> None:
         first = begun(runner, 70)
         first.trace.recorder = recorder
         batch = [first, runner.fork(first, 110)] if share else [first]
-        runner.steps = GraphSteps(runner.modes, Never)  # type: ignore[arg-type]
+        runner.steps = GraphSteps(runner.eager, Never)  # type: ignore[arg-type]
         for _ in range(steps):
             runner.decode(batch)
 
@@ -187,7 +187,7 @@ def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     eager, runner = make(), make()
-    runner.steps = GraphSteps(runner.modes, Breaks)  # type: ignore[arg-type]
+    runner.steps = GraphSteps(runner.eager, Breaks)  # type: ignore[arg-type]
     want, got = ([one.decode([sequence]) for _ in range(6)] for one in (eager, runner) for sequence in [begun(one, 61)])
     torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-5)
     assert len(tried) == 1
@@ -220,7 +220,7 @@ def test_a_capture_without_memory_drops_the_other_graphs(
         def _end(self) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    runner.steps = steps = GraphSteps(runner.modes, Small)
+    runner.steps = steps = GraphSteps(runner.eager, Small)
     runs = []
     for one in (eager, runner):
         batch = [begun(one, 20), begun(one, 21, seed=1)]
@@ -238,7 +238,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
-    steps: Any = GraphSteps(make().modes, Repeating, most=4)
+    steps: Any = GraphSteps(make().eager, Repeating, most=4)
     inputs = [Inputs() for _ in range(6)]
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)

@@ -307,7 +307,7 @@ def test_write_backs_of_a_graph_count_as_written() -> None:
         sequence = runner.new_sequence(tiny_prompt(42), 42)
         runner.prefill(sequence, 40)
         runner.decode([sequence])
-        [inputs] = runner.modes.inputs.values()
+        [inputs] = runner.eager.inputs.values()
         [last] = runner.pool.runs(sequence.blocks, 1, range(40, 41))
         for one in inputs.rows._open:
             one.written = None
