@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from . import causal_cpu
 from .reference import capped, merge_lse, scaled_scores
@@ -102,6 +101,9 @@ def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
     """Attend with torch's causal bias object. CUDA flash kernels apply this object without allocating a mask."""
+    # This import takes longer than the import of torch, and CPUs and `info` do not need it.
+    from torch.nn.attention.bias import causal_lower_right
+
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 

@@ -16,7 +16,7 @@ import torch
 
 from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
 from .lists import Scores
-from .low_bit import Layout, LowBitQuery
+from .low_bit import Layout
 from .pages import Pages
 
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
     """
     module: Any = rotary
-    if _compiled(x) and x.stride(2) == 1 and x.shape[1]:
+    if x.is_cuda and _compiled(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
     return rotated
@@ -82,7 +82,6 @@ quantised_scores = _by_device(lists.quantised_scores, "triton_scores")
 select_tokens = _by_device(lists.select_tokens, "triton_select")
 attend_counted = _by_device(lists.attend_counted, "triton_attention")
 attend_kept = _by_device(lists.attend_kept, "triton_resident")
-merge_parts = _by_device(lists.merge_parts, "triton_attention")
 append_partial = _by_device(lists.append_partial, "triton_append")
 skew_queries = _by_device(lists.skew_queries, "triton_skew")
 append_quantised = _by_device(lists.append_quantised, "triton_append")
@@ -90,20 +89,6 @@ attend_runs = _by_device(segments.attend_runs, "triton_segments")
 append_low_bit = _by_device(low_bit_lists.append_rows, "triton_low_bit_rows")
 score_low_bit = _by_device(low_bit_lists.scores, "triton_low_bit_scores")
 merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit")
-
-
-def ask_low_bit(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """Return a query object that scores the low-bit KV of `tokens` with q `[Hkv, G, d]` and attends to it.
-
-    For q and mean, see `LowBitQuery`.
-    """
-    if q.device.type == "cpu" and q.dtype == torch.float32:
-        return low_bit_cpu.query(q, mean, pages, layout, tokens)
-    if _compiled(q):
-        from .triton_low_bit import FusedQuery
-
-        return FusedQuery(q, mean, pages, layout, tokens)
-    return LowBitQuery(q, mean, pages, layout, tokens)
 
 
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from ..core import BLOCK_SIZE
 from .pointer_table import PointerTable
+from .reference import merge_lse
 from .selection import pack, quantise, select_tokens_reference, skew, unpack
 from .selection import quantised_scores as packed_scores
 
@@ -299,9 +300,8 @@ def attend_kept(
     place = torch.arange(keys.shape[1], device=q.device)
     hidden = (place < starts[:, None]) | (place >= stops[:, None])
     parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]
-    outs, lses = (torch.stack(each).flatten(1, 2) for each in zip(*parts, strict=True))
-    out, lse = merge_parts(outs, lses)
-    return out.view_as(parts[0][0]), lse.view_as(parts[0][1])
+    outs, lses = zip(*parts, strict=True)
+    return merge_lse(outs, lses)
 
 
 def _attend(
@@ -314,17 +314,6 @@ def _attend(
     lse = torch.logsumexp(scores, -1)
     weights = (scores - finite(lse).unsqueeze(-1)).exp()
     return torch.bmm(weights, v.to(wide).masked_fill(hidden.unsqueeze(2), 0)), lse
-
-
-def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge outs `[S, R, d]` and lses `[S, R]` of S parts, as `reference.merge_lse` does.
-
-    Any part may be empty (lse -inf).
-    """
-    lse = torch.logsumexp(lses, 0)
-    shares = (lses - finite(lse)).exp()
-    outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0)
-    return (outs * shares.unsqueeze(-1)).sum(0), lse
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from . import selection
 from .pages import BLOCK, Pages
-from .reference import capped, merge_lse
+from .reference import capped
 from .selection import quantise_query
 
 KEY_BITS = 4
@@ -205,52 +203,3 @@ def approximate_attention(
         packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(blocks))
         out += torch.bmm(weights[:, :, at], dequantise_rows(packed, steps, layout.value_bits, q.dtype))
     return out, lse
-
-
-@dataclass(frozen=True, eq=False)
-class LowBitQuery:
-    """Queries for scoring the low-bit KV of `tokens` and attending to it.
-
-    q `[Hkv, G, d]` is scaled and transformed to the basis of the keys. mean `[Hkv, d]` is the mean that was subtracted
-    from the keys. The KV must not change while the object is in use.
-    """
-
-    q: torch.Tensor
-    mean: torch.Tensor
-    pages: Pages
-    layout: Layout
-    tokens: range
-
-    @cached_property
-    def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]` of the n tokens, computed on first use (`low_bit_scores`)."""
-        return low_bit_scores(self.q, self.mean, self.pages, self.layout, self.tokens)
-
-    def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by their scores (`selection.select_tokens`).
-
-        Returns:
-            int64 `[Hkv, n]`, relative to the first of `tokens`.
-        """
-        return selection.select_tokens(self.scores, alpha, limit)
-
-    def merge(
-        self,
-        exact: tuple[torch.Tensor, torch.Tensor],
-        skip: torch.Tensor,
-        unmixing: torch.Tensor,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact with approximate attention (`approximate_attention`). The result equals one softmax over both.
-
-        Args:
-            exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
-            skip: Tokens that exact attention covers, int64 `[Hkv, n]`.
-            unmixing: Matrix `[d, d]` that rotates stored values back to the model's values.
-            softcap: Soft cap of the model's scores, if any.
-
-        Returns:
-            Merged out and lse.
-        """
-        out, lse = approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
-        return merge_lse((exact[0].to(out.dtype), out @ unmixing), (exact[1].to(lse.dtype), lse))

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 
 from . import low_bit, native, team
-from .low_bit import Layout, LowBitQuery
+from .low_bit import Layout
 from .pages import BLOCK, PAGE_BLOCKS, Pages
+from .selection import select_tokens
 
 MAX_QUERIES = 32
 """Maximum number of queries per KV head that `low_bit.c` supports."""
@@ -62,12 +63,15 @@ def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
     return code
 
 
-def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> LowBitQuery:
-    """Return a `LowBitQuery` for float32 queries q on a CPU. It uses C code if the code supports the shapes."""
+def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> NativeQuery | None:
+    """Score the low-bit KV of `tokens` with q on a CPU (see `LowBitQuery`).
+
+    Return None if the C code does not support the dtype or the shapes, or if it cannot be compiled.
+    """
     heads, group, _ = q.shape
-    code = library(layout.head_dim, layout.value_bits)
+    code = library(layout.head_dim, layout.value_bits) if q.dtype == torch.float32 else None
     if code is None or group > MAX_QUERIES or not tokens:
-        return LowBitQuery(q, mean, pages, layout, tokens)
+        return None
     q, mean, first, last = q.contiguous(), mean.contiguous(), tokens.start // BLOCK, -(-tokens.stop // BLOCK)
     per_part = max(MIN_BLOCKS, -(-(last - first) // MAX_PARTS))
     parts = -(-(last - first) // per_part)
@@ -81,12 +85,13 @@ def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tok
     code.score_all(
         ctypes.byref(call), team.runner(), team.threads(heads * group * len(tokens) // native.WORTH_A_THREAD)
     )
-    return NativeQuery(q, mean, pages, layout, tokens, code, call, scores, statistics)
+    begin = tokens.start % BLOCK
+    return NativeQuery(code, call, scores[:, :, begin : begin + len(tokens)], statistics, (q, mean, pages))
 
 
 @dataclass(frozen=True, eq=False)
-class NativeQuery(LowBitQuery):
-    """Low-bit query in C. One pass over the keys has computed the scores; `merge` sums the weighted values.
+class NativeQuery:
+    """`LowBitQuery` in C. One pass over the keys has computed the scores; `merge` sums the weighted values.
 
     Products of codes are exact integers, so all levels with fused multiply-add return equal results. Softmax weights
     are rounded to 16 bits: the error is at most 2^-16 of the largest weight among 64 tokens.
@@ -94,20 +99,16 @@ class NativeQuery(LowBitQuery):
     Attributes:
         code: The compiled code.
         call: Arguments of the C functions, with the addresses of all tensors of this object.
-        block_scores: Scores of all tokens in the blocks that contain `tokens`, `[Hkv, G, blocks * 64]`.
+        scores: Scores of the n tokens, `[Hkv, G, n]`: a view of the scores of all tokens in their blocks.
         statistics: `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query, then statistics of parts.
+        inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages. Their addresses are in `call`.
     """
 
     code: ctypes.CDLL
     call: _Call
-    block_scores: torch.Tensor
+    scores: torch.Tensor
     statistics: torch.Tensor
-
-    @property
-    def scores(self) -> torch.Tensor:
-        """Scores `[Hkv, G, n]`."""
-        begin = self.tokens.start % BLOCK
-        return self.block_scores[:, :, begin : begin + len(self.tokens)]
+    inputs: tuple[torch.Tensor, torch.Tensor, Pages]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens by threshold and best score.
@@ -115,7 +116,7 @@ class NativeQuery(LowBitQuery):
         Return int64 `[Hkv, n]`, ascending, relative to the first of `tokens`.
         """
         chosen = native.select(self.scores, self.statistics[0], self.statistics[1], alpha, limit)
-        return super().select(alpha, limit) if chosen is None else chosen
+        return select_tokens(self.scores, alpha, limit) if chosen is None else chosen
 
     def merge(
         self,
@@ -125,8 +126,8 @@ class NativeQuery(LowBitQuery):
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to tokens that are not in `skip` (`LowBitQuery.merge`)."""
-        call, (heads, group, d) = self.call, self.q.shape
-        blocks, parts = self.block_scores.shape[2] // BLOCK, len(self.statistics) // 2 - 1
+        call, (heads, group, d) = self.call, self.inputs[0].shape
+        blocks, parts = self.scores.stride(1) // BLOCK, len(self.statistics) // 2 - 1
         skip, results = skip.contiguous(), heads * group * parts
         out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
         room = torch.empty(heads * blocks * 2 + results * (d + 1))
@@ -135,7 +136,7 @@ class NativeQuery(LowBitQuery):
         call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
         call.part_outs = room.data_ptr() + 8 * heads * blocks
         call.mixed_sums = call.part_outs + 4 * results * d
-        threads = team.threads(heads * group * len(self.tokens) // native.WORTH_A_THREAD)
+        threads = team.threads(self.scores.numel() // native.WORTH_A_THREAD)
         self.code.mix_all(ctypes.byref(call), team.runner(), threads)
         return out, lse
 

@@ -76,12 +76,14 @@ def merge_approximate(
     tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
     `out` and `lse` are the result of exact attention. The low-bit part covers the tokens [start, stop) of each list,
     except the tokens that exact attention covers: the first `counts[p]` (int32) of chosen, int64 `[P, n]`, in ascending
-    order. mixing is the matrix by which values were multiplied. For q, mean and tokens, see `scores`.
+    order. mixing is the matrix by which values were multiplied. `softcap` caps the scores. For q, mean and tokens, see
+    `scores`.
     """
     place = torch.arange(chosen.shape[1], device=q.device)
     skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)
@@ -89,7 +91,7 @@ def merge_approximate(
     for b, own in enumerate(table.pages):
         lists = slice(b * table.heads, (b + 1) * table.heads)
         candidates = range(int(starts[lists.start]), int(stops[lists.start]))
-        tail, tail_lse = approximate_attention(q[lists], mean, own, layout, candidates, skip[lists])
+        tail, tail_lse = approximate_attention(q[lists], mean, own, layout, candidates, skip[lists], softcap)
         merged.append(merge_lse((out[lists], tail @ mixing.T), (lse[lists], tail_lse)))
     outs, lses = zip(*merged, strict=True)
     return torch.cat(outs), torch.cat(lses)

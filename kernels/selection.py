@@ -7,7 +7,7 @@ sorting, if it can be compiled. Scores are float32 (float64 for float64 models) 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -159,6 +159,7 @@ def floor_share(share: float, of: int) -> int:
     return math.floor(share * of + 1e-9)
 
 
+@lru_cache(maxsize=64)  # All layers of a step have the same candidates.
 def selection_limit(candidates: int, max_fraction: float) -> int:
     """Return how many tokens a sequence may select: `max_fraction` of its candidates, rounded down.
 
@@ -246,17 +247,6 @@ def select_tokens_reference(
     tokens = passing.flatten(0, 1).any(0).nonzero().squeeze(1)
     values = group_scores(scores, group_lse(scores) if lse is None else lse)[:, tokens]
     return tokens[values.sort(dim=1, descending=True, stable=True).indices[:, :n]]
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreQuery:
-    """Scores `[Hkv, G, n]` of n adjacent tokens of one sequence."""
-
-    scores: torch.Tensor
-
-    def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens with `select_tokens`. Return int64 `[Hkv, m]`, relative to the first scored token."""
-        return select_tokens(self.scores, alpha, limit)
 
 
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:

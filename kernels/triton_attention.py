@@ -6,7 +6,7 @@ list is cut into pieces, so that even one sequence occupies all multiprocessors.
 Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
 second product, except under the interpreter, whose half-precision products are wrong. In addition to float32 rounding,
 this bounds the error of the output by 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
-`lists.attend_counted`, `lists.merge_parts`.
+`lists.attend_counted`, `reference.merge_lse`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ def attend_pieces(
 
 
 def merge_parts(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over several parts, in one launch and in float32. See `lists.merge_parts`."""
+    """Merge outs `[S, R, d]` and lses `[S, R]` of S parts, in one launch and in float32. See `reference.merge_lse`.
+
+    Outputs of parts with lse -inf are ignored, so they may be uninitialised.
+    """
     parts, rows, d = outs.shape
     assert outs.dtype == lses.dtype == torch.float32 and outs.is_contiguous() and lses.is_contiguous()
     out, lse = outs.new_empty(rows, d), lses.new_empty(rows)

@@ -5,8 +5,7 @@ packed key, the packed value and their steps. One more byte marks excluded token
 
 The softmax weights are multiplied by the steps of the values and rounded to bfloat16 before they multiply the codes
 (not under Triton's interpreter). Approximate attention computes its own scores: it uses the true query, while selection
-may use a predicted query. References: `low_bit_lists.merge_approximate`, and `low_bit.approximate_attention` for one
-sequence.
+may use a predicted query. Reference: `low_bit_lists.merge_approximate`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from .h2d_copy import to_device
-from .low_bit import Layout, LowBitQuery
-from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
-from .reference import merge_lse
-from .triton_attention import LISTED, merge_parts, peak_and_sum
+from .low_bit import Layout
+from .pages import BLOCK, PAGE_BLOCKS, PageTable
+from .triton_attention import LISTED, peak_and_sum
 from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
 from .triton_low_bit_scores import key_products, query_weights
 
@@ -223,6 +220,7 @@ def merge_approximate(
     tokens: int,
     out: torch.Tensor,
     lse: torch.Tensor,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge exact and approximate attention of a batch, in four launches. See `low_bit_lists.merge_approximate`.
 
@@ -231,7 +229,7 @@ def merge_approximate(
     lists, group, d = q.shape
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
-    outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens)
+    outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens, softcap)
     whole, total = torch.empty_like(out), torch.empty_like(lse)
     columns = min(16, triton.next_power_of_2(d))
     _join[(lists * group, triton.cdiv(d, columns))](
@@ -239,48 +237,6 @@ def merge_approximate(
         d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED, COLUMNS=columns,
     )  # fmt: skip
     return whole, total
-
-
-def approximate_attention(
-    q: torch.Tensor,
-    mean: torch.Tensor,
-    pages: Pages,
-    layout: Layout,
-    tokens: range,
-    skip: torch.Tensor,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV of one sequence, as a batch of one. See `low_bit.approximate_attention`.
-
-    Queries must be float32.
-    """
-    heads, group, d = q.shape
-    counted = torch.tensor([each for each in (tokens.start, tokens.stop, skip.shape[1]) for _ in range(heads)])
-    bounds = to_device(counted.to(torch.int32), q.device).view(3, heads)
-    table = PageTable((pages,), pages.table.unsqueeze(0))
-    skip = skip.contiguous()
-    outs, lses = _parts(q, mean, layout, table, bounds[0], bounds[1], skip, bounds[2], tokens.stop, softcap)
-    out, lse = merge_parts(outs, lses)
-    return out.view(heads, group, d), lse.view(heads, group)
-
-
-class FusedQuery(LowBitQuery):
-    """Low-bit query on a GPU.
-
-    Approximate attention computes its scores in its own kernel, and does not use the scores that selection has
-    computed.
-    """
-
-    def merge(
-        self,
-        exact: tuple[torch.Tensor, torch.Tensor],
-        skip: torch.Tensor,
-        unmixing: torch.Tensor,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact with approximate attention (`LowBitQuery.merge`)."""
-        out, lse = approximate_attention(self.q, self.mean, self.pages, self.layout, self.tokens, skip, softcap)
-        return merge_lse((exact[0].to(out.dtype), out @ unmixing), (exact[1].to(lse.dtype), lse))
 
 
 def _parts(
@@ -293,7 +249,7 @@ def _parts(
     chosen: torch.Tensor,
     counts: torch.Tensor,
     tokens: int,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the low-bit KV of tokens that are not excluded, in three launches, without the merge of the pieces.
 

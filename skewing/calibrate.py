@@ -11,10 +11,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from ..config import SkewMethod
 from ..core import KVPart
@@ -26,6 +25,9 @@ from ..utils.native_code import cache_folder
 from .artifact import VERSION, SkewArtifact
 from .guess import SOURCES, Correction, GuessSums, guessed_input
 from .rotation import BASES, Moments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEXT: Final = "black_arrow.txt"
 """Calibration text in `offload_rt/data`: R. L. Stevenson, The Black Arrow (1888), public domain."""

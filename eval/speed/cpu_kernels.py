@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from ...kernels import causal_cpu, decode_attention, low_bit_cpu, native, row_products
-from ...kernels.low_bit import Layout, LowBitQuery
+from ...kernels.low_bit import Layout
+from ...kernels.low_bit_cpu import NativeQuery
 from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
 from ...utils.native_code import LEVEL_VARIABLE, available_levels
 from ..core.report import Column, Report, Row
@@ -108,9 +109,9 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     )
     q, mean = torch.randn(HEADS, GROUP, D) / 4, torch.randn(HEADS, D)
 
-    def score() -> LowBitQuery:
+    def score() -> NativeQuery:
         asked = low_bit_cpu.query(q, mean, pages, layout, range(tokens))
-        assert asked.scores is not None
+        assert asked is not None
         return asked
 
     asked, n = score(), max(1, int(SHARE * tokens))

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--context {context} must be at least 1 token")
     config = engine_config(args, max_model_len=context)
     source = find_source(args.model, hub_of(config))  # checked before torch is imported
-    source.check_folder()
+    source.check_files()
     source.check_reachable()
 
     from rich.console import Console

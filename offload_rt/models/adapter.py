@@ -21,13 +21,8 @@ from .recurrent import RecurrentState, Stage, StateSlots
 class ModelAdapter(ABC):
     """The layers of one decoder-only transformer.
 
-    In all methods, a layer is an attention layer, numbered from 0. All tensors are on the model's device and in its
-    dtype unless noted. No method needs gradients or modifies its arguments.
-
-    Attributes:
-        geometry: Shapes, scales and windows.
-        dtype: Dtype of hidden states, queries, keys and values.
-        device: Device of the hidden states.
+    In all methods, a layer is an attention layer, numbered from 0. All tensors are on `device` and in `dtype` unless
+    noted. No method needs gradients or modifies its arguments.
     """
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,10 +47,9 @@ class ModelAdapter(ABC):
         return self.with_state(slots.view([slots.take()]))
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        """Return the decoder layers without attention that follow attention layer `layer`.
+        """Return the decoder layers without attention between attention layer `layer` (-1: the start) and the next.
 
-        They are the decoder layers up to the next attention layer. For -1, they precede the first attention layer. The
-        caller runs them after `mlp` (or after `embed`), each for all tokens.
+        The caller runs them after `mlp` (or after `embed`), each for all tokens.
         """
         return ()
 
@@ -74,11 +68,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input `[T, D]` of the q, k and v projections, given the layer's input `[T, D]`.
-
-        This is the layer's input after its norm. If the model applies norms after attention (OPT-350m), it is the input
-        itself.
-        """
+        """Return the input `[T, D]` of the q, k and v projections: the layer's input after its norm, if any."""
 
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
@@ -120,10 +110,9 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream `[T, D]` after the layer's attention.
+        """Return the residual stream `[T, D]`: the layer's input `hidden` plus its projected attention.
 
-        Adds the output projection of `attended` `[T, H * d]` to the layer's input `hidden` `[T, D]`. Applies a norm if
-        the model has one after attention. If attention and MLP run in parallel, the MLP is already included.
+        It includes the norm after attention, if any. If attention and MLP run in parallel, it includes the MLP.
         """
 
     @abstractmethod
@@ -132,10 +121,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[T, V]` in float32 or wider, computed from the last layer's output `[T, D]`.
-
-        This includes the final norm, the head and soft-capping.
-        """
+        """Return logits `[T, V]` in float32 or wider, after final norm, head and soft cap, for outputs `[T, D]`."""
 
 
 class ForwardingAdapter(ModelAdapter):

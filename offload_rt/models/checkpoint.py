@@ -7,10 +7,9 @@ checkpoint runs only with `trust_remote_code`. Errors of transformers are conver
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -18,8 +17,7 @@ import torch
 from ..config import DType
 from ..errors import ConfigError, MemoryLimitError, ModelError, OffloadError
 from ..utils.config_fields import check_choice
-from ..utils.extras import install_command
-from .gguf_header import read_header
+from .gguf_header import fast_gguf
 from .linear import backend_of, packing
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
@@ -36,17 +34,15 @@ if TYPE_CHECKING:
 def read_config(source: ModelSource) -> PreTrainedConfig:
     """Return the configuration of a checkpoint, from its config.json or from the header of a GGUF file.
 
-    Raises:
-        ModelError: The configuration is missing or damaged. Or its architecture is neither registered nor a causal or
-            multimodal language model of transformers.
+    Raise ModelError if it is missing or damaged, or if its architecture is unknown to this package and transformers.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    source.check_files()
+    source.check_reachable()
     if source.gguf is not None:
         return _read_gguf_config(source)
     place = source.place
-    source.check_folder()
-    source.check_reachable()
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
@@ -67,28 +63,15 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the configuration in the header of a GGUF file.
-
-    Raise ModelError if it is damaged or gguf is not installed.
-    """
+    """Return the configuration in the header of a GGUF file. Raise ModelError if it is not supported."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    require_gguf(source)
-    source.check_reachable()
-    if source.folder is not None:
-        read_header(source.folder / str(source.gguf))
-    with one_error(f"cannot read the configuration of {source}"), _quiet():
+    with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_gguf():
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     return config
-
-
-def require_gguf(source: ModelSource) -> None:
-    """Raise ModelError if the package that reads GGUF files is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"reading {source} needs the package gguf: {install_command('gguf')}")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -157,7 +140,8 @@ def read_weights(
     # Without a device map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
     on_cpu = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"
-    with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet():
+    reader = nullcontext() if source.gguf is None else fast_gguf()
+    with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
             source.place,
@@ -207,11 +191,7 @@ def _format_options(source: ModelSource) -> dict[str, Any]:
 
 
 def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a checkpoint on the meta device, without weights.
-
-    Raises:
-        ModelError: The configuration is not valid.
-    """
+    """Build the model of a checkpoint on the meta device. Raise ModelError if the configuration is not valid."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -228,17 +208,13 @@ def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.d
 
 
 def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a checkpoint with its chat template, or None if the folder has none.
-
-    Raises:
-        ModelError: The tokenizer is damaged.
-    """
+    """Return the tokenizer of a checkpoint, or None if the folder has none. Raise ModelError if it is damaged."""
     from transformers import AutoTokenizer
 
     if not source.has_tokenizer:
         return None
-    of_file = {} if source.gguf is None else {"gguf_file": source.gguf}
-    with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="):
+    of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
+    with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.place, **source.hub.options, **of_file
         )
@@ -246,11 +222,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device for a name. "auto" is CUDA if it is available, else the CPU.
-
-    Raises:
-        ConfigError: The device does not exist.
-    """
+    """Return the device for a name ("auto": CUDA if available). Raise ConfigError if the device does not exist."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -51,10 +51,7 @@ class AttentionTemperature:
 
     @classmethod
     def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
-        """Return the attention temperature scaling of a layer, or None if it has none.
-
-        Llama 4 has it in layers without RoPE, Ministral 3 in all layers.
-        """
+        """Return the scaling of a layer, if it has any: Llama 4 in layers without RoPE, Ministral 3 in all layers."""
         if getattr(config, "attn_temperature_tuning", False):
             return None if attention.use_rope else cls(float(attention.attn_scale), float(attention.floor_scale), 1)
         rope = _rope(config)
@@ -106,7 +103,6 @@ class DecoderAdapter(ModelAdapter):
         self, config: Any, decoder: Any, attentions: list[Any], states: tuple[StateShape, ...]
     ) -> ModelGeometry:
         first, hybrid = self._projections[0], len(self._decoder_layers) > len(attentions)
-        stages = (layer for i, layer in enumerate(self._decoder_layers) if i not in self._attention_at)
         return ModelGeometry(
             layers=len(attentions),
             hidden=config.hidden_size,
@@ -114,7 +110,7 @@ class DecoderAdapter(ModelAdapter):
             kv_heads=first.kv_heads,
             head_dim=first.head_dim,
             vocab=config.vocab_size,
-            scales=tuple(_scale(attention, first.head_dim) for attention in attentions),
+            scales=tuple(float(getattr(each, "scaling", None) or first.head_dim**-0.5) for each in attentions),
             windows=_windows(config, decoder, self._attention_at),
             max_positions=_max_positions(config),
             absolute_positions=False,
@@ -122,7 +118,7 @@ class DecoderAdapter(ModelAdapter):
             softcap=_declared(config, "attn_logit_softcapping"),
             sinks=any(sinks is not None for sinks in self._sinks),
             chunked="chunked_attention" in (_declared(config, "layer_types") or ()),
-            experts=any(layer.of_experts for layer in self._layers) or any(map(_has_experts, stages)),
+            experts=any(hasattr(module, "experts") for layer in self._decoder_layers for module in layer.modules()),
             states=states,
             attention_at=tuple(self._attention_at) if hybrid else (),
             depth=len(self._decoder_layers) if hybrid else 0,
@@ -169,10 +165,7 @@ class DecoderAdapter(ModelAdapter):
         return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
 
     def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys `[heads, T, d]` to their positions.
-
-        Apply the norm after the rotation, if the model has one.
-        """
+        """Rotate queries or keys `[heads, T, d]` to their positions. Apply the norm after the rotation, if any."""
         return self._projections[layer].normed_after_rotation(self._rotary.rotate(layer, x, positions))
 
     def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -197,16 +190,12 @@ class DecoderAdapter(ModelAdapter):
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate.
-
-        In a decode step, `qkv` has already computed the gate.
-        """
+        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate."""
         if not self._projections[layer].gated:
             return None
-        known = None if self._gates is None else self._gates.pop(layer, None)
-        return (
-            self._projections[layer].query_and_gate(self.attention_input(layer, hidden))[1] if known is None else known
-        )
+        if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
+            return known  # In a decode step, `qkv` has already computed the gate.
+        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden))[1]
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         return self._layers[layer].mlp(residual)
@@ -220,20 +209,13 @@ class DecoderAdapter(ModelAdapter):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _has_experts(layer: nn.Module) -> bool:
-    return any(hasattr(module, "experts") for module in layer.modules())
-
-
 def _rotary_module(decoder: Any) -> Any:
     """Return the module of a decoder that computes rotary tables, or None."""
     return next((each for name in _ROTARY if (each := getattr(decoder, name, None)) is not None), None)
 
 
 def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.Module], at: list[int]) -> None:
-    """Raise ModelError if the model has features that this adapter does not support.
-
-    `at` has the indices of the decoder layers with attention.
-    """
+    """Raise ModelError if the model has features that this adapter does not support."""
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
         raise ModelError(
@@ -294,24 +276,13 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
     return sinks.detach().to(embedding.device, torch.promote_types(sinks.dtype, torch.float32))
 
 
-def _scale(attention: Any, head_dim: int) -> float:
-    """Return the attention scale, by which q·k is multiplied."""
-    return float(getattr(attention, "scaling", None) or head_dim**-0.5)
-
-
 def _declared(config: Any, name: str) -> Any:
-    """Return a configuration entry, or None if the configuration class does not define it.
-
-    Like transformers, ignore entries of a file that the class does not define.
-    """
+    """Return a configuration entry, or None if the configuration's class does not define it, as in transformers."""
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 
 def _layer_types(config: Any, at: list[int]) -> list[str] | None:
-    """Return the declared types of the attention layers, or None if the configuration declares no types.
-
-    `at` are the indices of the attention layers among the decoder layers.
-    """
+    """Return the declared types of the attention layers `at`, or None if the configuration declares no types."""
     types = _declared(config, "layer_types")
     return types and [types[i] for i in at]
 
@@ -322,10 +293,7 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]:
-    """Return the length of the sliding window of each attention layer, or None for full attention.
-
-    `at` has the indices of the decoder layers with attention.
-    """
+    """Return the length of the sliding window of each attention layer, or None for full attention."""
     # Llama's configuration may state a window, but its module does not build a sliding-window mask.
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
@@ -335,10 +303,7 @@ def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]
 
 
 def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
-    """Return the set of rotary frequencies of each attention layer, as a key of the rotary module.
-
-    The key is None for layers without rotary positions. `at` has the indices of the decoder layers with attention.
-    """
+    """Return the key in the rotary module of each attention layer's frequencies; None for layers without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     several = isinstance(getattr(rotary, "rope_type", None), dict)
@@ -352,9 +317,9 @@ def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: li
 
 
 def _logit_factor(config: Any) -> float:
-    """Return the factor by which logits are multiplied: `logit_scale` (Cohere) or 1 / `logits_scaling` (Granite).
+    """Return the factor of the logits: `logit_scale` (Cohere) or 1 / `logits_scaling` (Granite).
 
-    Multimodal models use no factor, even if the configuration of their language model states one.
+    `config` is that of the whole model: multimodal models ignore the factor of their language model.
     """
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(scale or 1.0) / float(divisor or 1.0)

@@ -141,10 +141,7 @@ def _names(norms: Norms) -> set[str]:
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes the norm `module`, `[T, D]` to `[T, D]`. On CUDA, it is one kernel if possible.
-
-    Only copies of `LlamaRMSNorm`, which most models use, are fused. Other modules are returned unchanged.
-    """
+    """Return a function that computes the norm `module`, with one kernel on CUDA if it is a copy of `LlamaRMSNorm`."""
     if not _is_llama_norm(module):
         return module
     known: Any = module
@@ -182,15 +179,10 @@ class Projections:
     """
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
-        """Find the projections of `attention`.
+        """Find the projections of an attention module.
 
-        Args:
-            attention: The attention module of a layer.
-            heads: Number of query heads in the configuration.
-            kv_heads: Number of KV heads in the configuration.
-
-        Raises:
-            ModelError: The module is not supported, or does not match the configuration.
+        Raise ModelError if the module is not supported, or if its numbers of heads differ from the configuration's
+        numbers `heads` and `kv_heads`.
         """
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
@@ -258,17 +250,11 @@ class Projections:
         return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
 
     def normed_after_rotation(self, rows: torch.Tensor) -> torch.Tensor:
-        """Apply the norm that follows the rotation (Llama 4) to queries or keys `[heads, T, d]`, if the model has one.
-
-        The norm has no weight, so it commutes with a later rotation of cached keys.
-        """
+        """Apply Llama 4's norm after the rotation, if any. It has no weight, so it commutes with later rotations."""
         return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the output gate, if given, and the output projection to attention outputs `[T, H * d]`.
-
-        Return `[T, D]`.
-        """
+        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < self.head_dim:
@@ -282,28 +268,21 @@ class Projections:
         return F.pad(rows, (0, missing)) if missing else rows
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split a fused projection `[T, (H + 2 Hkv) d]` into q, k and v, each `[T, heads, d]`.
-
-        It has all queries first, then all keys, then all values. Phi-3 uses this layout.
-        """
+        """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`: all queries, all keys, all values (Phi-3)."""
         rows = fused.view(len(fused), -1, self._key_dim)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return q, k, v
 
     def _split_groups(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split a fused projection `[T, Hkv (G + 2) d]` into q, k and v, each `[T, heads, d]`.
-
-        It has the G queries, the key and the value of each KV head. GPT-NeoX and Falcon use this layout.
-        """
+        """Split `[T, Hkv (G + 2) d]` into q, k and v `[T, heads, d]`: G queries, key, value (GPT-NeoX, Falcon)."""
         rows = fused.view(len(fused), self.kv_heads, -1, self._key_dim)
         return rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
 
     def _norm(self, attention: Any, names: Collection[str], heads: int, used: set[str]) -> Norm:
-        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the norm of queries or keys.
+        """Return a function from `[T, heads, d]` to `[heads, T, d]` that applies the first norm in `names`, if any.
 
-        The norm is the first attribute in `names` that exists. The shape of its weight determines its kind: `[d]`
-        normalises each head with the same weight, `[heads, d]` each head with a separate weight, `[heads * d]` all
-        heads together. If there is no norm, the function only transposes.
+        A weight `[d]` normalises each head with the same weight, `[heads, d]` each head with a separate weight, and
+        `[heads * d]` all heads together.
         """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
@@ -338,10 +317,7 @@ class Projections:
 
 
 def first_of(module: Any, names: Collection[str]) -> Any:
-    """Return the first attribute of `module` in `names` that exists and is not None.
-
-    Raise ModelError if there is none.
-    """
+    """Return the first attribute of `module` in `names` that is not None. Raise ModelError if there is none."""
     found = next((each for each in (getattr(module, name, None) for name in names) if each is not None), None)
     if found is None:
         raise ModelError(f"{type(module).__name__} has none of {', '.join(names)}", reason="modules")

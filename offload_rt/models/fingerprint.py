@@ -1,4 +1,4 @@
-"""Identity of a model: a digest of configuration and weights, a cache of digests, and detection of changed weights.
+"""Identity of a model: a digest of configuration and weights, and detection of changed weights.
 
 Skew artifacts, the calibration cache and stored KV are valid for one model only, which this digest identifies.
 """
@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import os
 import re
-import secrets
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,33 +16,19 @@ import xxhash
 from torch import nn
 
 from ..errors import ModelError
-from ..utils.native_code import cache_folder
-from ..utils.private_files import make_private_folder, open_private
-from ..utils.small_files import read_json, read_small
+from .checkpoint_cache import CheckpointCache
 from .linear import packing_of, tensors_of
 from .multimodal import belongs_to, text_config, unused_modules
-from .source import ModelSource
 
 VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
 """Number of elements that are digested at a time, so that copies stay in the CPU cache."""
 
-_INDEX = "model.safetensors.index.json"
-_SETTLED_SECONDS = 2.0
-"""Minimum age of a file, in seconds, before its fingerprint is cached.
-
-File systems may store times with a resolution of a second or more. A later change of a younger file could then leave
-its times unchanged.
-"""
-
 _SAMPLES = 16
-"""Maximum number of elements per weight that are compared to detect changes.
+"""Maximum number of elements per weight that are compared to detect changes without a new version counter.
 
-PEFT merges adapters through `.data`, which does not increase a tensor's version counter. Such a merge changes the whole
-matrix, so a few elements suffice.
+PEFT merges adapters in this way, through `.data`. A merge changes the whole matrix, so a few elements suffice.
 """
-
-_log = logging.getLogger(__name__)
 
 _NEUTRAL = frozenset(
     {
@@ -82,10 +62,7 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name.
-
-    For packed models, buffers are included, because some formats store weights in buffers.
-    """
+    """Return all weights by name, including the buffers of packed models, which may store weights in them."""
     buffers = {} if packing_of(model) is None else dict(model.named_buffers())
     return {**dict(model.named_parameters()), **buffers}
 
@@ -112,10 +89,9 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return the digest of all elements. It does not depend on strides and device.
+    """Return the digest of all elements, whatever their strides, device and dtype.
 
-    All blocks are digested as bfloat16, so that the digest does not depend on the dtype in which a checkpoint is
-    loaded. Blocks that bfloat16 cannot represent exactly are also digested in a wider dtype.
+    All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly also are in a wider dtype.
     """
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
@@ -130,10 +106,7 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements in order as flat blocks on the CPU, each with the index of its first row.
-
-    Block boundaries depend only on the shape of the weight.
-    """
+    """Yield the elements in order as flat blocks on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), at_once):
@@ -144,105 +117,22 @@ def _bytes(block: torch.Tensor) -> memoryview:
     return block.contiguous().view(torch.uint8).numpy().data
 
 
-class FingerprintCache:
-    """Access to the cached fingerprint of one checkpoint. Create the object before the weights are read.
-
-    The key of a cache entry is a digest of everything that determines the weights: name, device, inode, size, mtime and
-    ctime of each file; the configuration; shape and dtype of each weight; and the versions of the libraries that read
-    the files. An entry is read or written only if no file has changed since this object was created. Hub checkpoints
-    and checkpoints with remote code are digested on every load.
-    """
-
-    def __init__(self, source: ModelSource) -> None:
-        self._source = source
-        self._files = _identities(source)
-
-    def fingerprint(self, model: Any) -> str:
-        """Return the fingerprint of `model`, from the cache if possible.
-
-        `model` must have been read from the checkpoint.
-        """
-        if self._files is None or self._files != _identities(self._source):
-            return fingerprint(model)
-        entry = cache_folder() / "fingerprints" / _key(model, self._files)
-        if (known := _read(entry)) is not None:
-            return known
-        found = fingerprint(model)
-        if self._files == _identities(self._source) and _settled(self._files):
-            _write(entry, found)
-        return found
-
-
-def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
-    """Return the identity (`file_identity`) of each file that may contain weights.
-
-    Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
-    """
-    folder = source.folder
-    if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
-        return None
-    try:
-        if source.gguf is not None:
-            paths = {folder / source.gguf}
-        else:
-            paths = {path for path in folder.iterdir() if path.is_file()}
-            if (index := folder / _INDEX).exists():  # the index may refer to files in other folders
-                paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
-        return [file_identity(path) for path in sorted(paths)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # Reading the weights will report the error.
-
-
-def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return name, device, inode, size, mtime and ctime of a file, which change with its contents.
-
-    Raises:
-        OSError: If the file cannot be accessed.
-    """
-    status = path.stat()
-    # Copying or restoring a file can preserve its mtime, but not its ctime.
-    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _settled(files: list[tuple[Any, ...]]) -> bool:
-    """Return whether all files are old enough that any later change would alter their times."""
-    newest = max(int(changed) for each in files for changed in each[-2:])
-    return newest < time.time_ns() - _SETTLED_SECONDS * 1e9
-
-
-def _key(model: Any, files: list[tuple[Any, ...]]) -> str:
-    """Return the cache key of a model that was read from `files`."""
+def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
+    """Return the fingerprint of `model`, which must have been read from the checkpoint of `cache`."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    inputs = {
-        "versions": [VERSION, *(version(package) for package in ("offload-rt", "transformers", "torch"))],
-        "files": files,
+    arguments = {
+        "version": VERSION,
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
         "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in named],
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    return cache.lookup("fingerprints", arguments, lambda: fingerprint(model), _checked)
 
 
-def _read(entry: Path) -> str | None:
-    try:
-        text = read_small(entry, 100).decode()
-    except (OSError, ValueError):
-        return None
-    return text if re.fullmatch("[0-9a-f]{64}", text) else None
-
-
-def _write(entry: Path, text: str) -> None:
-    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        make_private_folder(entry.parent)
-        try:
-            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-                file.write(text)
-            os.replace(temporary, entry)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("the model's fingerprint could not be cached, so the next load computes it again: %s", error)
+def _checked(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError("it is not a fingerprint")
+    return text
 
 
 class LiveWeights:
@@ -255,11 +145,7 @@ class LiveWeights:
         self._seen = self._state()
 
     def changes(self) -> int:
-        """Return how many calls of this method, including this one, have found changed weights.
-
-        Raises:
-            ModelError: If a module of the model was replaced.
-        """
+        """Return how many calls so far have found changed weights. Raise ModelError if a module was replaced."""
         if (seen := self._state()) != self._seen:
             self._seen, self._changes = seen, self._changes + 1
         return self._changes

@@ -18,10 +18,9 @@ from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
 from .checkpoint import build_skeleton, one_error, read_tokenizer
-from .importers import IMPORTERS
-from .importers.base import Importer
+from .importers import IMPORTERS, Importer
 from .linear import packing
-from .linear.packed_experts import is_stacked
+from .linear.packed import is_stacked
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
 from .stored_tensors import StoredTensor, check_complete, stored_tensors
@@ -97,11 +96,7 @@ class FolderImport:
 
 
 class _Layers:
-    """The tensors of a checkpoint, grouped by module.
-
-    Attributes:
-        modules: Tensors of each module, by module name and then by the last part of the tensor's name.
-    """
+    """The tensors of a checkpoint: `modules` has them by module name and by the last part of the tensor's name."""
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
         """Raise CannotPackError if names in the checkpoint differ from names in transformers' model."""

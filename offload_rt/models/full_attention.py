@@ -25,15 +25,7 @@ def keys_and_values(
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Return exact attention `[H, m, d]` of the last m of n tokens.
-
-    Args:
-        adapter: The model.
-        layer: The layer index.
-        q: Queries `[H, m, d]` of the m tokens.
-        kv: K and V of all n tokens, each `[Hkv, n, d]`.
-        position: Position of the first query.
-    """
+    """Return exact attention `[H, m, d]` of q `[H, m, d]`, the last m of the n tokens in `kv`, from `position` on."""
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:
@@ -64,8 +56,8 @@ def residual_after_attention(
         layer: The layer index.
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
-        kv: K and V of n tokens, each `[Hkv, n, d]`. Attention covers only the first `seen` tokens.
-        seen: Number of tokens in `kv` up to the last query token, including it.
+        kv: K and V of n >= seen tokens, each `[Hkv, n, d]`.
+        seen: Number of tokens in `kv` up to and including the last query token.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
     part = KVPart(kv.k[:, :seen], kv.v[:, :seen])

@@ -41,21 +41,17 @@ def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
     return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
-def _q4_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 2:], 16), _half(blocks, 0)
+def _q4(blocks: torch.Tensor) -> Parts:
+    """Convert Q4_0 blocks (a scale and nibbles) or Q4_1 blocks (a scale, a minimum and nibbles)."""
+    start = blocks.shape[1] - 16
+    return _nibbles(blocks[:, start:], 16), *(_half(blocks, at) for at in range(0, start, 2))
 
 
-def _q4_1(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]) << 4, _half(blocks, 0)
-
-
-def _q5_1(blocks: torch.Tensor) -> Parts:
-    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]) << 4
-    return codes, _half(blocks, 0), _half(blocks, 2)
+def _q5(blocks: torch.Tensor) -> Parts:
+    """Convert Q5_0 or Q5_1 blocks, which are Q4_0 or Q4_1 blocks with 4 bytes of fifth bits before the nibbles."""
+    start = blocks.shape[1] - 20
+    codes, *parts = _q4(torch.cat((blocks[:, :start], blocks[:, start + 4 :]), dim=1))
+    return codes | _fifth_bits(blocks[:, start : start + 4]) << 4, *parts
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
@@ -63,10 +59,7 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the 6-bit scales and minima of Q4_K and Q5_K blocks, each `[n, 8]`, and their factors.
-
-    Scales and minima are packed in bytes 4 to 16 of a block.
-    """
+    """Return the 6-bit scales and minima (in bytes 4 to 16) of Q4_K and Q5_K blocks, `[n, 8]`, and their factors."""
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
@@ -87,10 +80,10 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
 
 
 _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Parts]]] = {
-    "Q4_0": (18, 4, 32, 8, _q4_0),
-    "Q4_1": (20, 4, 32, None, _q4_1),
-    "Q5_0": (22, 5, 32, 16, _q5_0),
-    "Q5_1": (24, 5, 32, None, _q5_1),
+    "Q4_0": (18, 4, 32, 8, _q4),
+    "Q4_1": (20, 4, 32, None, _q4),
+    "Q5_0": (22, 5, 32, 16, _q5),
+    "Q5_1": (24, 5, 32, None, _q5),
     "Q8_0": (34, 8, 32, 128, _q8_0),
     "Q4_K": (144, 4, 32, None, _q4_k),
     "Q5_K": (176, 5, 32, None, _q5_k),
@@ -101,12 +94,10 @@ _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Part
 The offset is None for types with minima.
 """
 
-_ROWS_AT_ONCE = 1 << 22
-"""Number of weights that are converted at a time, which limits the memory of intermediate results."""
+_WEIGHTS_AT_ONCE = 1 << 22  # limits the memory of intermediate results
 
 
 def can_pack(kind: str) -> bool:
-    """Return whether tensors of the GGUF type `kind` can be packed."""
     return kind in _TYPES
 
 
@@ -121,13 +112,10 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
 
 
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
-    """Convert the bytes of a GGUF tensor, uint8 `[out, bytes]`, to packed rows.
-
-    Return None if scales are not finite.
-    """
+    """Convert a GGUF tensor, uint8 `[out, bytes]`, to packed rows. Return None if scales are not finite."""
     size, *_, convert = _TYPES[kind]
     found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
-    step = max(1, _ROWS_AT_ONCE // form.ins)
+    step = max(1, _WEIGHTS_AT_ONCE // form.ins)
     for start in range(0, len(data), step):
         rows = data[start : start + step]
         codes, *parts = (part.reshape(len(rows), -1) for part in convert(rows.reshape(-1, size)))

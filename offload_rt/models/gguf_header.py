@@ -1,23 +1,55 @@
-"""Reader for the header of a GGUF file, which also checks that the file is complete."""
+"""Reader for the header of a GGUF file, which also checks that the file is complete.
+
+transformers uses it in place of `gguf.GGUFReader` (`fast_gguf`). That reader creates several numpy arrays for each of
+the 300,000 tokens and merges of a vocabulary, which takes about ten seconds.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import math
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import ModelError
-from .source import truncated
+from ..utils.extras import install_command
+from ..utils.small_files import truncated
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Size in bytes of metadata values, by GGUF value type."""
+_NUMBERS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+"""numpy dtype of metadata values, by GGUF value type."""
 _STRING, _ARRAY = 8, 9
 _LONGEST = 1 << 30
 
 
 class _EarlyEndError(Exception):
     """The file ends within its header, or the header is damaged."""
+
+
+class GGUFField(NamedTuple):
+    """A metadata value in the layout of `gguf.ReaderField`.
+
+    Attributes:
+        types: The GGUF value type. For arrays, the array type and the type of the elements.
+        parts: The elements (one, if the value is no array): a string as bytes, a number as an array with one element.
+    """
+
+    types: list[int]
+    parts: Sequence[Any]
+
+    @property
+    def data(self) -> range:
+        """Indices of the elements in `parts`."""
+        return range(len(self.parts))
 
 
 @dataclass(frozen=True)
@@ -31,19 +63,60 @@ class GGUFTensor:
         size: Size in bytes of the tensor's data.
     """
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: str
     start: int
     size: int
 
+    @property
+    def tensor_type(self) -> Any:
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType[self.kind]
+
+    @property
+    def data(self) -> npt.NDArray[Any]:
+        """The data, mapped from the file, in the layout of `gguf.ReaderTensor`: numbers, or the bytes of blocks."""
+        dtype = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+        mapped = np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
+        return mapped.view(dtype.get(self.kind, np.uint8)).reshape(*self.shape[:0:-1], -1)
+
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The parts of a GGUF header that importers need."""
+    """The header of a GGUF file, with the attributes of `gguf.GGUFReader` that transformers uses."""
 
-    architecture: str
+    fields: dict[str, GGUFField]
     tensors: tuple[GGUFTensor, ...]
+
+    @property
+    def architecture(self) -> str:
+        field = self.fields.get("general.architecture")
+        return "" if field is None or field.types != [_STRING] else bytes(field.parts[0]).decode(errors="replace")
+
+
+def require_gguf(name: object) -> None:
+    """Raise ModelError if the package gguf, which is needed to read the model `name`, is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"reading {name} needs the package gguf: {install_command('gguf')}")
+
+
+@contextmanager
+def fast_gguf() -> Iterator[None]:
+    """Context in which transformers reads GGUF files with `read_header`, and computes names of tensors only once."""
+    import gguf
+
+    with ExitStack() as stack:
+        # transformers asks for the same map of names for each module of a model, which takes five seconds
+        for name, fast in (
+            ("GGUFReader", lambda path: read_header(Path(path))),
+            ("get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        ):
+            stack.callback(setattr, gguf, name, getattr(gguf, name))
+            setattr(gguf, name, fast)
+        yield
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -52,85 +125,83 @@ def read_header(path: Path) -> GGUFHeader:
     Raises:
         ModelError: The file is not a GGUF file, or ends before the end of its last tensor.
     """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     with path.open("rb") as file:
         try:
-            architecture, tensors, start = _read_header(file)
+            fields, tensors, start = _read_header(file)
         except _EarlyEndError:
             raise ModelError(f"'{path}' is damaged, or truncated within its header; copy it again") from None
-        size = path.stat().st_size
-    found = []
-    for name, shape, kind, offset in tensors:
-        try:
-            per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        except (ValueError, KeyError):
-            raise ModelError(f"'{path}': tensor {name} has the unknown type {kind}") from None
-        count = 1
-        for length in shape:
-            count *= length
-        if count % per_block or (shape and shape[0] % per_block):
-            raise ModelError(f"'{path}' is damaged: tensor {name} has {shape[0]} columns in blocks of {per_block}")
-        kind_name = GGMLQuantizationType(kind).name
-        found.append(GGUFTensor(name, shape, kind_name, start + offset, count // per_block * block_bytes))
-    last = max(found, key=lambda tensor: tensor.start + tensor.size, default=None)
-    if last is not None and (missing := last.start + last.size - size) > 0:
+    found = tuple(_tensor(path, name, shape, kind, start + offset) for name, shape, kind, offset in tensors)
+    missing = max((tensor.start + tensor.size for tensor in found), default=0) - path.stat().st_size
+    if missing > 0:
         raise truncated(path, missing)
-    return GGUFHeader(architecture, tuple(found))
+    return GGUFHeader(fields, found)
 
 
-def _read_header(file: BinaryIO) -> tuple[str, list[tuple[str, tuple[int, ...], int, int]], int]:
-    """Return the architecture, the tensors (name, shape, type, offset), and the offset at which tensor data starts."""
+def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        raise ModelError(f"'{path}': tensor {name} has the unknown type {kind}") from None
+    if shape and shape[0] % block:
+        raise ModelError(f"'{path}' is damaged: tensor {name} has {shape[0]} columns in blocks of {block}")
+    size = math.prod(shape) // block * block_bytes
+    return GGUFTensor(path, name, shape, GGMLQuantizationType(kind).name, start, size)
+
+
+def _read_header(file: BinaryIO) -> tuple[dict[str, GGUFField], list[tuple[str, tuple[int, ...], int, int]], int]:
+    """Return the metadata, the tensors (name, shape, type, offset), and the offset at which tensor data starts."""
     if file.read(4) != b"GGUF":
         raise ModelError(f"'{file.name}' is not a GGUF file: it does not begin with GGUF")
-    version, count, entries = _read(file, "<IQQ")
+    version, count, entries = _unpack(file, "<IQQ")
     if version not in (2, 3):
         raise ModelError(f"'{file.name}' has version {version} of the GGUF format; supported are 2 and 3")
-    alignment, architecture = 32, ""
+    fields, tensors = {}, []
     for _ in range(entries):
-        key, kind = _text(file), _read(file, "<I")[0]
-        if key == "general.alignment" and kind == 4:
-            alignment = _read(file, "<I")[0] or 32
-        elif key == "general.architecture" and kind == _STRING:
-            architecture = _text(file)
-        else:
-            _skip(file, kind)
-    tensors = []
+        key = _string(file).decode(errors="replace")
+        fields[key] = _field(file, *_unpack(file, "<I"))
     for _ in range(count):
-        name, dims = _text(file), _read(file, "<I")[0]
+        name, dims = _string(file).decode(errors="replace"), _unpack(file, "<I")[0]
         if dims > 8:
             raise _EarlyEndError
-        *shape, kind, offset = _read(file, f"<{dims}QIQ")
+        *shape, kind, offset = _unpack(file, f"<{dims}QIQ")
         tensors.append((name, tuple(shape), kind, offset))
-    return architecture, tensors, -(-file.tell() // alignment) * alignment
+    stated = fields.get("general.alignment")
+    alignment = int(stated.parts[0][0]) if stated is not None and stated.types == [4] else 0
+    return fields, tensors, -(-file.tell() // (alignment or 32)) * (alignment or 32)
 
 
-def _read(file: BinaryIO, form: str) -> tuple[int, ...]:
-    data = file.read(struct.calcsize(form))
-    if len(data) < struct.calcsize(form):
+def _field(file: BinaryIO, kind: int) -> GGUFField:
+    if kind == _STRING:
+        return GGUFField([kind], [_string(file)])
+    if kind in _NUMBERS:
+        return GGUFField([kind], [_numbers(file, kind, 1)])
+    if kind != _ARRAY:
         raise _EarlyEndError
-    return struct.unpack(form, data)
-
-
-def _text(file: BinaryIO) -> str:
-    (length,) = _read(file, "<Q")
-    if length > _LONGEST:
+    inner, count = _unpack(file, "<IQ")
+    if inner == _STRING:
+        return GGUFField([kind, inner], [_string(file) for _ in range(count)])
+    if inner not in _NUMBERS:
         raise _EarlyEndError
-    return file.read(length).decode(errors="replace")
+    return GGUFField([kind, inner], list(_numbers(file, inner, count)[:, None]))
 
 
-def _skip(file: BinaryIO, kind: int) -> None:
-    if kind == _ARRAY:
-        inner, count = _read(file, "<IQ")
-        if inner in _SIZES:
-            file.seek(_SIZES[inner] * min(count, _LONGEST), 1)
-            return
-        for _ in range(count):
-            _skip(file, inner)
-    elif kind == _STRING:
-        (length,) = _read(file, "<Q")
-        file.seek(min(length, _LONGEST), 1)
-    elif kind in _SIZES:
-        file.seek(_SIZES[kind], 1)
-    else:
+def _numbers(file: BinaryIO, kind: int, count: int) -> npt.NDArray[Any]:
+    dtype = np.dtype(_NUMBERS[kind])
+    return np.frombuffer(_bytes(file, count * dtype.itemsize), dtype)
+
+
+def _string(file: BinaryIO) -> bytes:
+    return _bytes(file, int.from_bytes(_bytes(file, 8), "little"))
+
+
+def _unpack(file: BinaryIO, form: str) -> tuple[int, ...]:
+    return struct.unpack(form, _bytes(file, struct.calcsize(form)))
+
+
+def _bytes(file: BinaryIO, count: int) -> bytes:
+    data = b"" if count > _LONGEST else file.read(count)
+    if len(data) < count:
         raise _EarlyEndError
+    return data

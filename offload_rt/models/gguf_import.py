@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +13,9 @@ import torch
 
 from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
-from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer, require_gguf
+from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer
 from .gguf_blocks import can_pack, packed_format, packed_rows
-from .gguf_header import GGUFHeader, GGUFTensor, read_header
+from .gguf_header import GGUFHeader, GGUFTensor, fast_gguf, read_header, require_gguf
 from .linear.packed import can_hold_packed
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
@@ -61,22 +59,19 @@ class GGUFImport:
 
         logging: Any = transformers_logging
         source, header = self.source, read_header(self.path)
-        with _one_reader():
-            config, tokenizer = read_config(source), read_tokenizer(source)
+        config, tokenizer = read_config(source), read_tokenizer(source)
         layout = _Layout(build_skeleton(source, config, torch.bfloat16), header)
-        data = np.memmap(self.path, np.uint8, "r")
         tensors: dict[str, torch.Tensor] = {}
         formats: dict[str, PackedFormat] = {}
         progress = Progress(enabled=logging.is_progress_bar_enabled())
         with progress.items("Packing weights", len(layout.tensors)) as advance:
             for name, tensor in layout.tensors.items():
                 with one_error(f"cannot read tensor {tensor.name} of {source}"):
-                    rows = data[tensor.start : tensor.start + tensor.size].reshape(*tensor.shape[:0:-1], -1)
-                    module, packed = name.removesuffix(".weight"), layout.packed(tensor, name, rows)
+                    module, packed = name.removesuffix(".weight"), layout.packed(tensor, name)
                     if packed is not None:
                         tensors[f"{module}.packed"], formats[module] = packed
                     else:
-                        tensors[name] = layout.dense(tensor, rows)
+                        tensors[name] = layout.dense(tensor)
                 advance()
         config.dtype, config.architectures = torch.bfloat16, [architecture_of(config)]
         if hasattr(config, "quantization_config"):
@@ -84,21 +79,6 @@ class GGUFImport:
         write_checkpoint(folder, config, tensors, formats)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _one_reader() -> Iterator[None]:
-    """Context in which transformers' loaders of configuration and tokenizer use the same reader of a file."""
-    import gguf
-
-    module: Any = gguf
-    own = module.GGUFReader
-    reader_of = functools.cache(lambda path, mode="r": own(path, mode))
-    module.GGUFReader = lambda path, mode="r": reader_of(str(path), mode)
-    try:
-        yield
-    finally:
-        module.GGUFReader = own
 
 
 class _Layout:
@@ -109,12 +89,7 @@ class _Layout:
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Map the tensors of a file to the weights of a model on the meta device.
-
-        Raises:
-            CannotPackError: No tensor has a type that can stay packed, or, for this architecture, transformers does not
-                make each weight from one tensor.
-        """
+        """Raise CannotPackError if no type can stay packed, or if transformers joins several tensors to one weight."""
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils
@@ -123,7 +98,8 @@ class _Layout:
         processor_of = loader.TENSOR_PROCESSORS.get(header.architecture, loader.TensorProcessor)
         self._skeleton, self._processor = skeleton, processor_of(config=skeleton.config.to_dict())
         try:
-            names = loader.get_gguf_hf_weights_map(skeleton, self._processor)
+            with fast_gguf():
+                names = loader.get_gguf_hf_weights_map(skeleton, self._processor)
         except NotImplementedError as error:
             raise CannotPackError(str(error)) from error
         self.tensors = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
@@ -138,10 +114,7 @@ class _Layout:
         return np.asarray(result.weights) if result.name == tensor.name else None
 
     def packing(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
-        """Return the packed format of a weight and the order of its rows in the file.
-
-        Return None if the weight must be dequantised.
-        """
+        """Return the packed format of a weight and the order of its rows, or None if it must be dequantised."""
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
         if not can_hold_packed(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
@@ -163,24 +136,22 @@ class _Layout:
             return None
         return form, order.astype(np.int64)
 
-    def packed(
-        self, tensor: GGUFTensor, name: str, data: npt.NDArray[np.uint8]
-    ) -> tuple[torch.Tensor, PackedFormat] | None:
-        """Return the packed rows of a tensor and their format. Return None if the tensor must be dequantised."""
+    def packed(self, tensor: GGUFTensor, name: str) -> tuple[torch.Tensor, PackedFormat] | None:
+        """Return the packed rows of a tensor and their format, or None if it must be dequantised."""
         if (found := self.packing(tensor, name)) is None:
             return None
         form, order = found
-        rows = packed_rows(torch.from_numpy(np.array(data)), tensor.kind, form)
+        rows = packed_rows(torch.from_numpy(np.array(tensor.data)), tensor.kind, form)
         if rows is None:
             return None
         moved = not np.array_equal(order, np.arange(len(order)))
         return rows[torch.from_numpy(order)] if moved else rows, form
 
-    def dense(self, tensor: GGUFTensor, data: npt.NDArray[np.uint8]) -> torch.Tensor:
+    def dense(self, tensor: GGUFTensor) -> torch.Tensor:
         """Return the dequantised weight in float32, computed by transformers."""
-        from gguf import GGMLQuantizationType, dequantize
+        from gguf import dequantize
 
-        weights = self._process(tensor, dequantize(data, GGMLQuantizationType[tensor.kind]))
+        weights = self._process(tensor, dequantize(tensor.data, tensor.tensor_type))
         if weights is None:
             raise CannotPackError(f"transformers converts the tensor {tensor.name}")
         return torch.from_numpy(np.array(weights, dtype=np.float32))

@@ -18,7 +18,7 @@ from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
 from .checkpoint import read_config
-from .fingerprint import file_identity
+from .checkpoint_cache import file_identity
 from .folder_import import FolderImport
 from .gguf_import import GGUFImport
 from .importers import IMPORTERS
@@ -47,12 +47,8 @@ class Conversion(Protocol):
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
         """Return the formats of the weights that stay packed, by module name. Only the headers of files are read.
 
-        Args:
-            skeleton: The model on the meta device.
-
-        Raises:
-            CannotPackError: The weights cannot stay packed, so transformers must load this checkpoint.
-            ModelError: The checkpoint is damaged.
+        `skeleton` is the model on the meta device. Raise CannotPackError if the weights cannot stay packed, so that
+        transformers must load this checkpoint, or ModelError if it is damaged.
         """
 
     def write(self, folder: Path) -> None:
@@ -60,9 +56,7 @@ class Conversion(Protocol):
 
 
 def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of a checkpoint whose weights stay packed on `device`.
-
-    Return None if transformers loads the checkpoint.
+    """Return the conversion of a checkpoint whose weights stay packed on `device`; None if transformers loads it.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -79,7 +73,6 @@ def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize)
 
 
 def _folder(conversion: Conversion) -> Path:
-    """Return the folder for the result of a conversion."""
     files = [file_identity(path) for path in conversion.files()]
     key = hashlib.sha256(repr((_VERSION, version("transformers"), files)).encode()).hexdigest()[:32]
     return packed_home() / key

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from .checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from .fingerprint import FingerprintCache, LiveWeights, fingerprint
+from .checkpoint_cache import CheckpointCache
+from .fingerprint import LiveWeights, cached_fingerprint, fingerprint
 from .importing import conversion_of, packed_source
 from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
@@ -61,7 +63,6 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        eos_token_ids: Token ids that end a text; empty if there are none.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
@@ -139,7 +140,7 @@ def load_model(
         source = find_source(model, hub)
         if (conversion := conversion_of(source, target, quantize)) is not None:
             source = packed_source(conversion)
-        identify = FingerprintCache(source).fingerprint
+        identify = partial(cached_fingerprint, cache=CheckpointCache(source))
         model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)
     else:
         if quantize in ("int4", "int8"):
@@ -180,11 +181,7 @@ def _read_checkpoint(
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
-    """Quantise the linear layers of a 16-bit checkpoint in place, if `quantize` requests it.
-
-    Raises:
-        ConfigError: The checkpoint is already quantised.
-    """
+    """Quantise linear layers in place, if `quantize` requests it. Raise ConfigError if the checkpoint is quantised."""
     if quantize not in ("int4", "int8"):
         return
     if (method := packing(model.config)) is not None:
@@ -285,12 +282,7 @@ def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Pla
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or load it by name.
-
-    Raises:
-        ConfigError: `tokenizer` has another type.
-        ModelError: The tokenizer cannot be loaded.
-    """
+    """Return the tokenizer, or load it by name. Raise ConfigError for other types, or ModelError if loading fails."""
     if isinstance(tokenizer, str):
         found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
         if found is None:
@@ -302,10 +294,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreT
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the end-of-text ids of a model.
-
-    They come from the generation configuration, the model configuration or the tokenizer: the first that states some.
-    """
+    """Return the end-of-text ids of the generation configuration, the configuration or the tokenizer, in this order."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
     for each in sources:
@@ -316,10 +305,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
-    """Return `SamplingParams` with the values of a generation configuration. None gives the defaults.
-
-    Invalid values are ignored with a warning.
-    """
+    """Return `SamplingParams` with the values of a generation configuration. Warn of invalid values and ignore them."""
     found: dict[str, Any] = {}
     for name, ours in _SAMPLING.items():
         value = getattr(generation_config, name, None)

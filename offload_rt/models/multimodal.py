@@ -32,10 +32,8 @@ def unused_modules(model: Any) -> tuple[str, ...]:
 
 
 def belongs_to(module: str, weight: str) -> bool:
-    """Return whether a weight named `weight`, in a model or in a file, belongs to `module`.
-
-    Their prefixes may differ. For example, files use "vision_tower." for the module "model.vision_tower".
-    """
+    """Return whether a weight named `weight`, in a model or in a file, belongs to `module`."""
+    # Prefixes differ: for example, files use "vision_tower." for the module "model.vision_tower".
     return module.rpartition(".")[2] in weight.split(".")
 
 

@@ -35,23 +35,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """A cached packed checkpoint.
-
-    Attributes:
-        folder: Its folder.
-        origin: Name of the checkpoint from which it was converted.
-        size: Size of its files in bytes.
-        used: Time of the last use, in seconds since the epoch.
-    """
+    """A cached packed checkpoint."""
 
     folder: Path
-    origin: str
-    size: int
-    used: float
+    origin: str  # name of the checkpoint from which it was converted
+    size: int  # in bytes
+    used: float  # time of the last use, in seconds since the epoch
 
 
 def packed_home() -> Path:
-    """Return the cache folder of all packed checkpoints."""
     return cache_folder() / "packed"
 
 
@@ -66,12 +58,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
-    """Return the cached checkpoint `folder`. If it does not exist, create it with the function `write`.
+    """Return the cached checkpoint `folder`, after creating it with `write` if it does not exist.
 
-    Only one process writes at a time. Other processes wait. If they need the same folder, they use the result.
-
-    Raises:
-        OSError: The folder cannot be written.
+    Only one process writes at a time; others wait and use the result. Raise OSError if the folder cannot be written.
     """
     if is_complete(folder):
         os.utime(folder)  # the modification time is the time of the last use
@@ -185,10 +174,7 @@ def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[Pac
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the least recently used folders, except `keep`, while the total size exceeds `limit`.
-
-    Return the deleted folders.
-    """
+    """Delete the least recently used folders except `keep` until at most `limit` bytes remain. Return them."""
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:

@@ -17,8 +17,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
-from .linear.packed import PACKED, can_hold_packed, hold_packed
-from .linear.packed_experts import hold_packed_stack, is_stacked
+from .linear.packed import PACKED, can_hold_packed, hold_packed, hold_packed_stack, is_stacked
 from .packed_cache import is_intact
 
 if TYPE_CHECKING:
@@ -37,13 +36,10 @@ def write_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     formats: Mapping[str, PackedFormat],
 ) -> None:
-    """Write config.json and the weights of a packed checkpoint.
+    """Write config.json and the weights of a packed checkpoint to an existing folder.
 
-    Args:
-        folder: An existing folder.
-        config: Configuration of the model.
-        tensors: Weights by name. For a packed module, these are its parameters, such as `packed`.
-        formats: Format of each packed weight, by module name.
+    `tensors` has all parameters by name, including those of packed modules, such as `packed`. `formats` has the formats
+    of packed weights by module name.
     """
     from safetensors.torch import save_file
 
@@ -63,10 +59,7 @@ def stated_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
 
 
 def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Give modules of a model on the meta device packed weights, in place.
-
-    `formats` has their formats by module name.
-    """
+    """Give modules of a model on the meta device packed weights, in place, with `formats` by module name."""
     if not formats:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -90,10 +83,7 @@ def read_checkpoint(
 ) -> PreTrainedModel:
     """Load a packed checkpoint. Weights that are not packed are converted to `dtype`.
 
-    On a CPU, the file is memory-mapped.
-
-    Raises:
-        ModelError: The weights are damaged or do not belong to the configuration.
+    Raise ModelError if the weights are damaged or do not belong to the configuration.
     """
     from accelerate import init_empty_weights
     from safetensors import safe_open

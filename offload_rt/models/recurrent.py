@@ -39,7 +39,6 @@ class StateSlots:
 
     @property
     def used(self) -> int:
-        """Number of slots in use."""
         return self._size - len(self._free)
 
     @property
@@ -48,11 +47,7 @@ class StateSlots:
         return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
 
     def take(self, origin: int | None = None) -> int:
-        """Allocate a slot and return it.
-
-        If `origin` is given, the state of slot `origin` is copied to the new slot. Otherwise, the new slot gets the
-        state of an empty sequence.
-        """
+        """Allocate a slot with a copy of the state of slot `origin`, or with the state of an empty sequence."""
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
@@ -65,7 +60,6 @@ class StateSlots:
         return slot
 
     def release(self, slot: int) -> None:
-        """Free a slot."""
         assert 0 <= slot < self._size and slot not in self._free
         self._free.add(slot)
 
@@ -87,10 +81,7 @@ class StateSlots:
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
 
     def _grow(self, size: int) -> None:
-        """Allocate `size` slots and copy the existing slots.
-
-        If memory is exhausted, the existing slots stay unchanged.
-        """
+        """Allocate `size` slots and copy the existing slots, which stay unchanged if memory is exhausted."""
         conv = {one.layer: self._resized(self.conv, one.layer, (size, *one.conv), self._dtype) for one in self._shapes}
         recurrent = {
             one.layer: self._resized(self.recurrent, one.layer, (size, *one.recurrent), torch.float32)
@@ -157,11 +148,8 @@ class RecurrentState:
         return self._current[kind, layer]
 
     def _slot_index(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the slots as an index on the device of `states`, int64 `[B]`.
-
-        It is copied once per step. With a list as the index, torch would copy it for each tensor, and the host would
-        wait for the device each time.
-        """
+        """Return the slots as an index on the device of `states`, int64 `[B]`."""
+        # With a list as the index, torch would copy it for each tensor, and the host would wait for each copy.
         if self._index is None:
             self._index = to_device(torch.tensor(self._slots), states.device)
         return self._index
@@ -177,10 +165,7 @@ class RecurrentState:
         return self._of("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
-        """Append new inputs `[B, channels, T]` of a convolution.
-
-        Return earlier and new inputs, `[B, channels, kernel + T]`.
-        """
+        """Append inputs `[B, channels, T]` of a convolution. Return old and new inputs `[B, channels, kernel + T]`."""
         held = self._of("conv", layer_idx)
         whole = torch.cat([held, conv_states.to(held.dtype)], dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])
@@ -224,13 +209,8 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
     """Return the shapes of the states that decoder layers have for each sequence.
 
-    Args:
-        name: Name of the model's class, for error messages.
-        layers: All decoder layers.
-        at: Indices of the layers with attention.
-
-    Raises:
-        ModelError: No layer has attention, or layers have state of an unknown kind.
+    `at` are the indices of the layers with attention. Raise ModelError, with the class name `name`, if no layer has
+    attention, or if layers have state of an unknown kind.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := _recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
@@ -248,10 +228,7 @@ def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> t
 
 
 def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """Return the shapes of a mixer's convolution state and recurrent state.
-
-    Return None if its kind is not supported.
-    """
+    """Return the shapes of a mixer's convolution state and recurrent state, or None if its kind is not supported."""
     conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
     if conv is None or kernel is None:
         return None
@@ -266,10 +243,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
 
 
 def _recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a decoder layer with a causal convolution, or None.
-
-    All recurrent layers have a causal convolution.
-    """
+    """Return the module of a decoder layer with a causal convolution, which all recurrent layers have, or None."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

@@ -37,8 +37,8 @@ _adapters = {
 def register_architecture(architecture: str, adapter: str) -> None:
     """Register an adapter for models of a transformers class.
 
-    If the class is not part of transformers, it must also be registered with `AutoConfig` and `AutoModelForCausalLM`.
-    Otherwise it cannot be loaded from a folder.
+    To load a class that is not part of transformers from a folder, also register it with `AutoConfig` and
+    `AutoModelForCausalLM`.
 
     Args:
         architecture: Name of the transformers class.
@@ -52,8 +52,13 @@ def register_architecture(architecture: str, adapter: str) -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Return the names of the supported transformers classes, in order of registration."""
+    """Return the names of the supported transformers classes."""
     return tuple(_adapters)
+
+
+def has_external_adapters() -> bool:
+    """Return whether adapters outside of this package are registered."""
+    return not all(adapter.startswith("offload_rt.") for adapter in _adapters.values())
 
 
 def adapter_for(model: Any) -> ModelAdapter:
@@ -89,12 +94,6 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Return the error for an unsupported architecture.
-
-    If `why` is empty, the message lists the supported architectures.
-    """
-    return ModelError(f"{architecture} is not supported{f': {why}' if why else _listed()}", reason=reason)
-
-
-def _listed() -> str:
-    return f"; supported are {', '.join(_adapters)}"
+    """Return the error for an unsupported architecture. Without `why`, the message lists the supported ones."""
+    details = f": {why}" if why else f"; supported are {', '.join(_adapters)}"
+    return ModelError(f"{architecture} is not supported{details}", reason=reason)

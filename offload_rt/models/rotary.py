@@ -25,8 +25,8 @@ from .multimodal import text_config, text_decoder
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """RoPE types with frequencies that depend on the text length.
 
-"longrope" (Phi) has two sets of frequencies: one for texts up to the original training length and one for longer texts.
-"dynamic" has one set for texts up to the training length, and a different set for each longer length.
+Both have one set of frequencies for texts up to the original training length. For longer texts, "longrope" (Phi) has
+one other set, and "dynamic" a different set for each length.
 """
 
 KEPT = 8
@@ -105,13 +105,10 @@ class Rotary:
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attention: Any) -> None:
-        """Detect the layout of the model's rotation.
+        """Detect the layout of the model's rotation in the source file of `attention`.
 
-        Args:
-            module: The decoder's rotary module.
-            kinds: Name of the set of frequencies in `module` that each layer uses. "" if there is only one set; None
-                for layers without rotary positions.
-            attention: An attention module of the model, used to find its source file.
+        `kinds` has the name of each layer's set of frequencies in the rotary module `module`: "" if there is only one
+        set, and None for layers without rotary positions.
         """
         self._module, self._kinds = module, tuple(kinds)
         self._known: list[tuple[ref[torch.Tensor], dict[str, Rotation]]] = []
@@ -134,10 +131,7 @@ class Rotary:
         self._ready = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` `[heads, T, d]` to `positions` `[T]`.
-
-        For a layer without rotary positions, return `x` unchanged.
-        """
+        """Rotate `x` `[heads, T, d]` to `positions` `[T]`, unless the layer has no rotary positions."""
         known = None if layer == 0 else self._find(positions)
         if known is None:
             known = self._new_entry(positions)

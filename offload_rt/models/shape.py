@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..config import Quantize
-from ..core import ModelGeometry
+from ..core import ModelGeometry, StateShape
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
+from .checkpoint_cache import CheckpointCache
 from .importing import Conversion, conversion_of, ready_source
-from .linear import can_stream, packing, packing_of, stays_packed, use_backends
+from .linear import backend_of, packing, packing_of, use_backends
+from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
 from .loading import check_loaded, quantize_checkpoint
 from .multimodal import belongs_to, unused_modules
 from .packed_checkpoint import CannotPackError, hold_formats, stated_formats
-from .registry import adapter_for
+from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
 from .stored_tensors import stored_tensors
-from .weights import ON_DEVICE, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
+from .weights import ON_DEVICE, ExpertSizes, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,12 +43,9 @@ class ModelShape:
     """Properties of a model that are determined before its weights are read.
 
     Attributes:
-        geometry: Dimensions of the model.
         weight_bytes: Size in bytes of parameters and buffers, without weights that `placement` keeps in host memory.
             Tied weights count once.
         sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
-        dtype: Dtype of the weights.
-        device: Compute device.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Experts and embedding that stay in host memory.
@@ -89,6 +91,36 @@ def load_shape(
         return ModelShape(geometry, weight_bytes(model), sizes, model.dtype, model.device, packed, packed is None)
     where = resolve_device(device)
     source = find_source(model, hub)
+    compute = partial(_read_shape, source, where, dtype, max_model_len, quantize)
+    if has_external_adapters():
+        return compute()
+    modified = max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
+    arguments = [str(where), str(dtype), max_model_len, quantize, computes_bfloat16(), modified]
+    # transformers takes three seconds of processor time for its imports and a skeleton
+    return CheckpointCache(source).lookup("shapes", arguments, compute, _parse, _dump)
+
+
+def _dump(shape: ModelShape) -> str:
+    return json.dumps(asdict(shape), default=str)
+
+
+def _parse(text: str) -> ModelShape:
+    """Return the shape that `_dump` has converted to text."""
+    entries = json.loads(
+        text, object_hook=lambda entry: {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    )
+    geometry, sizes = entries["geometry"], entries["sizes"]
+    geometry["states"] = tuple(StateShape(**state) for state in geometry["states"])
+    sizes["experts"] = None if sizes["experts"] is None else ExpertSizes(**sizes["experts"])
+    entries |= {"geometry": ModelGeometry(**geometry), "sizes": WeightSizes(**sizes)}
+    entries["placement"] = Placement(**entries["placement"])
+    dtype = getattr(torch, entries["dtype"].removeprefix("torch."))
+    return ModelShape(**entries | {"dtype": dtype, "device": torch.device(entries["device"])})
+
+
+def _read_shape(
+    source: ModelSource, where: torch.device, dtype: str | torch.dtype, max_model_len: int | None, quantize: Quantize
+) -> ModelShape:
     conversion = conversion_of(source, where, quantize)
     if conversion is not None and (ready := ready_source(conversion)) is not None:
         source, conversion = ready, None
@@ -104,11 +136,12 @@ def load_shape(
     packed = packing_of(skeleton)
     if packed == PACKED.method:
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where, packed)
-    if not stays_packed(config, where):
+    backend = backend_of(config)
+    if backend is None or not backend.stays_packed(where):
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
     fixed, layers = _packed_bytes(source, skeleton, chosen)
     sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
-    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), can_stream(config))
+    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), backend.can_stream(config))
 
 
 def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
@@ -124,13 +157,10 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the sizes in bytes of a packed checkpoint's weights: of all weights outside of layers, and of each layer.
+    """Return the sizes in bytes of a packed checkpoint's weights outside of layers, and in each layer (aligned).
 
-    Packed weights count with their size in the file, other weights with their size in `dtype`. Each weight of a layer
-    is aligned.
-
-    Raises:
-        ModelError: The files cannot be read.
+    Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
+    files cannot be read.
     """
     named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))

@@ -57,7 +57,6 @@ def hub_of(config: EngineConfig) -> Hub:
 
 
 DEFAULT_HUB = Hub()
-"""Default options: newest revision, no explicit token, no remote code."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,8 @@ class ModelSource:
 
     Attributes:
         place: Folder or hub id, as accepted by transformers.
-        gguf: Name of the GGUF file in `place` that contains configuration, weights and tokenizer. None if they are
-            separate files.
+        gguf: Name of the GGUF file in `place` with configuration, weights and tokenizer; None if they are separate.
         shipped: Whether the checkpoint ships with the package.
-        hub: Download options.
     """
 
     place: str
@@ -88,10 +85,20 @@ class ModelSource:
         name = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return name if self.folder is None else str(Path(name).absolute())
 
-    def check_folder(self) -> None:
-        """Raise ModelError if a local folder contains no model. Files are not opened."""
+    def check_files(self) -> None:
+        """Raise ModelError if a local folder contains no model, or if a local GGUF file is damaged or incomplete.
+
+        This is fast, because it imports neither torch nor transformers.
+        """
         folder = self.folder
-        if folder is None or self.gguf is not None or (folder / "config.json").is_file():
+        if self.gguf is not None:
+            from .gguf_header import read_header, require_gguf
+
+            require_gguf(self)
+            if folder is not None:
+                read_header(folder / self.gguf)
+            return
+        if folder is None or (folder / "config.json").is_file():
             return
         if (folder / "adapter_config.json").is_file():
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
@@ -105,10 +112,7 @@ class ModelSource:
         return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
 
     def check_reachable(self) -> None:
-        """Raise ModelError if a Hub model is not in the cache and the Hub cannot be reached.
-
-        transformers would retry for half a minute before it fails.
-        """
+        """Raise ModelError at once if a hub model is not in the cache and the hub cannot be reached."""
         if self.folder is not None:
             return
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -133,11 +137,6 @@ class ModelSource:
         """Return the location in quotes, for messages."""
         what = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
-
-
-def truncated(path: Path, missing: int) -> ModelError:
-    """Return the error for a file of weights that lacks its last `missing` bytes."""
-    return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")
 
 
 def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:
@@ -179,11 +178,7 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """Return the name of the only GGUF file in a folder without safetensors files, or None.
-
-    Raises:
-        ModelError: The folder has several GGUF files.
-    """
+    """Return the name of the GGUF file in a folder without safetensors files. Raise ModelError if it has several."""
     files = sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
     if not files or any(folder.glob("*.safetensors")):
         return None

@@ -8,38 +8,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelError
-from ..utils.small_files import read_json
-from .source import ModelSource, truncated
+from ..utils.small_files import read_json, truncated
+from .source import ModelSource
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
 """Largest size in bytes of a header that the safetensors library accepts."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        name: Name of the tensor.
-        shape: Shape of the tensor.
-        kind: Dtype in the notation of safetensors, such as "BF16".
-        size: Size in bytes.
-        file: The file that contains the tensor; None for a checkpoint on the hub.
-    """
+    """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
-    kind: str
-    size: int
-    file: Path | None
+    kind: str  # dtype in the notation of safetensors, such as "BF16"
+    size: int  # in bytes
+    file: Path | None  # None for a checkpoint on the hub
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers reads.
-
-    These are the files listed in the index, else model.safetensors, else all safetensors files.
-    """
-    if (index := folder / _INDEX).exists():
+    """Return the safetensors files that transformers reads: those in the index, else model.safetensors, else all."""
+    if (index := folder / INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
@@ -71,7 +60,6 @@ def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_HEADER_LIMIT, path.stat().st_size):
@@ -105,7 +93,7 @@ def check_weights(source: ModelSource) -> None:
         try:
             files = weight_files(folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"'{folder / _INDEX}' is damaged: {error}") from error
+            raise ModelError(f"'{folder / INDEX}' is damaged: {error}") from error
         for file in files:
             check_complete(file)
         return

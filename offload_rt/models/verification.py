@@ -67,9 +67,6 @@ def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     """Call `verify_model`, unless the cache folder has a record of an earlier success.
 
     A record is valid for one model, adapter and configuration, and for one version of this package and of transformers.
-
-    Raises:
-        ModelError: See `verify_model`.
     """
     # The complete configuration is part of the record, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -191,10 +188,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer, `[T, D]`, after the adapter's stages that follow the layer.
-
-        The tokens are divided as in `_layer`.
-        """
+        """Return the output of a layer, `[T, D]`, after the stages that follow it, in pieces like `_layer`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden
@@ -264,10 +258,7 @@ def _tensor(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """Context in which the model of `config` uses eager attention.
-
-    The arguments of each call are added to `arguments`.
-    """
+    """Context in which the model of `config` uses eager attention and adds the arguments of calls to `arguments`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

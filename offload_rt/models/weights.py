@@ -38,24 +38,16 @@ class Placement:
 
 
 ON_DEVICE = Placement()
-"""All weights are on the device."""
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Sizes of the experts of a model.
+    """Sizes of the experts of a model in bytes. Layers without experts have the sizes 0."""
 
-    Attributes:
-        count: Number of experts in each mixture-of-experts layer.
-        chosen: Number of experts that the router chooses per token.
-        each: Size in bytes of one expert of each layer; 0 for layers without experts.
-        whole: Aligned size in bytes of all experts of each layer; 0 for layers without experts.
-    """
-
-    count: int
-    chosen: int
-    each: tuple[int, ...]
-    whole: tuple[int, ...]
+    count: int  # experts in each mixture-of-experts layer
+    chosen: int  # experts that the router chooses per token
+    each: tuple[int, ...]  # one expert of each layer
+    whole: tuple[int, ...]  # all experts of each layer, aligned
 
 
 @dataclass(frozen=True)
@@ -95,20 +87,17 @@ class WeightSizes:
 
 
 class HostEmbedding(nn.Module):
-    """Replacement of a model's embedding that looks up tokens in host memory.
+    """Replacement of a model's embedding that looks up tokens in host memory and copies only the results to `device`.
 
-    Only the results are copied to the device.
+    `weight` is an empty tensor `[0, D]`. Adapters read the model's device and dtype from it.
     """
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
-        """Create the replacement of `embedding`. `device` is the device of token ids and results."""
         super().__init__()
         self.inner = embedding
-        self.bytes = 0
-        """Bytes copied to the device so far."""
+        self.bytes = 0  # copied to the device so far
         own: torch.Tensor = embedding.weight  # type: ignore[assignment]  # of packed weights, too
         self.weight = own.new_empty((0, *own.shape[1:]), device=device)
-        """Empty tensor `[0, D]`. Adapters read the model's device and dtype from it."""
 
     device_bytes = 0
 
@@ -125,10 +114,7 @@ class HostEmbedding(nn.Module):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a transformers model in order.
-
-    They are the outermost `ModuleList` of its decoder.
-    """
+    """Return the decoder layers of a transformers model in order: the outermost `ModuleList` of its decoder."""
     stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
@@ -140,12 +126,9 @@ def attention_layers(layers: list[nn.Module]) -> list[int]:
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """Return the attention module of a decoder layer, or None if it has none.
-
-    Nemotron-H has one module named `mixer` per layer, which may be an attention, a recurrent layer or an MLP.
-    """
+    """Return the attention module of a decoder layer, or None if it has none."""
     found = next((each for name in _ATTENTION if (each := getattr(layer, name, None)) is not None), None)
-    mixer = getattr(layer, "mixer", None)
+    mixer = getattr(layer, "mixer", None)  # Nemotron-H: an attention, a recurrent layer or an MLP
     return found if found is not None or not hasattr(mixer, "q_proj") else mixer
 
 
@@ -205,7 +188,6 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 
 
 def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
-    """Return the expert sizes of decoder layers, or None if they have no stacked experts."""
     found = [experts_of(layer) for layer in layers]
     counts = {int(experts.num_experts) for experts in found if experts is not None}
     if len(counts) != 1:

@@ -31,28 +31,20 @@ from .memory_model import DeviceCosts
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Division of the device memory between weights and running sequences.
-
-    Attributes:
-        limit: Limit on device memory in bytes.
-        costs: Upper bounds for the memory of sequences.
-        context: Length in tokens of the sequence that the plan was made for.
-        streamed: Layers whose weights are streamed from host memory.
-    """
+    """Division of the device memory, `limit` bytes, between weights and running sequences."""
 
     limit: int
     costs: DeviceCosts
-    context: int
-    streamed: tuple[int, ...]
+    context: int  # length in tokens of the sequence that the plan was made for
+    streamed: tuple[int, ...]  # layers whose weights are streamed from host memory
 
     @property
     def weights(self) -> int:
-        """Size in bytes of the weights, expert slots and streaming buffers on the device."""
+        """Bytes of weights, expert slots and streaming buffers on the device."""
         return _weights(self.costs, self.streamed)
 
     @property
     def placement(self) -> Placement:
-        """Weights that stay in host memory."""
         return replace(self.costs.shape.placement, layers=self.streamed)
 
     @property
@@ -71,7 +63,6 @@ class DevicePlan:
 
     @property
     def keys_on_host(self) -> bool:
-        """Whether scoring keys are in host memory and tokens are scored by the host."""
         return self.costs.keys_on_host
 
     @property
@@ -115,21 +106,14 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the possible prefill chunk sizes in tokens, best first.
-
-    GPUs benefit from large chunks. On a CPU, chunks of more than 512 tokens are not faster.
-    """
+    """Return the possible prefill chunk sizes in tokens, best first. On a CPU, more than 512 tokens are not faster."""
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
     return (512,) if device.type == "cpu" else (2048, 1024, 512)
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """Return the device memory costs of sequences, with the best prefill chunk size.
-
-    Raises:
-        ConfigError: If a policy option is invalid.
-    """
+    """Return the costs of sequences with the best prefill chunk size. Raise ConfigError for invalid policy options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
@@ -137,11 +121,9 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
-    """Return the plan for `config.device_memory`.
+    """Return the plan for `config.device_memory`. Raise MemoryLimitError if no plan fits.
 
-    Raises:
-        ConfigError: If a policy option is invalid.
-        MemoryLimitError: If no plan fits.
+    Raise ConfigError if a policy option or a requested placement is invalid.
     """
     assert config.device_memory is not None
     geometry = shape.geometry
@@ -182,11 +164,7 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try for a limit, starting with the most weights on the device.
-
-    Raises:
-        ConfigError: See `requested_placement`.
-    """
+    """Yield the placements to try for a limit, starting with the most weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:
@@ -207,7 +185,6 @@ def _spread(count: int, layers: int) -> tuple[int, ...]:
 
 
 def _slots(context: int) -> int:
-    """Return the number of slots for `context` tokens: whole blocks."""
     return -(-context // BLOCK_SIZE) * BLOCK_SIZE
 
 

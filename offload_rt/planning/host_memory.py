@@ -26,41 +26,29 @@ class HostMemory:
     Attributes:
         kv: Memory for the KV cache.
         snapshots: Memory for snapshots of recurrent state.
+        snapshot_slots: Number of snapshots that fit. 0 if the model has no recurrent state, or prefixes are not shared.
     """
 
     kv: int
-    snapshots: int
+    snapshots: int = 0
+    snapshot_slots: int = 0
 
 
 def divided_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
-    """Return the division of the host memory. Raise MemoryLimitError like `snapshot_slots`."""
-    host = _host_memory(config)
-    snapshots = _slots(host, config, geometry, dtype) * slot_bytes(geometry, dtype)
-    return HostMemory(host - snapshots, snapshots)
-
-
-def snapshot_slots(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the number of snapshots of recurrent state that fit the host memory reserved for them.
-
-    It is 0 if the model has no recurrent state, or if prefixes are not shared.
+    """Return the division of the host memory.
 
     Raises:
         MemoryLimitError: `snapshot_memory` is not smaller than `host_memory`.
     """
-    return _slots(_host_memory(config), config, geometry, dtype)
-
-
-def _slots(host: int, config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    host = available_memory() // 2 if config.host_memory is None else config.host_memory
     if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
-        return 0
+        return HostMemory(host)
     limit = host // SNAPSHOTS_SHARE if config.snapshot_memory is None else config.snapshot_memory
     if limit >= host:
         raise MemoryLimitError(
             f"snapshot_memory={format_size(limit)} must be less than host_memory={format_size(host)}, of which it is a "
             "part: lower snapshot_memory"
         )
-    return min(limit // slot_bytes(geometry, dtype), MOST_SNAPSHOTS)
-
-
-def _host_memory(config: EngineConfig) -> int:
-    return available_memory() // 2 if config.host_memory is None else config.host_memory
+    size = slot_bytes(geometry, dtype)
+    slots = min(limit // size, MOST_SNAPSHOTS)
+    return HostMemory(host - slots * size, slots * size, slots)

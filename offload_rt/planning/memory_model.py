@@ -23,7 +23,7 @@ from ..models.rotary import KEPT
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
 from ..policies.growing import max_slots
-from ..policies.infinigen.scoring import LEARNED_AT_ONCE, TOKENS_PER_BYTE
+from ..policies.infinigen.scoring import PROMPT_KEYS_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
@@ -37,7 +37,6 @@ class DeviceCosts:
     """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes.
 
     Attributes:
-        shape: Shapes of the model.
         demand: Memory demand of the policy.
         slice: Number of prompt tokens whose queries, attention and MLP are computed together.
         rounded: Whether the KV cache uses a format that must be decoded.
@@ -95,10 +94,8 @@ class DeviceCosts:
         return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
     def states(self, sequences: int) -> int:
-        """Return the size in bytes of the recurrent state of `sequences` sequences.
-
-        It includes spare slots, because the number of slots grows by a quarter at a time (`StateSlots`).
-        """
+        """Return the size in bytes of the recurrent state of `sequences` sequences."""
+        # The number of slots grows by a quarter at a time (`StateSlots`).
         return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
 
     def fetched(self, context: int, layer: int) -> int:
@@ -123,10 +120,10 @@ class DeviceCosts:
         return sequences * [bucket(max(contexts))]
 
     def staging(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes of fetched KV with its indices.
+        """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        It includes the KV of the current and the next layer of all sequences, and a copy of one sequence's KV merged
-        with its resident KV. If KV is encoded, it includes decoded KV of that sequence, or of all sequences on CUDA.
+        It includes a copy of one sequence's KV merged with its resident KV. If KV is encoded, it also includes decoded
+        KV of that sequence, or of all sequences on CUDA.
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -161,7 +158,7 @@ class DeviceCosts:
             attention += 2 * heads * compute
         learned = 0
         if self.demand.key_bytes:
-            at_once = min(context, LEARNED_AT_ONCE)
+            at_once = min(context, PROMPT_KEYS_AT_ONCE)
             learned = at_once * geometry.kv_heads * geometry.head_dim * (4 * compute + 4)
         weighed = 0
         if self.demand.weights_at_once:
@@ -171,23 +168,18 @@ class DeviceCosts:
         return rows + weighed + work + self._logits(1)
 
     def calibration(self) -> int:
-        """Return the memory in bytes that calibration needs at the first start; 0 if no calibration is needed.
-
-        The float64 sums of calibration need no more memory per slice than attention and MLP.
-        """
+        """Return the memory in bytes that calibration needs at the first start; 0 if no calibration is needed."""
+        # The float64 sums of calibration need no more memory per slice than attention and MLP.
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0
         return replace(self, slice=max(self.slice, SLICE))._layer_work(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes of a decode step's memory: hidden states, logits, scores and attention weights.
-
-        On a CPU, scores and weights of one sequence exist at a time; on CUDA, those of all sequences.
-        """
+        """Return the size in bytes of a decode step's hidden states, logits, scores and attention weights."""
         geometry, compute, contexts = self.shape.geometry, self._compute, self._padded(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
-        at_once = len(contexts) if self.shape.device.type != "cpu" else 1
+        at_once = len(contexts) if self.shape.device.type != "cpu" else 1  # sequences whose scores exist at a time
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
             # Scores, selection masks, the maximum per group, its sorted values and their indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
@@ -220,37 +212,21 @@ class DeviceCosts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Memory requirements of one sequence of `context` tokens. All sizes are in bytes.
-
-    Attributes:
-        context: Length of the sequence in tokens.
-        kv_per_token: KV cache per additional token, in full-attention layers only.
-        kv_host: KV cache of the context, in whole blocks.
-        weights: Weights on the device.
-        scoring: Scoring keys, their bases and constant buffers on the device.
-        resident: Sinks, recent window and sliding windows on the device.
-        working_set: Working sets on the device.
-        staging: Fetched KV of the current layer, merged with the resident KV, and of the next layer.
-        decode: Hidden states, scores, attention weights and logits while decoding.
-        prefill: Temporary memory of a prefill. During a prefill, `staging` and `decode` are not needed.
-        graphs: Memory of captured CUDA graphs, except the one that runs.
-        states: Recurrent state of a hybrid model, which does not depend on the context.
-        snapshots: Limit on snapshots of recurrent state in host memory.
-    """
+    """Memory requirements of one sequence of `context` tokens. All sizes are in bytes, on the device unless noted."""
 
     context: int
-    kv_per_token: int
-    kv_host: int
+    kv_per_token: int  # KV cache in host memory or on disk per additional token, in full-attention layers only
+    kv_host: int  # KV cache of the context in host memory or on disk, in whole blocks
     weights: int
-    scoring: int
-    resident: int
+    scoring: int  # scoring keys, their bases and constant buffers
+    resident: int  # sinks, recent window and sliding windows
     working_set: int
-    staging: int
-    decode: int
-    prefill: int
-    graphs: int = 0
-    states: int = 0
-    snapshots: int = 0
+    staging: int  # fetched KV of the current layer, merged with the resident KV, and of the next layer
+    decode: int  # hidden states, scores, attention weights and logits while decoding
+    prefill: int  # temporary memory of a prefill, which does not need `staging` and `decode`
+    graphs: int = 0  # captured CUDA graphs, except the one that runs
+    states: int = 0  # recurrent state of a hybrid model, which does not depend on the context
+    snapshots: int = 0  # limit on snapshots of recurrent state in host memory
 
     @property
     def device(self) -> int:
@@ -260,13 +236,9 @@ class Requirements:
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int = 1) -> Requirements:
-    """Return the memory requirements of one sequence.
+    """Return the requirements of one sequence of `context` tokens with `weights` bytes of weights on the device.
 
-    Args:
-        costs: Upper bounds for the device memory.
-        weights: Size in bytes of the weights on the device.
-        context: Length of the sequence in tokens.
-        max_graphs: Maximum number of captured CUDA graphs.
+    At most `max_graphs` CUDA graphs are captured.
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
@@ -289,18 +261,14 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Plan of a KV cache on disk: maximum file size in bytes (`limit`) and division of host memory (`shares`)."""
+    """Plan of a KV cache on disk."""
 
-    limit: int
-    shares: MemoryBudget
+    limit: int  # maximum file size in bytes
+    shares: MemoryBudget  # division of host memory
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
-    """Return the plan of the KV cache on disk, or None if `config.disk` is not set.
-
-    Raises:
-        MemoryLimitError: If a limit is too large or too small.
-    """
+    """Return the plan of the KV cache on disk, if there is one. Raise MemoryLimitError if a limit does not fit."""
     if config.disk is None:
         return None
     host = divided_host_memory(config, shape.geometry, shape.dtype).kv
@@ -312,21 +280,13 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """Free memory of the system in bytes.
-
-    Attributes:
-        host_free: Free host memory.
-        pool_limit: Maximum size of the KV cache in host memory.
-        device: Name of a device with separate memory, or None if everything is in host memory.
-        device_free: Free memory of that device, or None.
-        disk_limit: Maximum size of the KV cache on disk, or None if it is in memory.
-    """
+    """Free memory of the system in bytes."""
 
     host_free: int
-    pool_limit: int
-    device: str | None = None
+    pool_limit: int  # maximum size of the KV cache in host memory
+    device: str | None = None  # name of a device with separate memory
     device_free: int | None = None
-    disk_limit: int | None = None
+    disk_limit: int | None = None  # maximum size of the KV cache on disk; None if it is in memory
 
     @classmethod
     def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:

@@ -7,10 +7,7 @@ from collections.abc import Set
 import torch
 
 _ROUND = 64
-
-
-def _capacity(slots: int, multiple: int) -> int:
-    return -(-(slots + slots // 16) // multiple) * multiple
+"""Capacities are multiples of this number of slots."""
 
 
 def max_slots(tokens: int, per_slot: int = 1) -> int:
@@ -28,11 +25,9 @@ class GrowingTensor:
     16 times on average. A fork shares the storage until either copy is written.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device, multiple: int = _ROUND
-    ) -> None:
-        """Create a tensor of `shape` with 0 slots in dimension `dim`. Its capacity is a multiple of `multiple`."""
-        self.dim, self._multiple = dim, multiple
+    def __init__(self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Create a tensor of `shape` with 0 slots in dimension `dim`."""
+        self.dim = dim
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
 
@@ -46,7 +41,7 @@ class GrowingTensor:
         capacity = self.data.shape[self.dim]
         if slots > capacity:
             shape = list(self.data.shape)
-            shape[self.dim] = _capacity(slots, self._multiple)
+            shape[self.dim] = -(-(slots + slots // 16) // _ROUND) * _ROUND
             data = self.data.new_empty(shape)
             data.narrow(self.dim, 0, capacity).copy_(self.data)
             self.data, self._shared = data, False
@@ -57,7 +52,7 @@ class GrowingTensor:
     def fork(self) -> GrowingTensor:
         """Return a copy-on-write copy."""
         twin = object.__new__(GrowingTensor)
-        twin.dim, twin._multiple, twin.data = self.dim, self._multiple, self.data
+        twin.dim, twin.data = self.dim, self.data
         self._shared = twin._shared = True
         return twin
 
@@ -68,12 +63,9 @@ class LayerTensors:
     Each slot of a tensor contains the data of up to `per_slot` adjacent tokens.
     """
 
-    def __init__(
-        self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1, multiple: int = _ROUND
-    ) -> None:
+    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1) -> None:
         """Start without layers. All arguments except `per_slot` are passed to the `GrowingTensor` of each layer."""
-        self._dim, self._dtype, self._device = dim, dtype, device
-        self._per_slot, self._multiple = per_slot, multiple
+        self._dim, self._dtype, self._device, self._per_slot = dim, dtype, device, per_slot
         self._tensors: dict[int, GrowingTensor] = {}
         self._lengths: dict[int, int] = {}
 
@@ -98,7 +90,7 @@ class LayerTensors:
     def open(self, layer: int, *shape: int) -> None:
         """Create the layer's tensor with `shape`, which is 0 in the growing dimension. A second call has no effect."""
         if layer not in self._tensors:
-            self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device, self._multiple)
+            self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device)
             self._lengths[layer] = 0
 
     def reserve(self, layer: int, tokens: int) -> torch.Tensor:
@@ -108,7 +100,7 @@ class LayerTensors:
 
     def fork(self) -> LayerTensors:
         """Return a copy-on-write copy."""
-        twin = LayerTensors(self._dim, self._dtype, self._device, self._per_slot, self._multiple)
+        twin = LayerTensors(self._dim, self._dtype, self._device, self._per_slot)
         twin._tensors = {layer: tensor.fork() for layer, tensor in self._tensors.items()}
         twin._lengths = dict(self._lengths)
         return twin

@@ -306,14 +306,14 @@ class ScorerState(PolicyState):
         """Return the entries `[Hkv, capacity, w]` for writing to `slots`. Extend the layer to include the slots."""
         return self._entries.reserve(layer, slots.stop)
 
-    def enter(
+    def append_batch(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, basis: None, storages: PointerTable, slots: torch.Tensor
     ) -> None:
         """Store entries of the newest keys k `[P, d]` of a batch in `slots`, int64 `[P]`. P = B * Hkv."""
         entering = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
         dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
 
-    def found(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
         """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -81,22 +81,18 @@ class _Pages:
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
+        self._first_rows = [pool.layout.row(place, 0, 0) for place in pool.groups.place]
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
-
-    def _block_rows(self, blocks: BlockTable) -> torch.Tensor:
-        """Return `PagedRows.block_rows` of a block table, int64 `[blocks]`. Recompute it if the blocks have changed."""
-        ids, rows = self._known.get(id(blocks), ([], None))
-        if rows is None or ids != blocks.ids:
-            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
-            self._known[id(blocks)] = list(blocks.ids), rows
-        return rows
 
     def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:
         """Return the KV of `resident` and `tokens` `[Hkv, n]`, in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
-        layout = self.pool.layout
-        first = layout.row(self.pool.groups.place[layer], 0, 0)
-        return PagedRows(*self.planes, self._block_rows(blocks), first, layout.head_rows, resident, tokens)
+        ids, rows = self._known.get(id(blocks), ([], None))
+        if rows is None or ids != blocks.ids:
+            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
+            self._known[id(blocks)] = list(blocks.ids), rows
+        head_rows = self.pool.layout.head_rows
+        return PagedRows(*self.planes, rows, self._first_rows[layer], head_rows, resident, tokens)
 
     def forget(self, blocks: BlockTable) -> None:
         """Remove a closed block table, because its `id` may be reused."""
@@ -296,22 +292,12 @@ class CpuRows(RowFetch):
 
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
-    ) -> PendingFetch:
+    ) -> _DenseFetch | _SparseFetch:
         if selection is None:
             return _DenseFetch(self._pages, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
-        return self._sparse(blocks, layer, visible, selection)
-
-    def _sparse(
-        self,
-        blocks: BlockTable,
-        layer: int,
-        visible: VisibleTokens,
-        selection: Selection,
-        savings: Savings | None = None,
-    ) -> _SparseFetch:
         assert selection.counts is None, "selections on the CPU have no counts"
         requested, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
-        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, requested, savings)
+        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, requested)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._token_bytes)
@@ -331,7 +317,7 @@ class CpuRows(RowFetch):
         again = (first_occurrences(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
         savings = [Savings(len(one), torch.tensor(len(one)), one.sum(), torch.tensor(0)) for one in again]
         each = zip(block_tables, visible, selections, savings, strict=True)
-        return [self._sparse(blocks, layer, seen, selection, one) for blocks, seen, selection, one in each]
+        return [replace(self.fetch(blocks, layer, seen, own), savings=one) for blocks, seen, own, one in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         crossing = extra.tokens.numel() * self._pair_bytes

@@ -102,7 +102,7 @@ class DiskState:
             edges.add(at)
             at += span.size
         runs = [range(a, b) for a, b in pairwise(sorted(edges)) if a < b]
-        return BlockRun(self.thread(layer), lambda own: self.rows(blocks, layer, own), runs, ahead=1)
+        return BlockRun(self.thread(layer), lambda own: self.rows(blocks, layer, own), runs)
 
 
 class DiskStorage(KVStorage):

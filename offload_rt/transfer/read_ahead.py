@@ -38,13 +38,11 @@ class ReadingThread:
 
 
 class BlockRun:
-    """Reads consecutive blocks of KV in order, `ahead` blocks in advance. Up to `ahead` + 1 blocks are in memory."""
+    """Reads consecutive blocks of KV in order, one block in advance. Up to two blocks are in memory."""
 
-    def __init__(
-        self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range], ahead: int = 2
-    ) -> None:
+    def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
         """Start reading the first blocks. `blocks` are token ranges, and `read` returns the KV of one of them."""
-        self._thread, self._read, self._blocks, self._ahead = thread, read, blocks, ahead
+        self._thread, self._read, self._blocks = thread, read, blocks
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None
         self._begin(0)
@@ -64,8 +62,8 @@ class BlockRun:
         return self._current[1]
 
     def _begin(self, first: int) -> None:
-        """Start reading block `first` and the `_ahead` blocks after it."""
-        for i in range(first, min(first + 1 + self._ahead, len(self._blocks))):
+        """Start reading block `first` and the block after it."""
+        for i in range(first, min(first + 2, len(self._blocks))):
             if i not in self._reading:
                 self._reading[i] = self._thread.start(self._read, self._blocks[i])
 

@@ -18,11 +18,10 @@ from ..core import BLOCK_SIZE, BlockTable
 from ..kernels import dispatch, lists
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
-from ..kv_cache.pool import HostPool
 from .open_sequences import DeviceState, OpenSequence
 from .plan import BLOCK_BITS, first_occurrences
 from .residency import place
-from .staging import HELD_BACK, Staging
+from .staging import HELD_BACK
 from .streams import Event
 from .working_lists import WorkingLists
 from .working_set import LookUp
@@ -33,30 +32,26 @@ class PendingBatchFetch:
     """A pending fetch of a batch.
 
     Attributes:
-        pool: The pool that contains the KV.
-        staging: Object that keeps the buffers of the fetch alive.
-        held: Number of the fetch in `staging`.
+        state: State of the device. `state.staging` keeps the buffers of the fetch alive.
+        held: Number of the fetch in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
-        counts: Number of valid entries of each list, int32 `[P]`; None if all entries are valid.
         tally: int64 `[B, 2]`: for each sequence, the number of KV entries (K and V of one token and KV head) that were
             transferred, and the number of working-set hits. All other entries were transferred for another sequence of
             the batch. None if all valid entries were transferred.
     """
 
-    pool: HostPool
-    staging: Staging
+    state: DeviceState
     held: int
     event: Event
     staged: torch.Tensor
-    counts: torch.Tensor | None
     tally: torch.Tensor | None
 
     def wait(self) -> torch.Tensor:
         """Return K and V `[2, P, n, d]`. The compute stream waits for the copies, the host does not."""
         counted = () if self.tally is None else (self.tally,)
-        self.staging.arrive(self.held, self.event, *counted)
-        return self.pool.format.decode(self.staged)
+        self.state.staging.arrive(self.held, self.event, *counted)
+        return self.state.format.decode(self.staged)
 
 
 class RowLists:
@@ -259,8 +254,9 @@ class RowLists:
         # Inputs and staged KV are memory of the compute stream (`Staging`). All other tensors are allocated, used and
         # freed in the prefetch stream.
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
-        staging = self._state.staging
-        held = staging.hold(staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,)))
+        held = self._state.staging.hold(
+            staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,))
+        )
         with self._prefetch.behind_compute():
             for event in self._written:
                 self._prefetch.wait_for(event)
@@ -270,7 +266,7 @@ class RowLists:
             else:
                 self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
                 tally = None
-            return PendingBatchFetch(self._pool, staging, held, self._prefetch.record_event(), staged, counts, tally)
+            return PendingBatchFetch(self._state, held, self._prefetch.record_event(), staged, tally)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the pool rows of the K and V of `tokens`, int64 `[2, P, n]`."""

@@ -21,10 +21,7 @@ LARGE = 1 << 18  # Bytes. Recycling takes 5 µs, and the fragmentation that smal
 
 
 class RecycledMemory:
-    """A thread-safe allocator of CPU tensors that reuses the memory of deleted tensors.
-
-    The memory of a tensor can be reused when the tensor and all its views have been deleted, by any thread.
-    """
+    """A thread-safe allocator of CPU tensors that reuses the memory of tensors whose views all have been deleted."""
 
     def __init__(self, least: int = LARGE) -> None:
         """Create an allocator that recycles tensors of at least `least` bytes. torch allocates smaller tensors."""
@@ -49,7 +46,6 @@ class RecycledMemory:
         return torch.from_numpy(own).view(dtype).view(shape)
 
     def clear(self) -> None:
-        """Return the free memory to the operating system."""
         self._free.clear()
 
     def check_integrity(self) -> None:
@@ -57,10 +53,7 @@ class RecycledMemory:
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Return the smallest free piece of at least `size` bytes.
-
-        If there is none, replace the largest piece by a new one.
-        """
+        """Return the smallest free piece of at least `size` bytes, else replace the largest piece by a new one."""
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy, because other threads may return memory at the same time
             fits = next((memory for memory in waiting if len(memory) >= size), None)
@@ -70,10 +63,7 @@ class RecycledMemory:
 
 
 def give_back() -> None:
-    """Return free heap memory of the C library to the operating system: hundreds of megabytes after a long prompt.
-
-    No-op if the C library has no `malloc_trim`.
-    """
+    """Return free heap memory to the operating system with glibc: hundreds of megabytes after a long prompt."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -70,7 +70,6 @@ def option_of(described: Field[Any]) -> Option:
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise ConfigError with `message` if `condition` is False."""
     if not condition:
         raise ConfigError(message)
 
@@ -130,11 +129,7 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """Return `config` (or `cls()` if it is None) with the fields in `options` replaced.
-
-    Raises:
-        ConfigError: A key is not a field, or `config` is not a `cls`.
-    """
+    """Return `config`, or `cls()` if None, with fields replaced by `options`. Raise ConfigError for unknown names."""
     if config is None:
         return from_mapping(cls, options)
     check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
@@ -143,27 +138,19 @@ def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
 
 
 def check_mapping(name: str, options: object) -> None:
-    """Raise ConfigError if `options` is not a mapping."""
     mapping = isinstance(options, Mapping)
     check(mapping, f"{name}={options!r:.80} is {type(options).__name__}; it must be a mapping of names to values")
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a key of `options` is not a field of the dataclass `cls`.
-
-    The message suggests a similar field.
-    """
+    """Raise ConfigError, which suggests a similar field, if a key of `options` is not a field of `cls`."""
     known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)
 
 
 def from_mapping(cls: type[T], options: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `cls` with the values in `options`.
-
-    Raises:
-        ConfigError: A key is unknown, or `options` is not a mapping.
-    """
+    """Return `cls(**options)`. Raise ConfigError if a key is unknown, or if `options` is not a mapping."""
     check_mapping(cls.__name__, options)
     check_keys(cls, options)
     return cls(**options)

@@ -11,10 +11,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, is_version_2) for each control group of this process that may have limits of `controller`.
-
-    `controller` is "memory" or "cpu".
-    """
+    """Yield (folder, is_version_2) of each control group of this process with the `controller` "memory" or "cpu"."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -42,10 +39,7 @@ def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | N
 
 
 def _quota(folder: Path, two: bool) -> int | None:
-    """Return the processor limit of one control group, rounded up. None if it has no limit or cannot be read.
-
-    A container sees only its own group, at the root.
-    """
+    """Return the processor limit of one control group, rounded up. None if it has no limit or cannot be read."""
     names = ("cpu.max",) if two else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()

@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,28 +86,10 @@ def machine_levels() -> tuple[str, ...]:
     return tuple(_X86_FEATURES) if architecture in ("x86_64", "amd64") else ("scalar",)
 
 
-@dataclass(frozen=True)
-class LibraryPath:
-    """Paths at which a compiled library may be, in the order of search."""
-
-    prebuilt: Path
-    cached: Path
-
-    @property
-    def is_prebuilt(self) -> bool:
-        """Whether the library is in the wheel."""
-        return self.prebuilt.exists()
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the library is in the user's cache, compiled by an earlier process."""
-        return self.cached.exists()
-
-
-def library_path(source: Path, flags: Sequence[str], level: str) -> LibraryPath:
-    """Return the path in the wheel and the path in the cache of the library from `source`, `flags` and `level`."""
+def library_paths(source: Path, flags: Sequence[str], level: str) -> tuple[Path, Path]:
+    """Return the paths of a library in the wheel and in the user's cache of compiled libraries."""
     name = library_name(source, flags, level)
-    return LibraryPath(PREBUILT / name, user_cache() / "native" / name)
+    return PREBUILT / name, user_cache() / "native" / name
 
 
 class _Field(ctypes.Structure):
@@ -145,13 +126,13 @@ def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CD
     and one warning for all libraries together.
     """
     level = processor_level()
-    path = library_path(source, flags, level)
+    prebuilt, cached = library_paths(source, flags, level)
     try:
-        if path.is_prebuilt:
-            return ctypes.CDLL(str(path.prebuilt))
-        if not path.is_cached:
-            compile_library(source, flags, level, path.cached)
-        return ctypes.CDLL(str(path.cached))
+        if prebuilt.exists():
+            return ctypes.CDLL(str(prebuilt))
+        if not cached.exists():
+            compile_library(source, flags, level, cached)
+        return ctypes.CDLL(str(cached))
     except (OSError, subprocess.SubprocessError) as error:
         _log.info("%s is not available, %s: %s", source.name, fallback, error)
         _warn_once(level)
@@ -171,11 +152,7 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library: source name, processor architecture, level and a hash.
-
-    The hash covers the source, all headers in its folder, and the compiler flags. `level` is an instruction set level,
-    such as "avx2".
-    """
+    """Return the file name of a compiled library. Its hash covers the source, all headers in its folder, and flags."""
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -183,11 +160,9 @@ def library_name(source: Path, flags: Sequence[str], level: str) -> str:
 
 
 def compile_library(source: Path, flags: Sequence[str], level: str, target: Path) -> None:
-    """Compile `source` to `target` for the instruction set level `level`, atomically.
+    """Compile `source` to `target` for an instruction set level, atomically.
 
-    Raises:
-        OSError: There is no compiler, or the folder of `target` cannot be written.
-        subprocess.SubprocessError: The compiler failed.
+    Raise OSError if there is no compiler or the folder cannot be written, or SubprocessError if the compiler fails.
     """
     if (compiler := find_compiler()) is None:
         raise FileNotFoundError(f"there is no compiler {_compiler_command()[0]}")
@@ -202,10 +177,7 @@ def compile_library(source: Path, flags: Sequence[str], level: str, target: Path
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C compiler: `$CC`, which may include arguments, else `cc`.
-
-    None if it is not installed.
-    """
+    """Return the command of the C compiler (`$CC` with arguments, else `cc`), or None if it is not installed."""
     name, *options = _compiler_command()
     compiler = shutil.which(name)
     return None if compiler is None else [compiler, *options]
@@ -223,11 +195,7 @@ def cache_folder() -> Path:
 
 
 def user_cache() -> Path:
-    """Return the cache folder of this user.
-
-    It is `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`. If neither can be used, it is a temporary folder of
-    this process.
-    """
+    """Return `$XDG_CACHE_HOME/offload-rt`, else `~/.cache/offload-rt`, else a temporary folder of this process."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-rt"
     except RuntimeError:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .native_code import find_compiler, library_path, load_library, machine_levels, processor_level
+from .native_code import find_compiler, library_paths, load_library, machine_levels, processor_level
 
 if TYPE_CHECKING:
     import ctypes
@@ -35,19 +35,12 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """A C source file and the ways in which it is compiled.
+    """A C source file and the ways in which it is compiled."""
 
-    Attributes:
-        source: Path relative to the package folder.
-        flags: Compiler flags, in addition to the flags of the level.
-        fallback: Consequence of a missing library, for the log message.
-        constants: Names of macros in the source, each with the values for which libraries are prebuilt.
-    """
-
-    source: str
-    flags: tuple[str, ...]
-    fallback: str
-    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    source: str  # path relative to the package folder
+    flags: tuple[str, ...]  # in addition to the flags of the level
+    fallback: str  # consequence of a missing library, for the log message
+    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # values of macros that are prebuilt
 
     @property
     def path(self) -> Path:
@@ -90,10 +83,7 @@ LIBRARIES = {
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name`, compiled for this processor with the macros `constants`.
-
-    Return None if it cannot be loaded or compiled (see `load_library`).
-    """
+    """Return the library `name` for this processor with the macro values `constants`, or None (`load_library`)."""
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
@@ -108,15 +98,10 @@ def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Level and origin of the C code that this process uses.
+    """Level and origin of the C code that this process uses."""
 
-    Attributes:
-        level: Instruction set level, as in `OFFLOAD_RT_CPU_LEVEL`.
-        origin: "prebuilt" (in the wheel), "compiled" (by this machine's compiler on first use) or "missing".
-    """
-
-    level: str
-    origin: str
+    level: str  # as in `OFFLOAD_RT_CPU_LEVEL`
+    origin: str  # "prebuilt" (in the wheel), "compiled" (by this machine's compiler on first use) or "missing"
 
     def __str__(self) -> str:
         hint = " (no C compiler; torch computes instead, slower)" if self.origin == "missing" else ""
@@ -130,10 +115,8 @@ def native_status() -> NativeStatus:
 
 @functools.cache
 def _origin(level: str) -> str:
-    wanted = [
-        library_path(library.path, flags, level) for library in LIBRARIES.values() for flags in library.prebuilt_flags()
-    ]
-    if all(path.is_prebuilt for path in wanted):
+    paths = [library_paths(each.path, flags, level) for each in LIBRARIES.values() for flags in each.prebuilt_flags()]
+    if all(prebuilt.exists() for prebuilt, _ in paths):
         return "prebuilt"
-    can_compile = find_compiler() is not None or any(path.is_cached for path in wanted)
+    can_compile = find_compiler() is not None or any(cached.exists() for _, cached in paths)
     return "compiled" if can_compile else "missing"

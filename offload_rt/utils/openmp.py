@@ -55,8 +55,7 @@ def stop_spinning() -> bool:
 def thread_setter() -> Callable[[int], Any]:
     """Return a function that sets OpenMP's number of threads for the calling thread only.
 
-    `torch.set_num_threads` also affects threads that are started later. It is therefore used only if torch's OpenMP
-    library is not found.
+    `torch.set_num_threads`, which also affects later threads, is used only if torch's OpenMP library is not found.
     """
     count = torch.get_num_threads()
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):
@@ -74,10 +73,9 @@ def thread_setter() -> Callable[[int], Any]:
 
 @cache
 def mkl_thread_setter() -> Callable[[int], int]:
-    """Return a function that sets MKL's number of threads for the calling thread.
+    """Return a function that sets MKL's number of threads for the calling thread and returns the old one (0: unset).
 
-    It returns the old number (0: not set). After a call of `torch.set_num_threads`, MKL no longer follows OpenMP's
-    number of threads.
+    After a call of `torch.set_num_threads`, MKL no longer follows OpenMP's number of threads.
     """
     try:
         set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local

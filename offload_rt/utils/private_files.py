@@ -16,8 +16,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 def make_private_folder(path: Path) -> bool:
     """Create a folder and any missing parents with mode 0700. Return False if the folder already exists.
 
-    Raises:
-        OSError: The folder cannot be created, or `path` exists and is not a folder.
+    Raise OSError if it cannot be created, or if `path` exists and is not a folder.
     """
     if not path.parent.exists():
         make_private_folder(path.parent)
@@ -32,10 +31,7 @@ def make_private_folder(path: Path) -> bool:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file and return its handle. Raises OSError if it cannot be opened.
-
-    If `flags` contains O_CREAT, the file is created with mode 0600. A symbolic link is not followed.
-    """
+    """Open a file and return its handle. With O_CREAT, the file gets mode 0600. Symbolic links are not followed."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         status = os.fstat(handle)

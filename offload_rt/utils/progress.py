@@ -38,8 +38,6 @@ def report(task: str, done: int = 0, total: int | None = None) -> None:
 
 
 class Show(Protocol):
-    """Function that updates a bar to `done` of `total`."""
-
     def __call__(self, done: int, total: int | None = None, /) -> None: ...
 
 
@@ -67,10 +65,7 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
-        """Yield a function that updates the bar.
-
-        It is called with the finished amount. If the total amount was unknown, it can be passed as well.
-        """
+        """Yield a function that updates the bar to a finished amount, and to a total amount if it was unknown."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

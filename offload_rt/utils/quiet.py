@@ -7,10 +7,7 @@ import sys
 
 
 def quiet_transformers() -> None:
-    """Limit transformers' log to errors and disable its progress bars.
-
-    If transformers is not imported yet, set the environment variables that it reads, unless the user has set them.
-    """
+    """Limit transformers' log to errors and disable its progress bars, unless the user has set its variables."""
     if "transformers" in sys.modules:
         from transformers.utils import logging
 

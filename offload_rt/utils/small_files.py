@@ -1,4 +1,4 @@
-"""Reading of small files from untrusted folders. The size is limited, and devices are refused."""
+"""Reading of small files from untrusted folders, with limited size, and the error for truncated files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import stat
 from errno import EFBIG, EINVAL
 from pathlib import Path
 from typing import Any
+
+from ..errors import ModelError
 
 LARGEST = 1 << 28  # maximum size in bytes
 
@@ -35,3 +37,8 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raise OSError or ValueError."""
     return parse_json(read_small(path))
+
+
+def truncated(path: Path, missing: int) -> ModelError:
+    """Return the error for a file of weights that lacks its last `missing` bytes."""
+    return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")

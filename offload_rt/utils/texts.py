@@ -49,13 +49,9 @@ def read_file(path: str) -> str:
 
 
 def read_text(spec: str) -> str:
-    """Return the text of a plain file, or the rows of a table or dataset, joined by newlines.
+    """Return the text of a plain file, or the first `CHARACTERS` characters of the rows of a table or dataset.
 
-    The rows are cut at `CHARACTERS` characters.
-
-    Raises:
-        InputError: The text cannot be read.
-        ConfigError: The package `datasets` is needed and not installed.
+    Raise InputError if the text cannot be read, or ConfigError if the package `datasets` is needed and not installed.
     """
     rows = _rows(spec)
     if rows is None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from offload_rt.core import KVPart
-from offload_rt.kernels import causal_cpu, low_bit
+from offload_rt.kernels import causal_cpu, low_bit_lists
 from offload_rt.kernels.decode_attention import DecodeAttention
 from offload_rt.kernels.low_bit_cpu import NativeQuery
 from offload_rt.transfer import cpu
@@ -50,7 +50,7 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
     count(KVPart, "mix")
     count(cpu._PagedPart, "mix")
     count(cpu._Scratch, "gather")
-    count(low_bit, "approximate_attention")
+    count(low_bit_lists, "approximate_attention")
     return calls
 
 

@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 
-from offload_rt.kernels.low_bit import KEY_BITS, Layout, LowBitQuery, mixing, quantise_rows
+from offload_rt.kernels.low_bit import KEY_BITS, Layout, mixing, quantise_rows
+from offload_rt.kernels.low_bit_cpu import NativeQuery
+from offload_rt.kernels.low_bit_query import LowBitQuery
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 
 
 def approximate(
-    asked: LowBitQuery, skip: torch.Tensor, softcap: float | None = None
+    asked: LowBitQuery | NativeQuery, skip: torch.Tensor, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of the approximate KV alone, in the stored basis."""
-    nothing = torch.zeros_like(asked.q), torch.full(asked.q.shape[:2], -math.inf)
-    return asked.merge(nothing, skip, torch.eye(asked.q.shape[2]), softcap)
+    q = asked.q if isinstance(asked, LowBitQuery) else asked.inputs[0]
+    nothing = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)
+    return asked.merge(nothing, skip, torch.eye(q.shape[2]), softcap)
 
 
 def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:

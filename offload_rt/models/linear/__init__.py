@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from ...errors import ModelError
-from .backend import BackendLinear, LinearBackend, TensorLocation, quantization_option
+from .backend import MXFP4, BackendLinear, BitsAndBytes, LinearBackend, TensorLocation, TorchAO, quantization_option
 from .dense import DenseCPU
 from .packed import PACKED
-from .quantizers import MXFP4, BitsAndBytes, TorchAO
 
 BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
 """All weight formats. The first format that supports a layer computes it."""
@@ -24,10 +23,7 @@ GGUF_NOTE = (
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:
-    """Assign each plain linear layer of `model` that runs on `device` to the first backend that supports the layer.
-
-    The layers are changed in place.
-    """
+    """Change each plain linear layer of `model` to the first backend that supports it on `device`, in place."""
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
@@ -62,18 +58,6 @@ def backend_of(config: Any) -> LinearBackend | None:
     return next((backend for backend in BACKENDS if backend.method == method), LinearBackend())
 
 
-def stays_packed(config: Any, device: torch.device) -> bool:
-    """Return whether the weights of a checkpoint stay packed when it is loaded."""
-    backend = backend_of(config)
-    return backend is not None and backend.stays_packed(device)
-
-
-def can_stream(config: Any) -> bool:
-    """Return whether the layers of a checkpoint can be copied one by one between host and device memory."""
-    backend = backend_of(config)
-    return backend is None or backend.can_stream(config)
-
-
 def refuse_packed(model: Any, why: str) -> None:
     """Raise ModelError with reason `why` if the weights of a model are packed."""
     method = packing_of(model)
@@ -95,5 +79,4 @@ def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def held_bytes(weight: torch.Tensor) -> int:
-    """Return the size in bytes of a weight in memory."""
     return sum(tensor.nbytes for tensor in tensors_of(weight))

@@ -23,8 +23,7 @@ TILE_BYTES = 1 << 22
 class DenseCPU(LinearBackend):
     """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and more rows with torch.
 
-    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. For more rows, tiles of the
-    weight are distributed over threads.
+    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows.
     """
 
     def takes(self, layer: nn.Linear, device: torch.device) -> bool:
@@ -45,11 +44,7 @@ def product_by_tiles(
 ) -> torch.Tensor:
     """Multiply many rows x `[..., in]` by a weight `[outs, in]` and add the bias. Return `[..., outs]`.
 
-    Args:
-        x: Inputs in float32 or bfloat16.
-        weights: Function `weights(rows, dtype)` that returns the given rows of the weight in `dtype`.
-        outs: Number of rows of the weight.
-        bias: Bias `[outs]`, or None.
+    x is float32 or bfloat16. `weights(rows, dtype)` returns the given rows of the weight in `dtype`.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
     widens = x.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()

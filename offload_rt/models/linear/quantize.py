@@ -13,20 +13,13 @@ from .packed import hold_packed
 
 GROUP = 32
 _ROUTERS = ("gate", "router")
-"""Name suffixes of layers that choose experts. They are not quantised, because they are small and errors change the
-choice.
-"""
+"""Name suffixes of layers that choose experts. They are small, and errors change the choice."""
 
 _FEW_OUTPUTS = 16
-"""Layers with more than this many times as many inputs as outputs are not quantised.
-
-They are a small part of a model, and each output controls a whole head, for example in gates of recurrent layers.
-"""
+"""Layers with more inputs per output than this are small, and each output controls a whole head, as in gates."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of a group's range that 4-bit codes may cover. For each group, the one with the smallest squared error is
-used.
-"""
+"""Fractions of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
 
 _WEIGHTS_AT_ONCE = 1 << 22
 
@@ -34,9 +27,9 @@ _WEIGHTS_AT_ONCE = 1 << 22
 def quantize_layers(model: Any, bits: int) -> None:
     """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
 
-    The head always gets 8 bits. A head that is tied to the embedding is not quantised. Routers of experts, stacked
-    experts, layers with few outputs, and layers whose number of inputs is not a multiple of 64 are not quantised
-    either. On the meta device, only the sizes of tensors are used.
+    The head always gets 8 bits. Not quantised are a head that is tied to the embedding, routers of experts, stacked
+    experts, layers with few outputs, and layers whose number of inputs is not a multiple of 64. On the meta device,
+    only the sizes of tensors are used.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight

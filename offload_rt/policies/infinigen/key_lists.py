@@ -78,7 +78,7 @@ class KeyLists:
         Approximate KV also stores the values v `[P, d]`. A list belongs to one KV head of one sequence; P = B * Hkv.
         """
         at = self._at[layer]
-        self._keys[0].enter(layer, k, v, self._basis[at], self._storages[at], slots)
+        self._keys[0].append_batch(layer, k, v, self._basis[at], self._storages[at], slots)
 
     def select(self, layer: int, q: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
         """Select tokens with the (predicted) queries q `[H, B, d]`.
@@ -89,7 +89,7 @@ class KeyLists:
         """
         at = self._at[layer]
         storage = self._storages[at]
-        found = self._keys[0].found(layer, q, self._basis[at], storage, spans)
+        found = self._keys[0].score_batch(layer, q, self._basis[at], storage, spans)
         return dispatch.select_tokens(
             found, spans.starts, spans.stops, storage.heads, self._rule.alpha, spans.limits, spans.cap
         )

@@ -18,14 +18,16 @@ from ...core import ModelGeometry
 from ...errors import ConfigError
 from ...kernels import dispatch
 from ...kernels.lists import Scores
-from ...kernels.low_bit import Layout, LowBitQuery, mixing, packs
+from ...kernels.low_bit import Layout, mixing, packs
+from ...kernels.low_bit_cpu import NativeQuery
+from ...kernels.low_bit_query import LowBitQuery, low_bit_query
 from ...kernels.pages import BLOCK, Pages, PageTable
 from ...kernels.selection import skew
 from ...skewing.artifact import SkewArtifact
 from ..rule import Spans
 from .bases import Basis
 from .layer_pages import LayerPages
-from .scoring import LEARNED_AT_ONCE
+from .scoring import PROMPT_KEYS_AT_ONCE
 
 WAITING = 32
 """Number of new tokens that wait until they are quantised together on a CPU.
@@ -100,24 +102,17 @@ class RowBasis:
         """Size in bytes of all matrices."""
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
-    def queries(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Multiply the query q `[H, d]` by the attention scale and transform it to the basis of the keys.
-
-        Returns:
-            The transformed query `[Hkv, G, d]` and the mean of the keys `[Hkv, d]`.
-        """
-        return self.basis.skew_query(q), self.mean
-
 
 class LowBitRows:
     """Approximate KV of one sequence in pages. Forks share the pages with copy-on-write."""
 
     def __init__(self, bases: dict[int, RowBasis], layout: Layout, device: torch.device) -> None:
         """Create empty approximate KV. `bases` has the matrices of each layer that selects tokens."""
-        self._bases, self._layout = bases, layout
+        self.bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
         self._wait = device.type == "cpu"
+        self._lengths = dict.fromkeys(bases, 0)
         self._keys: dict[int, list[torch.Tensor]] = {}
         self._values: dict[int, list[torch.Tensor]] = {}
 
@@ -131,19 +126,22 @@ class LowBitRows:
 
     def length(self, layer: int) -> int:
         """Return the number of keys of the layer, including keys that wait to be quantised."""
-        return self._rows.lengths.get(layer, 0) + len(self._keys.get(layer, ()))
+        return self._lengths.get(layer, 0)
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Write keys k `[Hkv, m, d]` to the slots from `start` on."""
-        if self._wait and k.shape[1] == 1 and start == self.length(layer):
+        known = self._lengths[layer]
+        assert start <= known, f"layer {layer} has {known} keys, not {start}"
+        if self._wait and k.shape[1] == 1 and start == known:
             self._keys.setdefault(layer, []).append(k)
+            self._lengths[layer] = start + 1
             return
         self._round(layer)
         self._write(layer, k, start)
 
     def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
         """Write values v `[Hkv, m, d]` to the slots from `start` on. Their keys must be written first."""
-        assert start + v.shape[1] <= self.length(layer), "keys come before values"
+        assert start + v.shape[1] <= self._lengths[layer], "keys come before values"
         if start < self._rows.lengths[layer]:
             self._write_values(layer, v, start)
             return
@@ -161,21 +159,15 @@ class LowBitRows:
             if values:
                 self._write_values(layer, torch.cat(values, dim=1), start)
 
-    def _rounded(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for reading, with all `tokens` quantised."""
-        if tokens.stop > self._rows.lengths[layer]:
-            self._round(layer)
-        return self._rows.pages(layer)
-
     def _write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        own = self._bases[layer]
+        own = self.bases[layer]
         pages = self.storage(layer, range(start, start + k.shape[1]))
         for at, rows in _pieces(k, start):
             turned = skew(rows, own.basis.key).sub_(own.mean.unsqueeze(1))
             dispatch.store_low_bit(pages, self._layout, turned, at, values=False)
 
     def _write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        own = self._bases[layer]
+        own = self.bases[layer]
         pages = self.storage(layer, range(start, start + v.shape[1]))
         for at, rows in _pieces(v, start):
             dispatch.store_low_bit(pages, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
@@ -194,25 +186,28 @@ class LowBitRows:
             for old, new in zip(parts(read), parts(written), strict=True):
                 new[:, into, place] = old[:, block, row]
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery:
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`."""
+        return self.query(layer, q, tokens).scores
+
+    def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
         """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
-        queries, pages = self._bases[layer].queries(q), self._rounded(layer, tokens)
-        return dispatch.ask_low_bit(*queries, pages, self._layout, tokens)
+        if tokens.stop > self._rows.lengths[layer]:
+            self._round(layer)
+        own, pages = self.bases[layer], self._rows.pages(layer)
+        return low_bit_query(own.basis.skew_query(q), own.mean, pages, self._layout, tokens)
 
     def basis(self, layer: int) -> Basis:
         """Return the basis of keys and queries, with all columns."""
-        return self._bases[layer].basis
-
-    def unmixing(self, layer: int) -> torch.Tensor:
-        """Return the matrix `[d, d]` that rotates stored values back to the model's values."""
-        return self._bases[layer].unmixing
+        return self.bases[layer].basis
 
     def storage(self, layer: int, slots: range) -> Pages:
         """Return the pages of the layer for writing to `slots`. Extend the length of the layer to include the slots."""
         self._round(layer)
+        self._lengths[layer] = max(self._lengths[layer], slots.stop)
         return self._rows.reserve(layer, slots)
 
-    def enter(
+    def append_batch(
         self,
         layer: int,
         k: torch.Tensor,
@@ -225,12 +220,12 @@ class LowBitRows:
 
         A list belongs to one KV head of one sequence; P = B * Hkv.
         """
-        own = self._bases[layer]
+        own = self.bases[layer]
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
-    def found(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
         """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
-        skewed, mean = basis.skew_queries(q, table.heads), self._bases[layer].mean
+        skewed, mean = basis.skew_queries(q, table.heads), self.bases[layer].mean
         return dispatch.score_low_bit(skewed, mean, self._layout, table, spans.starts, spans.stops, spans.tokens)
 
     def merge_approximate(
@@ -255,7 +250,7 @@ class LowBitRows:
         Returns:
             Merged out `[P, G, d]` and lse `[P, G]`.
         """
-        own, skewed = self._bases[layer], self._bases[layer].basis.skew_queries(q, table.heads)
+        own, skewed = self.bases[layer], self.bases[layer].basis.skew_queries(q, table.heads)
         return dispatch.merge_approximate(
             skewed, own.mean, own.mixing, self._layout, table, spans.starts, spans.stops, *chosen, spans.tokens, *exact
         )
@@ -265,21 +260,24 @@ class LowBitRows:
         for layer in list(self._keys):
             self._round(layer)
         twin = object.__new__(LowBitRows)
-        twin._bases, twin._layout, twin._rows = self._bases, self._layout, self._rows.fork(tokens)
+        twin.bases, twin._layout, twin._rows = self.bases, self._layout, self._rows.fork(tokens)
+        twin._lengths = dict(twin._rows.lengths)
         twin._wait, twin._keys, twin._values = self._wait, {}, {}
         return twin
 
     def check_integrity(self) -> None:
         """Assert that the pages cover all tokens of every layer and that page holders are consistent."""
         self._rows.check_integrity()
+        for layer, length in self._lengths.items():
+            assert length == self._rows.lengths[layer] + len(self._keys.get(layer, ()))
         for layer, keys in self._keys.items():
             assert len(self._values.get(layer, ())) in (len(keys), len(keys) - 1) and len(keys) <= WAITING
 
 
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
-    """Split `rows` `[Hkv, m, d]` into pieces of up to `LEARNED_AT_ONCE` tokens.
+    """Split `rows` `[Hkv, m, d]` into pieces of up to `PROMPT_KEYS_AT_ONCE` tokens.
 
     Return each with the slot of its first token.
     """
-    firsts = range(0, rows.shape[1], LEARNED_AT_ONCE)
-    return [(start + first, rows[:, first : first + LEARNED_AT_ONCE]) for first in firsts]
+    firsts = range(0, rows.shape[1], PROMPT_KEYS_AT_ONCE)
+    return [(start + first, rows[:, first : first + PROMPT_KEYS_AT_ONCE]) for first in firsts]

@@ -16,10 +16,11 @@ import torch
 from ...core import ModelGeometry, Selection, VisibleTokens
 from ...errors import ArtifactError
 from ...kernels.h2d_copy import copy_into, to_device
-from ...kernels.low_bit import LowBitQuery
+from ...kernels.low_bit_cpu import NativeQuery
+from ...kernels.low_bit_query import LowBitQuery
 from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
-from ...kernels.selection import extend_selection, selection_limit
+from ...kernels.selection import extend_selection, select_tokens, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
 from ...skewing.guess import SOURCES
 from ..base import KeyReader, PolicyState, QuerySource
@@ -31,16 +32,17 @@ from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
 from .key_lists import KeyLists
 from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
 from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
-from .scoring_keys import KeyQuery, ScoringKeys
+from .scoring_keys import ScoringKeys
 
 
 class InfiniGenState(PolicyState):
     """The scoring keys and the approximate KV of one sequence."""
 
-    def __init__(self, policy: InfiniGen, keys: ScoringKeys, approximate: LowBitRows | None = None) -> None:
-        """Create a state. With approximate KV, `keys` and `approximate` are the same object: its keys score tokens."""
-        self._policy, self._keys, self._approximate = policy, keys, approximate
-        self._prepared: LowBitQuery | None = None
+    def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
+        self._policy, self._keys = policy, keys
+        self._approximate = keys if isinstance(keys, LowBitRows) else None
+        """The approximate KV, whose keys also score tokens; None without approximate KV."""
+        self._prepared: LowBitQuery | NativeQuery | None = None
         """The prepared true query of the current layer, kept from `select` until `merge_approximate` uses it."""
 
     @property
@@ -71,7 +73,6 @@ class InfiniGenState(PolicyState):
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skew keys k `[Hkv, m, d]` and write them to the scoring keys from slot `start` on."""
         if layer not in self._policy.dense_layers:
-            assert start <= self._keys.length(layer), f"layer {layer} has {self._keys.length(layer)} keys, not {start}"
             self._keys.write(layer, k.to(self._policy.keys_device), start)
 
     def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
@@ -95,8 +96,14 @@ class InfiniGenState(PolicyState):
         query = q.to(self._policy.keys_device)
         if self._policy.rule is not None:
             return self._counted(self._policy.rule, layer, query, visible)
-        selection = self._policy.selection
-        tokens = self._ask(layer, query, candidates).select(selection.alpha, selection.limit(visible))
+        alpha, limit = self._policy.selection.alpha, self._policy.selection.limit(visible)
+        if self._approximate is None:
+            tokens = select_tokens(self._keys.scores(layer, query, candidates), alpha, limit)
+        else:
+            prepared = self._approximate.query(layer, query, candidates)
+            tokens = prepared.select(alpha, limit)
+            if self._policy.query_source == "query":
+                self._prepared = prepared
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
@@ -116,18 +123,6 @@ class InfiniGenState(PolicyState):
         spans = Spans(starts, stops, limits, contexts, slots, max(1, numbers[2][0]))
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
-    def _ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Return an object that scores `tokens` for query q `[H, d]`.
-
-        If q is the true query, the object is also stored, because `merge_approximate` needs it.
-        """
-        if self._approximate is None:
-            return self._keys.ask(layer, q, tokens)
-        prepared = self._approximate.ask(layer, q, tokens)
-        if self._policy.query_source == "query":
-            self._prepared = prepared
-        return prepared
-
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Select additional candidates until the missed attention mass is at most `max_missed_mass`.
 
@@ -144,7 +139,7 @@ class InfiniGenState(PolicyState):
         if most <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
-        estimated = self._keys.ask(layer, q.to(self._policy.keys_device), visible.all).scores
+        estimated = self._keys.scores(layer, q.to(self._policy.keys_device), visible.all)
         scores = capped(estimated, self._policy.geometry.softcap)
         first = visible.all.start
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
@@ -170,19 +165,17 @@ class InfiniGenState(PolicyState):
             return out, lse
         prepared, self._prepared = self._prepared, None
         if prepared is None:
-            prepared = self._approximate.ask(layer, q.to(self._policy.keys_device), visible.candidates)
-        heads, device = prepared.q.shape[:2], self._policy.keys_device
-        exact = out.to(device).unflatten(0, heads), lse.to(device).unflatten(0, heads)
-        skip, softcap = _padded_tokens(selection).to(self._policy.keys_device), self._policy.geometry.softcap
-        merged, total = prepared.merge(exact, skip, self._approximate.unmixing(layer), softcap)
+            prepared = self._approximate.query(layer, q.to(self._policy.keys_device), visible.candidates)
+        kv_heads, device = self._policy.geometry.kv_heads, self._policy.keys_device
+        exact = out.to(device).unflatten(0, (kv_heads, -1)), lse.to(device).unflatten(0, (kv_heads, -1))
+        skip = selection.tokens if selection.counts is None else _padded_tokens(selection.tokens, selection.counts)
+        unmixing, softcap = self._approximate.bases[layer].unmixing, self._policy.geometry.softcap
+        merged, total = prepared.merge(exact, skip.to(device), unmixing, softcap)
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
         """Return a copy that shares scoring keys and approximate KV until either copy writes."""
-        if self._approximate is None:
-            return InfiniGenState(self._policy, self._keys.fork())
-        approximate = self._approximate.fork()
-        return InfiniGenState(self._policy, approximate, approximate)
+        return InfiniGenState(self._policy, self._keys.fork())
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
         """Return a state that shares the pages of approximate KV of the first `tokens` tokens.
@@ -191,8 +184,7 @@ class InfiniGenState(PolicyState):
         """
         if self._approximate is None:
             return None
-        approximate = self._approximate.fork(tokens)
-        return InfiniGenState(self._policy, approximate, approximate)
+        return InfiniGenState(self._policy, self._approximate.fork(tokens))
 
     def check_integrity(self) -> None:
         """Assert that scoring keys are consistent and that only layers that select tokens have scoring keys."""
@@ -257,11 +249,8 @@ class InfiniGen:
         self.dense_layers = dense_layers(options.dense_layers, geometry)
         self.provenance_key = self._provenance_key(artifact)
         self._correction = self._corrections(artifact, device, dtype)
-        own = artifact.to(self.keys_device)
-        self._new_approximate = None if options.approximate_kv == "off" else self._approximate_factory(own, dtype)
-        self._new_keys = (
-            self._keys_factory(own, self.keys_device, dtype) if self._new_approximate is None else self._new_approximate
-        )
+        factory = self._keys_factory if options.approximate_kv == "off" else self._approximate_factory
+        self._new_keys = factory(artifact.to(self.keys_device), dtype)
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
@@ -322,10 +311,7 @@ class InfiniGen:
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
         """Return an empty state. `keys` is not used."""
-        if self._new_approximate is None:
-            return InfiniGenState(self, self._new_keys())
-        approximate = self._new_approximate()
-        return InfiniGenState(self, approximate, approximate)
+        return InfiniGenState(self, self._new_keys())
 
     def _provenance_key(self, artifact: SkewArtifact) -> str:
         """Return the KV provenance key: a digest of the options and of the artifact's identity."""
@@ -335,7 +321,7 @@ class InfiniGen:
         text = f"{self.options.provenance_text()}\n{artifact.identity}"
         return f"infinigen-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
-    def _approximate_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], LowBitRows]:
+    def _approximate_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], ScoringKeys]:
         """Return a function that creates the approximate KV of a sequence. All sequences share the bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
@@ -346,11 +332,9 @@ class InfiniGen:
         layout = row_layout(self.options.approximate_kv, geometry)
         return lambda: LowBitRows(bases, layout, self.keys_device)
 
-    def _keys_factory(
-        self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
-    ) -> Callable[[], ScoringKeys]:
+    def _keys_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], ScoringKeys]:
         """Return a function that creates the scoring keys of a sequence. All sequences share the bases."""
-        options, geometry = self.options, self.geometry
+        options, geometry, device = self.options, self.geometry, self.keys_device
         compute = torch.promote_types(dtype, torch.float32)
         kept = kept_columns(options.partial_ratio, geometry.head_dim)
         fixed = options.keys in ("partial", "int8") and options.columns == "calibration"
@@ -374,12 +358,9 @@ class InfiniGen:
         return lambda: QuantisedKeys(quantisers, bits, device)
 
 
-def _padded_tokens(selection: Selection) -> torch.Tensor:
-    """Return the selected token indices, int64 `[Hkv, n]`. Invalid entries are -1."""
-    if selection.counts is None:
-        return selection.tokens
-    place = torch.arange(selection.count, device=selection.tokens.device)
-    return selection.tokens.masked_fill(place >= selection.counts.unsqueeze(1), -1)
+def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return selected token indices, int64 `[Hkv, n]`, with -1 from index `counts[h]` on."""
+    return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1), -1)
 
 
 def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:

@@ -18,7 +18,6 @@ from ...kernels.lists import Scores
 from ...kernels.pointer_table import PointerTable
 from ...kernels.selection import (
     GAUSSIAN_STEP,
-    ScoreQuery,
     dot_scores,
     pack,
     quantise,
@@ -30,7 +29,7 @@ from ..growing import LayerTensors
 from ..rule import Spans
 from .bases import Basis, Columns, kept_columns
 
-LEARNED_AT_ONCE = 4096
+PROMPT_KEYS_AT_ONCE = 4096
 """Number of prompt keys that are skewed and quantised at a time, to limit temporary memory."""
 
 
@@ -91,12 +90,13 @@ class PartialKeys:
 
     def write(self, layer: int, k: torch.Tensor, start: int) -> None:
         """Skew keys k `[Hkv, m, d]` and store them in the slots from `start` on."""
+        assert start <= self.length(layer), f"layer {layer} has {self.length(layer)} keys, not {start}"
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
             kv_heads, _, r = self._bases[layer].key.shape
             self._keys.open(layer, kv_heads, r, 0)
         basis, data = self._bases[layer].key, self.storage(layer, range(start, start + k.shape[1]))
-        for rows in k.split(LEARNED_AT_ONCE, dim=1):
+        for rows in k.split(PROMPT_KEYS_AT_ONCE, dim=1):
             stop = start + rows.shape[1]
             data[:, :, start:stop] = torch.bmm(basis.transpose(1, 2), rows.to(basis.dtype).transpose(1, 2))
             start = stop
@@ -106,13 +106,10 @@ class PartialKeys:
         data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` for query q `[H, d]`. Return an object that selects tokens by these scores.
-
-        This reads r elements per token and KV head.
-        """
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`. Reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
-        return ScoreQuery(dot_scores(self._bases[layer].skew_query(q), columns))
+        return dot_scores(self._bases[layer].skew_query(q), columns)
 
     def basis(self, layer: int) -> Basis:
         """Return the matrices that transform queries and keys to the stored columns."""
@@ -125,7 +122,7 @@ class PartialKeys:
         """
         return self._keys.reserve(layer, slots.stop)
 
-    def enter(
+    def append_batch(
         self,
         layer: int,
         k: torch.Tensor,
@@ -140,7 +137,7 @@ class PartialKeys:
         """
         dispatch.append_partial(k, basis.key, storages, slots)
 
-    def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
         """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         skewed = basis.skew_queries(q, storages.heads)
         return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
@@ -208,13 +205,14 @@ class QuantisedKeys:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)
+        assert start <= known, f"layer {layer} has {known} keys, not {start}"
         data = self.storage(layer, range(start, start + k.shape[1]))
-        for rows in k.split(LEARNED_AT_ONCE, dim=1):
+        for rows in k.split(PROMPT_KEYS_AT_ONCE, dim=1):
             self._write(layer, data, rows, start, max(known, start))
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write up to `LEARNED_AT_ONCE` keys into `data`, which has valid codes of the first `known` tokens."""
+        """Write up to `PROMPT_KEYS_AT_ONCE` keys into `data`, which has valid codes of the first `known` tokens."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -239,17 +237,17 @@ class QuantisedKeys:
         codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
         data[:, into : into + 1] = pack(codes, self._bits)
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> ScoreQuery:
-        """Score `tokens` for query q `[H, d]`. Return an object that selects tokens by these scores.
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`, which is quantised first.
 
-        The query is quantised first. This reads bits * d / 8 bytes per token and KV head.
+        Reads bits * d / 8 bytes per token and KV head.
         """
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]
         packed = self._packed.data(layer)[:, first:last, : own.mean.shape[1]]
         scores = quantised_scores(own.basis.skew_query(q), packed, own.mean, own.step, self._bits)
-        return ScoreQuery(scores[:, :, begin : begin + len(tokens)])
+        return scores[:, :, begin : begin + len(tokens)]
 
     def basis(self, layer: int) -> Basis:
         """Return the basis that transforms queries and keys before quantisation."""
@@ -262,7 +260,7 @@ class QuantisedKeys:
         """
         return self._packed.reserve(layer, slots.stop)
 
-    def enter(
+    def append_batch(
         self,
         layer: int,
         k: torch.Tensor,
@@ -278,7 +276,7 @@ class QuantisedKeys:
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
-    def found(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
         """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
         return dispatch.quantised_scores(

@@ -12,22 +12,6 @@ from ..rule import Spans
 from .bases import Basis
 
 
-class KeyQuery(Protocol):
-    """A query that has been prepared for scoring a range of tokens."""
-
-    @property
-    def scores(self) -> torch.Tensor:
-        """Estimated attention scores `[Hkv, G, n]`, multiplied by the attention scale.
-
-        They are in float32 (float64 for a float64 model).
-        """
-        ...
-
-    def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens with `select_tokens`. Return int64 `[Hkv, n]`, relative to the first scored token."""
-        ...
-
-
 class ListedKeys(Protocol):
     """Selection data of one sequence that can be scored in a batch (`KeyLists`)."""
 
@@ -46,7 +30,7 @@ class ListedKeys(Protocol):
         """
         ...
 
-    def enter(
+    def append_batch(
         self,
         layer: int,
         k: torch.Tensor,
@@ -69,7 +53,7 @@ class ListedKeys(Protocol):
         """
         ...
 
-    def found(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
         """Score the keys of a batch for queries q `[H, B, d]`, and return the scores.
 
         Tokens that are not candidates of their list get the score -inf.
@@ -101,8 +85,11 @@ class ScoringKeys(ListedKeys, Protocol):
         """Copy the key in slot `source` to slot `target`."""
         ...
 
-    def ask(self, layer: int, q: torch.Tensor, tokens: range) -> KeyQuery:
-        """Return an object that scores `tokens` for query q `[H, d]`. It is valid until the stored keys change."""
+    def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
+        """Return the estimated attention scores `[Hkv, G, n]` of n `tokens` for query q `[H, d]`.
+
+        They include the attention scale, and are in float32 (float64 for a float64 model).
+        """
         ...
 
     def fork(self) -> ScoringKeys:

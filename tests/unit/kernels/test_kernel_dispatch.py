@@ -18,7 +18,7 @@ OPERATIONS = {
         "triton_entries": ["read_lists", "write_lists", "append_entries", "within"],
         "triton_scores": ["partial_scores", "quantised_scores"],
         "triton_select": ["select_tokens"],
-        "triton_attention": ["attend_counted", "merge_parts"],
+        "triton_attention": ["attend_counted"],
         "triton_resident": ["attend_kept"],
         "triton_skew": ["skew_queries"],
     },

@@ -23,6 +23,7 @@ from offload_rt.kernels.low_bit import (
     quantise_rows,
     unpack_rows,
 )
+from offload_rt.kernels.low_bit_query import LowBitQuery, low_bit_query
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 from offload_rt.kernels.reference import merge_lse
 from offload_rt.kernels.selection import quantise_query
@@ -172,7 +173,7 @@ def test_a_processor_computes_what_is_defined(path: str, tokens: range, d: int, 
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1)
     expected = low_bit_scores(q, mean, pages, layout, tokens)
-    asked = low_bit_cpu.query(q, mean, pages, layout, tokens)
+    asked = low_bit_query(q, mean, pages, layout, tokens)
     torch.testing.assert_close(asked.scores, expected, rtol=1e-6, atol=1e-5)
     softcap = None if group == 1 else 1.5
     out, lse = approximate(asked, skip, softcap)
@@ -193,7 +194,7 @@ def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, 
     for more in (20.0, 0.0, -20.0):
         exact = out, own_lse + more
         expected, total = merge_lse((out, own @ unmixing), (exact[1], own_lse))
-        asked = low_bit_cpu.query(q, mean, pages, layout, tokens)
+        asked = low_bit_query(q, mean, pages, layout, tokens)
         merged, lse = asked.merge((out.clone(), exact[1].clone()), skip, unmixing)
         torch.testing.assert_close(lse, total, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(merged, expected, rtol=0, atol=5e-3)
@@ -203,7 +204,7 @@ def test_without_a_token_a_processor_finds_nothing(path: str) -> None:
     layout = Layout(32, 2)
     pages, q = stored_rows(layout, 2, 130), torch.randn(2, 2, 32)
     skip = torch.arange(3, 120).repeat(2, 1)
-    out, lse = approximate(low_bit_cpu.query(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
+    out, lse = approximate(low_bit_query(q, torch.zeros(2, 32), pages, layout, range(3, 120)), skip)
     assert out.eq(0).all() and lse.isneginf().all()
 
 
@@ -225,7 +226,7 @@ def test_a_processor_selects_and_stores_what_is_defined(
 ) -> None:
     layout = Layout(64, 2)
     pages, q, mean = stored_rows(layout, 2, 600), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
-    both = [ask(q, mean, pages, layout, tokens) for ask in (low_bit.LowBitQuery, low_bit_cpu.query)]
+    both = [ask(q, mean, pages, layout, tokens) for ask in (LowBitQuery, low_bit_query)]
     limit = selection.selection_limit(len(tokens), max_fraction)
     chosen = [asked.select(alpha, limit).sort(1).values for asked in both]
     assert chosen[0].equal(chosen[1])
@@ -249,7 +250,7 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
     if low_bit_cpu.library(32, 4) is None:
         pytest.skip("without compiled code torch's products do it")
     for _ in range(3):
-        asked = low_bit_cpu.query(q, mean, pages, layout, tokens)
+        asked = low_bit_query(q, mean, pages, layout, tokens)
         assert asked.select(math.inf, 5).shape == (2, 5) and approximate(asked, skip)[1].isfinite().all()
         assert native.SCRATCH.nbytes == 0, "a query keeps its scores"
         del asked
@@ -266,7 +267,7 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         forget()
         if low_bit_cpu.library(64, 4) is None:
             pytest.skip("no C compiler")
-        asked = low_bit_cpu.query(q, mean, pages, layout, tokens)
+        asked = low_bit_query(q, mean, pages, layout, tokens)
         chosen = asked.select(3.0, selection.selection_limit(len(tokens), 0.2))
         found[level] = (asked.scores, chosen, *approximate(asked, chosen + 7))
     forget()

@@ -22,6 +22,7 @@ from support.low_bit import approximate, stored_rows
 from offload_rt.errors import ConfigError
 from offload_rt.kernels import low_bit, low_bit_cpu, native
 from offload_rt.kernels.low_bit import Layout
+from offload_rt.kernels.low_bit_query import low_bit_query
 from offload_rt.kernels.pages import PAGE_BLOCKS
 from offload_rt.policies.infinigen.low_bit_rows import VALUE_BITS
 from offload_rt.utils import native_code, native_libraries
@@ -46,7 +47,7 @@ def scores() -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores of the same low-bit KV from the C code and from the definition."""
     storage, q, mean = stored_rows(LAYOUT, 2, 100), torch.randn(2, 1, 32), torch.randn(2, 32)
     given = (q, mean, storage, LAYOUT, range(3, 90))
-    return low_bit_cpu.query(*given).scores, low_bit.low_bit_scores(*given)
+    return low_bit_query(*given).scores, low_bit.low_bit_scores(*given)
 
 
 def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     found = []
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        asked = low_bit_cpu.query(q, mean, storage, LAYOUT, range(70, 190))
+        asked = low_bit_query(q, mean, storage, LAYOUT, range(70, 190))
         chosen = asked.select(math.inf, 9) + 70
         found.append((asked.scores, chosen, *approximate(asked, chosen)))
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))

@@ -3,6 +3,8 @@ attention of one sequence and of a batch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.low_bit import copied, joined, ragged_lists, stored_rows
@@ -26,13 +28,24 @@ def rounding(device: torch.device) -> float:
     return 2**-8 if device.type == "cuda" else 4e-6
 
 
+def alone(
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range, skip: torch.Tensor
+) -> tuple[Any, ...]:
+    """Return arguments of `merge_approximate` for one sequence without exact attention and without mixed values."""
+    numbers = torch.tensor([tokens.start, tokens.stop, skip.shape[1]], dtype=torch.int32, device=q.device)
+    starts, stops, counts = numbers.unsqueeze(1).repeat(1, len(q))
+    nothing = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    unmixed, table = torch.eye(q.shape[2], device=q.device), PageTable.of([pages])
+    return q, mean, unmixed, layout, table, starts, stops, skip.contiguous(), counts, tokens.stop, *nothing
+
+
 @pytest.mark.parametrize(("d", "group", "value_bits"), [(64, 7, 2), (12, 2, 4)])
 @pytest.mark.parametrize("skipped", [True, False], ids=["some skipped", "none skipped"])
 @pytest.mark.parametrize("tokens", [range(5, 600), range(64, 65), range(510, 560)])
 def test_the_tail_is_what_is_defined(
     kernel_device: torch.device, tokens: range, d: int, group: int, value_bits: int, skipped: bool
 ) -> None:
-    from offload_rt.kernels.triton_low_bit import approximate_attention as compiled
+    from offload_rt.kernels.triton_low_bit import merge_approximate
 
     torch.manual_seed(d + group)
     layout = Layout(d, value_bits)
@@ -42,19 +55,20 @@ def test_the_tail_is_what_is_defined(
     skip = torch.stack([torch.randperm(len(tokens))[: len(tokens) // 3] + tokens.start for _ in range(2)])
     skip = torch.cat((skip, torch.tensor([[-1], [-1]])), 1).to(kernel_device)[:, : None if skipped else 0]
     softcap = 1.5 if value_bits == 2 else None
-    out, lse = compiled(q, mean, pages, layout, tokens, skip, softcap)
+    out, lse = merge_approximate(*alone(q, mean, pages, layout, tokens, skip), softcap)
     want, want_lse = approximate_attention(q, mean, pages, layout, tokens, skip, softcap)
     torch.testing.assert_close(out, want, rtol=0, atol=rounding(kernel_device) * largest_value(layout, pages, 600))
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-5)
 
 
 def test_where_no_token_is_left_there_is_nothing(kernel_device: torch.device) -> None:
-    from offload_rt.kernels.triton_low_bit import approximate_attention as compiled
+    from offload_rt.kernels.triton_low_bit import merge_approximate
 
     layout = Layout(64, 2)
     pages = stored_rows(layout, 2, 700, kernel_device)
     q, skip = torch.randn(2, 2, 64, device=kernel_device), torch.arange(3, 640, device=kernel_device).repeat(2, 1)
-    out, lse = compiled(q, torch.zeros(2, 64, device=kernel_device), pages, layout, range(3, 640), skip)
+    mean = torch.zeros(2, 64, device=kernel_device)
+    out, lse = merge_approximate(*alone(q, mean, pages, layout, range(3, 640), skip))
     assert out.eq(0).all() and lse.isneginf().all()
 
 

@@ -245,7 +245,7 @@ def test_a_run_is_read_ahead_and_freed() -> None:
         return KVPart(torch.full((1, len(tokens), 1), float(tokens.start)), torch.zeros(1, len(tokens), 1))
 
     thread, blocks = ReadingThread(), [range(start, start + 10) for start in range(0, 50, 10)]
-    run = BlockRun(thread, block, blocks, ahead=1)
+    run = BlockRun(thread, block, blocks)
     thread.wait()
     assert read == blocks[:2], "before anybody asks"
     for number, part in enumerate(run.parts):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.outputs import completed
+from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf
 from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -20,12 +26,10 @@ from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError, ModelError
 from offload_rt.models import checkpoint, loading, registry
 from offload_rt.models.fingerprint import fingerprint
+from offload_rt.models.gguf_header import read_header
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 from offload_rt.models.source import ModelSource, find_source
-
-pytest.importorskip("gguf")
-from support.tiny_gguf import CHAT_TEMPLATE, END, write_tiny_gguf
 
 REAL = Path(os.environ.get("OFFLOAD_RT_MODELS") or Path.home() / ".cache" / "offload-rt-models")
 
@@ -137,12 +141,54 @@ def test_a_device_without_room_is_a_memory_limit(written: tuple[Path, Any], monk
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: b"GGUX" + data[4:], lambda data: data[:600], lambda data: data[:-5000]]
+    ("damage", "message"),
+    [
+        (lambda data: b"GGUX" + data[4:], "is not a GGUF file"),
+        (lambda data: data[:600], "is damaged, or truncated within its header"),
+        (lambda data: data[:-5000], r"is truncated: [45],\d\d\d bytes are missing"),
+    ],
 )
-def test_a_damaged_file_is_one_error(written: tuple[Path, Any], damage: Any, tmp_path: Path) -> None:
-    (tmp_path / "bad.gguf").write_bytes(damage(written[0].read_bytes()))
-    with pytest.raises(ModelError, match=r"bad\.gguf'"):
-        load_model(tmp_path / "bad.gguf", device="cpu")
+def test_a_damaged_file_is_refused_before_torch_is_imported(
+    written: tuple[Path, Any], damage: Any, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(damage(written[0].read_bytes()))
+    with pytest.raises(ModelError, match=rf"bad\.gguf' {message}"):
+        load_model(path, device="cpu")
+    code = "import sys; from offload_rt.cli import main; main(['info', sys.argv[1]]); assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert re.search(rf"bad\.gguf' {message}", found.stderr) and not found.returncode
+
+
+def test_our_reader_gives_the_values_of_the_package(written: tuple[Path, Any], tmp_path: Path) -> None:
+    """Cover all value types: the configuration and the tokenizer are made from them."""
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name, kind in gguf.GGUFValueType.__members__.items():
+        if name != "ARRAY":
+            writer.add_key_value(name, "ä" if name == "STRING" else 1, kind)
+    writer.add_array("strings", ["a", "", "ü"])
+    writer.add_array("numbers", [1, -2])
+    writer.add_array("floats", [0.5])
+    writer.add_tensor("half", torch.arange(6).half().view(2, 3).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for path in (tmp_path / "a.gguf", written[0]):
+        own, reference = read_header(path), gguf.GGUFReader(path)
+        theirs = {name: field for name, field in reference.fields.items() if not name.startswith("GGUF.")}
+        assert own.fields.keys() == theirs.keys()
+        for name, field in theirs.items():
+            expected = [field.parts[i].tolist() for i in field.data]
+            assert own.fields[name].types == field.types
+            assert [list(own.fields[name].parts[i]) for i in own.fields[name].data] == expected
+        for tensor, other in zip(own.tensors, reference.tensors, strict=True):
+            assert (tensor.name, tensor.tensor_type, list(tensor.shape)) == (
+                other.name,
+                other.tensor_type,
+                other.shape.tolist(),
+            )
+            assert np.array_equal(tensor.data, other.data)
 
 
 @pytest.mark.slow

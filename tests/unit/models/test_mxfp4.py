@@ -14,7 +14,7 @@ from support.tiny_models import edit_config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offload_rt import LLM, ModelError, SamplingParams
-from offload_rt.models.linear.packed_experts import PROJECTIONS, PackedExperts
+from offload_rt.models.linear.packed import PROJECTIONS, PackedExperts
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 

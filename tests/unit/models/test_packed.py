@@ -22,7 +22,7 @@ from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, Sampling
 from offload_rt.cli import main
 from offload_rt.models.checkpoint import build_skeleton, read_config
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.linear import BitsAndBytes, can_stream, held_bytes, places_of, tensors_of
+from offload_rt.models.linear import BitsAndBytes, backend_of, held_bytes, places_of, tensors_of
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 from offload_rt.models.source import find_source
@@ -175,7 +175,9 @@ def is_linear(module: torch.nn.Module) -> bool:
 def test_only_4_bit_bitsandbytes_streams() -> None:
     four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     for packing, moves in ((four, True), (four | {"load_in_4bit": False}, False), ({"quant_method": "torchao"}, False)):
-        assert can_stream(SimpleNamespace(quantization_config=packing)) == moves
+        config = SimpleNamespace(quantization_config=packing)
+        backend = backend_of(config)
+        assert backend is not None and backend.can_stream(config) == moves
 
 
 def test_unpacked_weights_have_the_requested_dtype(packed: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from support.select_models import CPU, artifact, geometry, no_keys, tokens
 
 from offload_rt.core import VisibleTokens
+from offload_rt.kernels.selection import select_tokens
 from offload_rt.policies.infinigen.key_lists import KeyLists
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
@@ -56,7 +57,8 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
             for b, (state, seen) in enumerate(zip(alone, visible, strict=True)):
                 own = slice(b * shape.kv_heads, (b + 1) * shape.kv_heads)
                 q = streams[b][0][layer, :, places[b]]
-                chosen = state.scoring_keys.ask(layer, q, seen.candidates).select(RULE.alpha, RULE.limit(seen))
+                scores = state.scoring_keys.scores(layer, q, seen.candidates)
+                chosen = select_tokens(scores, RULE.alpha, RULE.limit(seen))
                 expected = chosen.sort(1).values + seen.candidates.start
                 assert counts[own].tolist() == [expected.shape[1]] * shape.kv_heads
                 assert torch.equal(found[own, : expected.shape[1]], expected)

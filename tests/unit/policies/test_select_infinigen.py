@@ -182,7 +182,7 @@ def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
     for start, stop in ((0, 1), (1, 2), (2, 7), (7, 66), (66, 80)):
         single.on_keys(0, k[0, :, start:stop], start)
     for wanted in (range(80), range(5, 71), range(78, 79)):
-        a, b = (state._keys.ask(0, q[0, :, 3], wanted).scores for state in (bulk, single))
+        a, b = (state._keys.scores(0, q[0, :, 3], wanted) for state in (bulk, single))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # products of other shapes may round differently
 
 
@@ -194,14 +194,14 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
     q, k = tokens(shape, TOTAL)
     state = filled(policy(shape, **options), q[:, :, :PROMPT], k[:, :, :PROMPT])
     visible = VisibleTokens.of(PROMPT, sinks=4, recent=8, window=None)
-    before = state._keys.ask(0, q[0, :, 0], visible.all).scores.clone()
+    before = state._keys.scores(0, q[0, :, 0], visible.all).clone()
     fork = state.fork(no_keys)
     for token in range(PROMPT, TOTAL):
         state.on_keys(0, k[0, :, token : token + 1], token)
         fork.on_keys(0, -k[0, :, token : token + 1], token)
-    assert torch.equal(fork._keys.ask(0, q[0, :, 0], visible.all).scores, before)
+    assert torch.equal(fork._keys.scores(0, q[0, :, 0], visible.all), before)
     new = range(PROMPT, TOTAL)
-    assert not torch.allclose(fork._keys.ask(0, q[0, :, 0], new).scores, state._keys.ask(0, q[0, :, 0], new).scores)
+    assert not torch.allclose(fork._keys.scores(0, q[0, :, 0], new), state._keys.scores(0, q[0, :, 0], new))
     state.check_integrity()
     fork.check_integrity()
 
@@ -234,7 +234,7 @@ def test_half_precision_keys_are_scored_in_float32() -> None:
     rule = policy(shape, torch.bfloat16, partial_ratio=1.0)
     state = rule.new_state(no_keys)
     state.on_keys(0, k[0].bfloat16(), 0)
-    scores = state._keys.ask(0, q[0, :, -1].bfloat16(), range(64)).scores
+    scores = state._keys.scores(0, q[0, :, -1].bfloat16(), range(64))
     exact = plain_scores(rule, 0, q[0, :, -1], k, calibrated(rule)).view(2, 2, 64)
     assert scores.dtype == torch.float32
     # Queries and keys are rounded to 8 bits of mantissa: about 2^-9 of a 64-term sum of products near 16.
@@ -283,7 +283,7 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
     restored = dequantise(quantise(skewed, quantiser.mean, quantiser.step, bits), quantiser.mean, quantiser.step, bits)
     query = quantiser.basis.skew_query(q[layer, :, -1])
     exact = query @ restored.transpose(1, 2)
-    scores = state._keys.ask(layer, q[layer, :, -1].to(device), range(3, 50)).scores.cpu()
+    scores = state._keys.scores(layer, q[layer, :, -1].to(device), range(3, 50)).cpu()
     # The error of the int8 query is at most 1/254 of its largest weight per column. It is multiplied by the distance
     # of the code from the middle level.
     weights = (query * quantiser.step.unsqueeze(1)).abs().amax(-1, keepdim=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,46 +18,47 @@ from support.tiny_models import tiny_checkpoint
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels
-
-TURN = """
-import json, sys
-from offload_rt import LLM, SamplingParams
 from offload_rt.utils.native_libraries import native_status
 
-llm = LLM("reference", policy="infinigen", dtype="bfloat16")
-with llm.session("book", sys.argv[1]) as session:
-    before = session.tokens
-    prompt = "And then? " if before else open("book.txt").read()
-    new = [event.token_id for event in session.send(prompt, SamplingParams(max_tokens=8, temperature=0))]
-    print(json.dumps({
-        "level": native_status().level, "loaded": session.loaded_tokens, "before": before, "tokens": session.tokens,
-        "new": new, "lineage": llm.runner.policy.provenance_key,
-    }))
-"""
+
+def take_turn(folder: str) -> dict[str, Any]:
+    """Take a turn of the session in `folder`."""
+    llm = LLM("reference", policy="infinigen", dtype="bfloat16")
+    with llm.session("book", f"{folder}/store") as session:
+        before = session.tokens
+        prompt = "And then? " if before else "The night was dark, and the wind was cold. " * 30
+        new = [event.token_id for event in session.send(prompt, SamplingParams(max_tokens=8, temperature=0))]
+        return {
+            "level": native_status().level, "loaded": session.loaded_tokens, "before": before,
+            "tokens": session.tokens, "new": new, "lineage": llm.runner.policy.provenance_key,
+        }  # fmt: skip
 
 
-def turn(folder: Path, level: str) -> dict[str, Any]:
-    """Take a turn of the session in a new process that uses at most instruction set level `level`."""
-    torch_level = "default" if level == "scalar" else "avx2" if level == "avx2" else "avx512"
-    forced = {LEVEL_VARIABLE: level, "ATEN_CPU_CAPABILITY": torch_level}
-    environment = os.environ | forced | {"OFFLOAD_RT_CACHE": str(folder / "cache")}
-    command = (sys.executable, "-c", TURN, str(folder / "store"))
+ELSEWHERE = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['take_turn'](sys.argv[2])))"
+
+
+def take_turn_elsewhere(folder: Path, level: str) -> dict[str, Any]:
+    """Take a turn in a new process whose C code and torch use at most instruction set level `level`."""
+    forced = {LEVEL_VARIABLE: level, "ATEN_CPU_CAPABILITY": "default" if level == "scalar" else level}
+    environment = os.environ | forced | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = (sys.executable, "-c", ELSEWHERE, __file__, str(folder))
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert found["level"] == level
     return found
 
 
 @pytest.mark.slow
-def test_a_session_continues_at_another_level(tmp_path: Path) -> None:
-    """Reuse KV and calibration of a process at a lower level at a higher one, and the other way round."""
-    (tmp_path / "book.txt").write_text("The night was dark, and the wind was cold. " * 30)
+def test_a_session_continues_at_another_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process, at the highest level, calibrates. Its KV is reused at a lower level, and the other way round."""
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
     highest, lower = available_levels()[-1], available_levels()[0]
     if highest == lower:
         pytest.skip("this processor has one level")
     lower = "avx2" if "avx2" in available_levels()[:-1] else lower
-    turns = [turn(tmp_path, level) for level in (lower, highest, lower)]
+    here, there = partial(take_turn, str(tmp_path)), partial(take_turn_elsewhere, tmp_path, lower)
+    turns = [here(), there(), here()]
+    assert [turn["level"] for turn in turns] == [highest, lower, highest]
     [artifact] = (tmp_path / "cache").rglob("*.safetensors")
     assert artifact.parent.name == "skew"
     for earlier, later in pairwise(turns):

@@ -1,4 +1,4 @@
-"""Test the fingerprint cache: a second load uses the cached fingerprint unless its inputs have changed."""
+"""Test cached fingerprints and shapes of checkpoints: they are used unless their inputs have changed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.architectures import architecture
 from support.tiny_models import edit_config, tiny_checkpoint, tiny_model
 
+from offload_rt.models import checkpoint_cache, loading, shape
 from offload_rt.models import fingerprint as fingerprint_module
-from offload_rt.models import loading
 from offload_rt.models.fingerprint import fingerprint
 from offload_rt.models.loading import LoadedModel, load_model
+from offload_rt.models.shape import load_shape
 
 
 class Digests:
@@ -35,7 +37,7 @@ class Digests:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Digests:
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprint_module, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 0.0)
     counted = Digests()
     monkeypatch.setattr(fingerprint_module, "fingerprint", counted)
     return counted
@@ -131,7 +133,7 @@ def test_files_that_have_just_been_written_are_not_cached(
     folder: Path, digests: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later change within the clock's resolution could keep all timestamps."""
-    monkeypatch.setattr(fingerprint_module, "_SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(checkpoint_cache, "SETTLED_SECONDS", 60.0)
     load(folder)
     assert not (tmp_path / "cache" / "fingerprints").exists()
     now = time.time_ns()
@@ -154,6 +156,41 @@ def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, digests: Diges
     (tmp_path / "cache").write_text("a file")
     assert load(folder).fingerprint == load(folder).fingerprint
     assert digests.count == 2
+
+
+@pytest.fixture
+def skeletons(digests: Digests, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the checkpoints for which `load_shape` builds a model without weights."""
+    built: list[str] = []
+    original = shape.build_skeleton
+
+    def build(source: Any, *args: Any) -> Any:
+        built.append(source.place)
+        return original(source, *args)
+
+    monkeypatch.setattr(shape, "build_skeleton", build)
+    return built
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "qwen3_next"])
+def test_the_second_shape_needs_no_model(name: str, tmp_path: Path, skeletons: list[str]) -> None:
+    """Cover sliding windows, experts and recurrent states."""
+    architecture(name).save_pretrained(tmp_path / "model")
+    first = load_shape(tmp_path / "model", device="cpu")
+    assert load_shape(tmp_path / "model", device="cpu") == first and len(skeletons) == 1
+    assert load_shape(tmp_path / "model", device="cpu", dtype="float64") != first and len(skeletons) == 2
+    edit_config(tmp_path / "model", max_position_embeddings=77)
+    assert load_shape(tmp_path / "model", device="cpu").geometry.max_positions == 77 and len(skeletons) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"\xff"])
+def test_a_damaged_shape_is_replaced(folder: Path, skeletons: list[str], tmp_path: Path, content: bytes) -> None:
+    expected = load_shape(folder)
+    [entry] = (tmp_path / "cache" / "shapes").iterdir()
+    text = entry.read_text()
+    entry.write_bytes(content)
+    assert load_shape(folder) == expected
+    assert len(skeletons) == 2 and entry.read_text() == text
 
 
 def test_loaded_models_are_digested(digests: Digests, tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Cache of small results that are computed from the files of a checkpoint, such as its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..utils.native_code import cache_folder
+from ..utils.private_files import make_private_folder, open_private
+from ..utils.small_files import read_json, read_small
+from .source import ModelSource
+from .stored_tensors import INDEX
+
+SETTLED_SECONDS = 2.0
+"""Minimum age of a file, in seconds, before results are cached.
+
+File systems may store times with a resolution of a second or more. A later change of a younger file could then leave
+its times unchanged.
+"""
+
+LARGEST = 1 << 20  # bytes of a cached result
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class CheckpointCache:
+    """Access to the cached results of one checkpoint. Create the object before the files are read.
+
+    The key of a result is a digest of everything that determines it: name, device, inode, size, mtime and ctime of each
+    file, the versions of the libraries that read the files, and the arguments. A result is read or written only if no
+    file has changed since this object was created. Hub checkpoints and checkpoints with remote code are not cached.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._files = _identities(source)
+
+    def lookup(
+        self,
+        name: str,
+        arguments: object,
+        compute: Callable[[], T],
+        parse: Callable[[str], T],
+        dump: Callable[[T], str] = str,
+    ) -> T:
+        """Return the result from the cache if possible. Otherwise, compute and cache it.
+
+        Args:
+            name: Name of the result, for example "fingerprints".
+            arguments: Everything that the result depends on besides the files. It is converted to JSON.
+            compute: Computes the result.
+            parse: Converts text to the result. It raises one of these errors if the text is damaged: LookupError,
+                TypeError, ValueError or AttributeError.
+            dump: Converts the result to text of at most `LARGEST` bytes.
+        """
+        if self._files is None or self._files != _identities(self._source):
+            return compute()
+        versions = [version(package) for package in ("offload-rt", "transformers", "torch")]
+        key = json.dumps([versions, self._files, arguments], sort_keys=True, default=str)
+        entry = cache_folder() / name / hashlib.sha256(key.encode()).hexdigest()
+        try:
+            return parse(read_small(entry, LARGEST).decode())
+        except (OSError, LookupError, TypeError, ValueError, AttributeError):
+            result = compute()
+        if self._files == _identities(self._source) and _settled(self._files):
+            _write(entry, dump(result))
+        return result
+
+
+def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
+    """Return the identity (`file_identity`) of each file that may contain weights.
+
+    Return None if the files cannot be determined, or if remote code or a PEFT adapter may change the weights.
+    """
+    folder = source.folder
+    if folder is None or source.hub.trust_remote_code or (folder / "adapter_config.json").exists():
+        return None
+    try:
+        if source.gguf is not None:
+            paths = {folder / source.gguf}
+        else:
+            paths = {path for path in folder.iterdir() if path.is_file()}
+            if (index := folder / INDEX).exists():  # the index may refer to files in other folders
+                paths |= {folder / shard for shard in read_json(index)["weight_map"].values()}
+        return [file_identity(path) for path in sorted(paths)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # Reading the weights will report the error.
+
+
+def file_identity(path: Path) -> tuple[Any, ...]:
+    """Return name, device, inode, size, mtime and ctime of a file, which change with its contents.
+
+    Raises:
+        OSError: If the file cannot be accessed.
+    """
+    status = path.stat()
+    # Copying or restoring a file can preserve its mtime, but not its ctime.
+    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _settled(files: list[tuple[Any, ...]]) -> bool:
+    """Return whether all files are old enough that any later change would alter their times."""
+    newest = max(int(changed) for each in files for changed in each[-2:])
+    return newest < time.time_ns() - SETTLED_SECONDS * 1e9
+
+
+def _write(entry: Path, text: str) -> None:
+    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        make_private_folder(entry.parent)
+        try:
+            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                file.write(text)
+            os.replace(temporary, entry)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("%s could not be cached, so the next load computes it again: %s", entry.parent.name, error)

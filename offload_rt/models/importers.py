@@ -1,0 +1,325 @@
+"""Importers of checkpoint folders with packed weights: GPTQ, AWQ, compressed-tensors and MXFP4.
+
+An importer converts the tensors of one linear layer, or of stacked experts, to packed rows (`PackedFormat`). The
+unpacked weights equal those that the checkpoint's own library computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..kernels.packed_format import GROUPS, PackedFormat
+from .packed_checkpoint import CannotPackError
+
+Options = Mapping[str, Any]
+"""The `quantization_config` of a checkpoint."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a module's tensors, by the last part of their names."""
+
+Tensors = Mapping[str, torch.Tensor]
+"""A module's tensors, by the last part of their names."""
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A linear layer with packed weights.
+
+    Attributes:
+        rows: Packed rows, uint8 `[out, form.row_bytes]`, or `[experts, out, form.row_bytes]`.
+        order: Order of the inputs, int32 `[ins]`, if `form.permuted`: packed input i is input `order[i]` of the layer.
+            Otherwise None.
+    """
+
+    form: PackedFormat
+    rows: torch.Tensor
+    order: torch.Tensor | None = None
+
+
+class Importer(ABC):
+    """Converts the layers of one kind of checkpoint. All methods raise CannotPackError for unsupported variants.
+
+    Attributes:
+        method: Value of `quant_method` in the configurations of these checkpoints.
+        parts: Last parts of the names of tensors that are converted to packed weights. Other tensors are copied.
+    """
+
+    method: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the module and the part of a tensor's name."""
+        module, _, part = name.rpartition(".")
+        return module, part
+
+    @abstractmethod
+    def check(self, options: Options) -> None:
+        """Raise CannotPackError if the configuration states an unsupported variant."""
+
+    @abstractmethod
+    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+        """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
+
+        The size of its rows is final. Its exponent, and whether its inputs are permuted, may change in `pack`, because
+        they depend on the values.
+        """
+
+    @abstractmethod
+    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
+        """Return the packed layer. `form` is the result of the method `form`."""
+
+
+class GPTQ(Importer):
+    """4-bit and 8-bit checkpoints of AutoGPTQ and GPTQModel.
+
+    Each layer has four tensors: qweight, int32 `[in * bits / 32, out]`, with the codes of consecutive inputs in a word;
+    scales `[groups, out]`; qzeros, int32 `[groups, out * bits / 32]`; and g_idx, the group of each input. Weights are
+    `scale * (code - zero)`. In `checkpoint_format` "gptq", qzeros has the zeros minus 1 (AutoGPTQ,
+    auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py).
+    """
+
+    method = "gptq"
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+
+    def check(self, options: Options) -> None:
+        layout = self._layout(options)
+        if layout not in ("gptq", "gptq_v2") or options.get("is_marlin_format"):
+            raise CannotPackError(
+                f"the layout {layout if layout != 'gptq' else 'marlin'}; supported are gptq and gptq_v2"
+            )
+
+    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+        if "qweight" not in shapes:
+            return None
+        bits = shapes["qweight"][0] * 32 // ins
+        return _format(ins, bits, shapes["scales"][0], permuted=bool(options.get("desc_act")))
+
+    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
+        zeros = _unpack_words(tensors["qzeros"], form.bits).T.int() + (1 if self._layout(options) == "gptq" else 0)
+        codes = _unpack_words(tensors["qweight"].T, form.bits)
+        return _pack_layer(codes, tensors["scales"].T, zeros, form, tensors.get("g_idx"))
+
+    @staticmethod
+    def _layout(options: Options) -> str:
+        return str(options.get("checkpoint_format") or options.get("format") or "gptq")
+
+
+class AWQ(Importer):
+    """4-bit checkpoints in the GEMM layout of AutoAWQ.
+
+    Each layer has three tensors. qweight, int32 `[in, out / 8]`, has eight codes in a word, in the order of outputs 0,
+    2, 4, 6, 1, 3, 5, 7. qzeros, int32 `[groups, out / 8]`, has the same order. scales is `[groups, out]`. Weights are
+    `(code - zero) * scale` (AutoAWQ, awq/utils/packing_utils.py).
+    """
+
+    method = "awq"
+    parts = ("qweight", "qzeros", "scales")
+
+    def check(self, options: Options) -> None:
+        layout = str(options.get("version") or options.get("format") or "gemm").lower()
+        if layout != "gemm":
+            raise CannotPackError(f"the layout {layout}; supported is gemm")
+
+    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+        if "qweight" not in shapes:
+            return None
+        bits = 32 * shapes["qweight"][1] // shapes["scales"][1]
+        if bits != 4:
+            raise CannotPackError(f"{bits} bits; supported are 4")
+        return _format(ins, bits, shapes["scales"][0], permuted=False)
+
+    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
+        codes, zeros = (self._unpack(tensors[name]) for name in ("qweight", "qzeros"))
+        return _pack_layer(codes, tensors["scales"].T, zeros, form, None)
+
+    @staticmethod
+    def _unpack(words: torch.Tensor) -> torch.Tensor:
+        """Unpack words `[n, out / 8]` to codes, uint8 `[out, n]`, in the order of the outputs."""
+        codes = _unpack_words(words, 4).view(len(words), -1, 8)
+        return codes[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).T.contiguous()
+
+
+class CompressedTensors(Importer):
+    """compressed-tensors checkpoints (llm-compressor) with 4-bit or 8-bit weights and 16-bit activations.
+
+    In the format "pack-quantized", a layer has weight_packed, int32 `[out, in * bits / 32]`, with the codes of
+    consecutive inputs in a word; 2^(bits - 1) has been added to each code. Its weight_zero_point, int32
+    `[out * bits / 32, groups]`, has consecutive outputs in a word. In the format "int-quantized", weight and
+    weight_zero_point are int8. weight_scale is `[out, groups]`, `[out, 1]` or `[1]`. Weights are
+    `(code - zero) * scale` (compressed-tensors, compressors/pack_quantized/helpers.py,
+    quantization/lifecycle/forward.py).
+    """
+
+    method = "compressed-tensors"
+    parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    _formats = ("pack-quantized", "int-quantized")
+
+    def check(self, options: Options) -> None:
+        for group in (options.get("config_groups") or {}).values():
+            layout, weights = group.get("format") or options.get("format"), group.get("weights") or {}
+            if layout not in self._formats:
+                raise CannotPackError(f"the format {layout}; supported are {' and '.join(self._formats)}")
+            if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
+                raise CannotPackError(f"weights of the type {weights.get('type')} with {weights.get('num_bits')} bits")
+            if group.get("input_activations") is not None:
+                raise CannotPackError("quantised activations; supported are quantised weights alone")
+            if weights.get("strategy") not in ("group", "channel", "tensor"):
+                raise CannotPackError(f"scales for each {weights.get('strategy')}")
+        for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+            if options.get(name):
+                raise CannotPackError(f"a {name}")
+
+    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+        if "weight_scale" not in shapes:
+            return None
+        bits = shapes["weight_packed"][1] * 32 // ins if "weight_packed" in shapes else 8
+        return _format(ins, bits, self._groups(shapes["weight_scale"]), permuted="weight_g_idx" in shapes)
+
+    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
+        packed, zeros, scales = (tensors.get(f"weight_{name}") for name in ("packed", "zero_point", "scale"))
+        assert scales is not None
+        half = 1 << form.bits - 1
+        codes = tensors["weight"].view(torch.uint8) ^ 128 if packed is None else _unpack_words(packed, form.bits)
+        scales = scales.reshape(-1, self._groups(scales.shape)).expand(len(codes), -1)
+        if zeros is None:
+            zeros = torch.full(scales.shape, half)
+        elif zeros.dtype == torch.int32:
+            zeros = _unpack_words(zeros.T, form.bits)[:, : len(codes)].T
+        else:
+            zeros = zeros.int().reshape(-1, scales.shape[1]).expand(len(codes), -1) + half
+        return _pack_layer(codes, scales, zeros, form, tensors.get("weight_g_idx"))
+
+    @staticmethod
+    def _groups(scale: tuple[int, ...]) -> int:
+        """Return the number of groups per output in the checkpoint. The packed format may have more."""
+        return scale[1] if len(scale) == 2 else 1
+
+
+class MXFP4Experts(Importer):
+    """MXFP4 checkpoints of gpt-oss: the stacked experts of each layer in 4-bit floating point.
+
+    A projection has blocks, uint8 `[experts, out, groups, 16]`, with inputs 2i and 2i + 1 of a group in the lower and
+    upper half of byte i, and scales, uint8 `[experts, out, groups]`. Weights are `number[code] * 2^(scale - 127)`
+    (transformers, integrations/mxfp4.py). Twice each number is an integer, so the packed codes have 5 bits.
+    """
+
+    method = "mxfp4"
+    parts = ("blocks", "scales")
+    _group = 32
+    _doubled = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the number of each code without its sign, the highest of 4 bits
+    _zero = 12
+
+    def check(self, options: Options) -> None:
+        """There is only one variant."""
+
+    def split(self, name: str) -> tuple[str, str]:
+        module, separator, part = name.rpartition("_")
+        return (module, part) if separator and part in self.parts else super().split(name)
+
+    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+        if "blocks" not in shapes:
+            return None
+        groups, size = shapes["blocks"][2:]
+        if 2 * size != self._group:
+            raise CannotPackError(f"groups of {2 * size} inputs; groups of {self._group} are supported")
+        if groups * self._group != ins:
+            raise CannotPackError(f"{groups} groups of {self._group} do not cover {ins} inputs")
+        if not PackedFormat.fits(ins, 5, self._group):
+            raise CannotPackError(f"{ins} inputs; a multiple of 64 is supported")
+        return PackedFormat(ins, 5, self._group, offset=self._zero)
+
+    def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
+        blocks, stored = tensors["blocks"], tensors["scales"]
+        if blocks.shape[:-1] != stored.shape:
+            raise CannotPackError(
+                f"scales of shape {tuple(stored.shape)} do not match blocks of shape {tuple(blocks.shape)}"
+            )
+        if int(stored.max()) == 255:
+            raise CannotPackError("scales that are not finite")
+        codes = torch.tensor([self._zero + sign * each for sign in (1, -1) for each in self._doubled]).byte()
+        codes = codes[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(-3)
+        scales = torch.ldexp(torch.ones(stored.shape), stored.int() - 128)  # 127, and 1 for the doubled numbers
+        scales *= (codes.unflatten(-1, (-1, self._group)) != self._zero).any(-1)  # scales of zeros may be out of range
+        form, halves = _half_scales(scales, form)
+        rows = form.pack(codes.flatten(0, 1), halves.flatten(0, 1))
+        return PackedLayer(form, rows.unflatten(0, codes.shape[:2]))
+
+
+IMPORTERS: dict[str, Importer] = {
+    importer.method: importer for importer in (GPTQ(), AWQ(), CompressedTensors(), MXFP4Experts())
+}
+"""Importers by `quant_method`."""
+
+
+def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
+    """Return the packed format, with zeros, of a layer with `ins` inputs, `bits`-bit codes and `groups` groups per row.
+
+    `permuted` tells whether the inputs are stored in another order. Raise CannotPackError if no format fits.
+    """
+    group = ins // max(1, groups)
+    if groups < 1 or ins % groups:
+        raise CannotPackError(f"{groups} groups for {ins} inputs")
+    if groups == 1 and not PackedFormat.fits(ins, bits, group):  # one scale per output
+        group = next((size for size in reversed(GROUPS) if ins % size == 0), group)
+    if bits not in (4, 8) or not PackedFormat.fits(ins, bits, group):
+        sizes = ", ".join(map(str, GROUPS))
+        raise CannotPackError(
+            f"{bits} bits in groups of {group} for {ins} inputs; supported are 4 and 8 bits in groups of {sizes}"
+        )
+    return PackedFormat(ins, bits, group, has_zeros=True, permuted=permuted)
+
+
+def _unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack the codes in int32 words `[n, m]`, lowest bits first. Return uint8 `[n, m * 32 / bits]`."""
+    data = words.contiguous().view(torch.uint8)
+    return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+
+
+def _pack_layer(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, form: PackedFormat, groups: torch.Tensor | None
+) -> PackedLayer:
+    """Pack a layer whose weights are `(code - zero) * scale`.
+
+    Args:
+        codes: Codes, uint8 `[out, ins]`.
+        scales: Scales `[out, n]` of n groups.
+        zeros: Zeros `[out, n]`, whole numbers.
+        form: The packed format.
+        groups: Index of each input's group, `[ins]`. None means groups of adjacent inputs.
+
+    Raises:
+        CannotPackError: The values do not fit the format.
+    """
+    if int(zeros.min()) < 0 or int(zeros.max()) > 255:
+        raise CannotPackError("zero points outside 0 to 255")
+    order, count = None, scales.shape[1]
+    if groups is not None and not torch.equal(groups.long(), torch.arange(form.ins) * count // form.ins):
+        if not torch.equal(torch.bincount(groups.long(), minlength=count), torch.full((count,), form.ins // count)):
+            raise CannotPackError("groups of different sizes")
+        order = torch.argsort(groups.long(), stable=True)
+        codes = codes[:, order]
+    form, halves = _half_scales(scales, replace(form, permuted=order is not None))
+    repeats = form.ins // form.group // count
+    parts = (part.repeat_interleave(repeats, dim=1) for part in (halves, zeros.to(torch.uint8)))
+    return PackedLayer(form, form.pack(codes, *parts), None if order is None else order.int())
+
+
+def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
+    """Return `scales` in float16 without rounding, divided by 2^exponent, and `form` with this exponent.
+
+    Raises:
+        CannotPackError: float16 cannot represent all scales with a common exponent.
+    """
+    wide = scales.float()
+    if not bool(wide.isfinite().all()):
+        raise CannotPackError("scales that are not finite")
+    for exponent in (0, int(torch.frexp(wide.abs().amax()).exponent) - 15):
+        scaled = torch.ldexp(wide, torch.tensor(-exponent))
+        if torch.equal(scaled.half().float(), scaled):
+            return replace(form, exponent=exponent), scaled.half()
+    raise CannotPackError(f"scales that float16 cannot hold, from {wide.abs().min():.2g} to {wide.abs().max():.2g}")
