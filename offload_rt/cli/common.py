@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import InputError, ModelError
-from ..kv_cache.machine import memory_limit
+from ..kv_cache.system_memory import memory_limit
 from ..models.source import find_source, hub_of
 from ..models.stored_tensors import check_weights
 
