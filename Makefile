@@ -1,37 +1,23 @@
-# Every target works on a fresh clone: the virtual environment is made first where it is missing or out of date.
-#   make demo    continue a real book with the model that ships in the package, and compare with full attention
-#   make test    lint, types and tests (needs no GPU, no network once installed)
-#   make quick   ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
-#   make test-training  the tests of scripts/reference that train
-#   make stress    the long ones, in parts of a few minutes: PART=disk (200 kills while blocks are written, 100 over
-#                contexts on disk, whose every write fails once, and a million tokens' resident memory), sessions (50 kills
-#                while sessions are saved, 100 flipped bits), composition (every cell of the matrix, each
-#                model with each policy and scorer, each beam search), requests (500 in a pool too small for them),
-#                cuda (all that is run on a simulated device, under every schedule), gpu (tests marked gpu, there),
-#                kernels (all of them compiled for four GPUs), api (100,000 values and calls at random),
-#                files (85,000 times, files that are read are damaged first), faults (any call of a file system fails),
-#                day (sessions come and go for ten minutes: DAY_SECONDS),
-#                server (9,000 requests that are wrong in one place, answers cut anywhere, 10,000 over 32 connections,
-#                LangChain, litellm, llm, schemathesis and llm-comply where they are installed),
-#                agents (requests of coding agents and a chat page: cached tokens, before and after a restart,
-#                a store that is too small, the script of a client without sessions),
-#                attack (half-open connections and clients that do not read, beside normal traffic),
-#                adversary (random cases against oracles, ADVERSARY_SECONDS for each of its parts; a failing one is
-#                printed as a command), page (the server's page in a headless Chromium), ray (two replicas, two engines of a batch, where ray is installed),
-#                neon (C kernels for Arm under qemu, where its user emulation and the cross compiler are installed) runs one
-#   make gpu     all that needs a CUDA device, in parts of under ten minutes: PART=tests|trace|kernels|decode|prefill|trained|
-#                accuracy|sessions runs one; GPU_PYTHON=python3 takes that environment instead of making one
-#   make bench   the speed measurements, written to out/
-#   make bench-real  trained models' prompts and steps beside transformers' (MODEL=smollm2 runs one), to eval/results/MODEL;
-#                BENCH_FLAGS='--runtimes all --gguf FILE' for kvpress and llama.cpp too, where their packages are installed
-#   make paper   counterparts of the paper's tables and figures for the reference models, written to eval/results/
-#                (about half an hour on two cores; what is done is not done again)
-#   make real    quality loss of selection on trained models (MODEL=smollm2 runs one), written to eval/results/MODEL; in
-#                parts that begin nothing new after 50 minutes: PART=perplexity|divergence|needles|tasks|ruler|extraction
-#   make docs    write the generated pages of the documentation, then make site
-#   make site    the documentation as a site in out/docs, warnings as errors; part of make test
-#   make demo-real   an instruct model reads a chapter, answers questions about it, continues it (MODEL=folder, GGUF, hub id)
-#   make lint    ruff, mypy and the check of prose
+# Every target works on a fresh clone: the virtual environment .venv is made first if it is missing or out of date.
+#
+#   make demo          continue a novel with the small model in the package, and compare with full attention
+#   make demo-real     an instruct model reads a chapter, answers questions about it, and continues it (MODEL=folder, GGUF, hub id)
+#   make lint          ruff, mypy and the check of prose
+#   make test          lint, site and tests; needs no GPU, and no network once installed
+#   make quick         ruff and one case of each test in about a minute; PART=engine runs all tests of tests/unit/engine
+#   make test-training the tests that train the small model (scripts/reference)
+#   make stress        long tests, see STRESS_... below; PART=disk runs one part
+#   make gpu           tests and measurements that need a CUDA device, in parts of under ten minutes; PART=tests|trace|kernels|
+#                      decode|prefill|trained|accuracy|sessions runs one; GPU_PYTHON=python3 uses that environment instead of .venv
+#   make bench         speed of a decode step, written to out/
+#   make bench-real    prompt and decode times of trained models compared with transformers, written to eval/results/MODEL;
+#                      MODEL=smollm2 runs one; BENCH_FLAGS='--runtimes all --gguf FILE' adds kvpress and llama.cpp if installed
+#   make paper         the paper's tables and figures for the reference models, written to eval/results/ (half an hour on two
+#                      cores; finished rows are reused)
+#   make real          quality of selection on trained models, written to eval/results/MODEL; MODEL=smollm2 runs one model,
+#                      PART=perplexity|divergence|needles|tasks|ruler|extraction one part; a part starts no row after 50 minutes
+#   make docs          write the generated parts of the documentation, then make site
+#   make site          the documentation as a site in out/docs, with warnings as errors
 
 CONSTRAINTS ?= constraints.txt
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
@@ -76,31 +62,49 @@ quick: $(READY)
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
 
-STRESS_PARTS := disk sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
+# Names of the parts of `make stress`. Server parts also test LangChain, litellm, llm, schemathesis, llm-comply and ray if installed.
+STRESS_PARTS := disk sampled sessions composition requests architectures cuda gpu kernels api files faults growth day server agents attack adversary page ray neon wheel
+# Kill 200 processes while they write blocks; fail every write once; a million tokens in little memory.
 STRESS_disk := tests/unit/kv_cache/test_disk.py tests/unit/kv_cache/test_disk_faults.py tests/unit/kv_cache/test_disk_resident.py
+# Every case of the tests of which `make test` runs a sample.
+STRESS_sampled := $(sort $(shell grep -rl mark.sampled --include=*.py tests/unit))
+# Kill 50 processes while they save sessions; flip 100 bits.
 STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
+# Each model with each policy, feature and beam search.
 STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
 	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
+# 500 requests in a pool that is too small for them.
 STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/test_async_llm.py
-STRESS_server := tests/unit/server/test_server_fuzz.py tests/unit/server/test_server_parsers.py tests/unit/server/test_tool_parsers.py tests/unit/server/test_server_clients.py
-STRESS_agents := tests/unit/server/test_server_agents.py
-STRESS_attack := tests/unit/server/test_server_attack.py
-STRESS_page := tests/unit/server/test_page.py tests/unit/server/test_page_views.py
-STRESS_adversary := tests/unit/stress/test_adversary.py
-STRESS_ray := tests/unit/server/test_ray.py
-STRESS_wheel := tests/unit/project/test_packaging.py
+# Every architecture, GGUF files, and transformers' generate.
 STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/model_runner/test_snapshots.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
+# Everything on the simulated CUDA device, under every schedule.
 STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
 	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py
+# Tests marked gpu, on a CUDA device.
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \
 	tests/unit/kernels/test_attention.py tests/unit/kernels/test_counted.py tests/unit/transfer/test_links.py
-STRESS_kernels := tests/unit/kernels/test_triton_compile.py
+# Compile all Triton kernels for four GPUs.
+STRESS_kernels := tests/unit/kernels/test_triton_compile.py tests/unit/kernels/test_native.py
+# 100,000 random values and calls; 85,000 damaged files; every file system call fails; memory does not grow.
 STRESS_api := tests/unit/stress/test_fuzz_api.py
 STRESS_files := tests/unit/stress/test_fuzz_files.py
 STRESS_faults := tests/unit/stress/test_failing_files.py tests/unit/stress/test_memory_limit.py
 STRESS_growth := tests/unit/stress/test_growth.py
+# 2,000 sessions come and go for ten minutes (DAY_SECONDS).
 STRESS_day := tests/unit/stress/test_day.py
+# 9,000 malformed requests, 10,000 requests over 32 connections, client libraries.
+STRESS_server := tests/unit/server/test_server_fuzz.py tests/unit/server/test_server_parsers.py tests/unit/server/test_tool_parsers.py tests/unit/server/test_server_clients.py
+# Requests of coding agents; half-open connections and clients that do not read.
+STRESS_agents := tests/unit/server/test_server_agents.py
+STRESS_attack := tests/unit/server/test_server_attack.py
+# Random cases against oracles, for ADVERSARY_SECONDS each; a failing case is printed as a command.
+STRESS_adversary := tests/unit/stress/test_adversary.py
+# The chat page in a headless Chromium; two replicas with ray.
+STRESS_page := tests/unit/server/test_page.py tests/unit/server/test_page_views.py
+STRESS_ray := tests/unit/server/test_ray.py
+# C kernels for Arm under qemu, if it and the cross compiler are installed; the wheel.
 STRESS_neon := tests/unit/stress/test_neon.py
+STRESS_wheel := tests/unit/project/test_packaging.py
 STRESS := $(or $(PART),$(STRESS_PARTS))
 
 stress: $(READY)
@@ -120,7 +124,7 @@ bench: $(READY)
 	mkdir -p $(OUT)
 	$(BIN)/offload-rt bench --out $(OUT) $(BENCH_FLAGS)
 
-# The held-out book and the harness' tasks where they are (OFFLOAD_RT_DATA), else the packaged text alone.
+# If OFFLOAD_RT_DATA has no held-out book and no task files, only the novel in the package is used.
 DATA := $(or $(OFFLOAD_RT_DATA),../shared/data)
 HELD_OUT := $(wildcard $(DATA)/books/war_and_peace.txt)
 
@@ -147,7 +151,7 @@ docs: $(READY)
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/mkdocs.yml
 
-# Trained models: fetched once by the tool of GET_MODELS where it is at hand.
+# Trained models. If the script GET_MODELS exists, it downloads them once.
 MODELS := $(or $(MODEL),smollm2 qwen)
 GET_MODELS ?= ../shared/tools/get_models.py
 

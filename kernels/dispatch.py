@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import lists, low_bit, low_bit_cpu, low_bit_lists, norm, rotary, segments
+from . import lists, low_bit, low_bit_cpu, low_bit_lists, reference, segments
 from .lists import Scores
 from .low_bit import Layout
 from .pages import Pages
@@ -48,7 +48,7 @@ def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide x `[T, D]` by its root mean square and multiply by weight `[D]`."""
-    module: Any = norm
+    module: Any = reference
     if _compiled(x) and len(x):
         from . import triton_norm as module
     normed: torch.Tensor = module.rms_norm(x, weight, eps)
@@ -60,7 +60,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
     x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
     """
-    module: Any = rotary
+    module: Any = reference
     if x.is_cuda and _compiled(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
@@ -69,19 +69,19 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 gather_rows = _by_device(lists.gather_rows, "triton_gather", on=1)
 gather_tokens = _by_device(lists.gather_tokens, "triton_gather", on=1)
-take_rows = _by_device(lists.take_rows, "triton_gather", on=1)
-put_rows = _by_device(lists.put_rows, "triton_gather", on=1)
+gather_slots = _by_device(lists.gather_slots, "triton_gather", on=1)
+scatter_slots = _by_device(lists.scatter_slots, "triton_gather", on=1)
 write_rows = _by_device(lists.write_rows, "triton_gather", on=3)
-keep_rows = _by_device(lists.keep_rows, "triton_append")
+store_resident = _by_device(lists.store_resident, "triton_append")
 read_lists = _by_device(lists.read_lists, "triton_entries", on=2)
 write_lists = _by_device(lists.write_lists, "triton_entries", on=2)
 append_entries = _by_device(lists.append_entries, "triton_entries", on=2)
-within = _by_device(lists.within, "triton_entries")
+mask_scores = _by_device(lists.mask_scores, "triton_entries")
 partial_scores = _by_device(lists.partial_scores, "triton_scores")
 quantised_scores = _by_device(lists.quantised_scores, "triton_scores")
 select_tokens = _by_device(lists.select_tokens, "triton_select")
 attend_counted = _by_device(lists.attend_counted, "triton_attention")
-attend_kept = _by_device(lists.attend_kept, "triton_resident")
+attend_resident = _by_device(lists.attend_resident, "triton_resident")
 append_partial = _by_device(lists.append_partial, "triton_append")
 skew_queries = _by_device(lists.skew_queries, "triton_skew")
 append_quantised = _by_device(lists.append_quantised, "triton_append")

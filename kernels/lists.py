@@ -100,7 +100,7 @@ def write_rows(
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
-def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """Write the newest K and V `[P, d]` of each sequence to the resident KV, at position `places[b]`. P = B * Hkv.
 
     The resident KV `kept` of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all
@@ -113,7 +113,7 @@ def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torc
             rows.index_copy_(1, place.view(1), own.unsqueeze(1))
 
 
-def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
+def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Copy K and V in slots `[P, n]` (int64) of the sequences' tensors to out `[2, P, n, w]`. P = B * Hkv.
 
     The tensor of a sequence is `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Entries of `out` with a
@@ -124,8 +124,8 @@ def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> No
         out[:, p, valid] = own[:, at[valid]]
 
 
-def put_rows(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows `[2, P, n, w]` to slots `[P, n]` of the sequences' tensors (see `take_rows`). Skip negative slots."""
+def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows `[2, P, n, w]` to slots `[P, n]` of the sequences' tensors (`gather_slots`). Skip negative slots."""
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
         own[:, at[valid]] = rows[:, p, valid]
@@ -192,7 +192,7 @@ def partial_scores(
     for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
         n = min(tokens, own.shape[2])
         there[:, :, :n] = torch.bmm(query, own[:, :, :n].to(q.dtype))
-    return within(scores, starts, stops)
+    return mask_scores(scores, starts, stops)
 
 
 def quantised_scores(
@@ -214,10 +214,10 @@ def quantised_scores(
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
         n = min(tokens, own.shape[1] * (8 // bits))
         there[:, :, :n] = packed_scores(query, own[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
-    return within(scores, starts, stops)
+    return mask_scores(scores, starts, stops)
 
 
-def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
+def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
     """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf, and compute block statistics.
 
     P = B * Hkv lists of N pages. `starts` and `stops` are int32 `[P]`. A page has `page` tokens.
@@ -280,7 +280,7 @@ def attend_counted(
     return _attend(q, k, v, torch.arange(k.shape[1], device=k.device) >= counts[:, None], scale)
 
 
-def attend_kept(
+def attend_resident(
     q: torch.Tensor,
     kept: PointerTable,
     starts: torch.Tensor,
@@ -292,9 +292,9 @@ def attend_kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]` (`keep_rows`). A list attends to positions
-    [start, stop) of it. The capacity is the same for all sequences. The fetched KV is the first `counts[p]` entries of
-    k and v `[P, n, d]`.
+    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]` (`store_resident`). A list attends to
+    positions [start, stop) of it. The capacity is the same for all sequences. The fetched KV is the first `counts[p]`
+    entries of k and v `[P, n, d]`.
     """
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
     place = torch.arange(keys.shape[1], device=q.device)

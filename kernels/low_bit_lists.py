@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .lists import Scores, within
+from .lists import Scores, mask_scores
 from .low_bit import Layout, approximate_attention, low_bit_scores, store_rows
 from .pages import PAGE_TOKENS, PageTable
 from .reference import merge_lse
@@ -60,7 +60,7 @@ def scores(
     for own, query, there in zip(table.pages, q.split(heads), found.split(heads), strict=True):
         known = min(tokens, len(own.tensors) * PAGE_TOKENS)
         there[:, :, :known] = low_bit_scores(query, mean, own, layout, range(known))
-    return within(found, starts, stops)
+    return mask_scores(found, starts, stops)
 
 
 def merge_approximate(

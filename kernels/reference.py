@@ -1,4 +1,4 @@
-"""Attention over gathered KV in torch: the reference implementation of all faster kernels.
+"""Attention over gathered KV, RMSNorm and RoPE in torch: the reference implementations of all faster kernels.
 
 Scores, softmax and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). The softmax weights
 are multiplied with the values in the dtype of the values.
@@ -97,3 +97,23 @@ def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tup
     for part, share in zip(outs[1:], shares[1:], strict=True):
         out = torch.addcmul(out, part, share)
     return out, lse
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide x `[T, D]` by its root mean square in float32, round to the dtype of x, and multiply by weight `[D]`.
+
+    This is the order of operations in transformers' Llama.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x times cos plus x with swapped halves times sin, `[heads, T, d]` in the dtype of x.
+
+    x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half. The result is computed in
+    the wider of the two dtypes.
+    """
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    return (wide * cos).add_(wide.roll(x.shape[-1] // 2, dims=-1).mul_(sin)).to(x.dtype)

@@ -4,8 +4,8 @@ K and V are copied to the resident KV. The key is also skewed. It is then stored
 quantised and packed into a byte of the packed keys.
 
 Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
-References: `lists.keep_rows`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in float32, in
-another order than torch's. A value halfway between two codes may therefore get either code.
+References: `lists.store_resident`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in
+float32, in another order than torch's. A value halfway between two codes may therefore get either code.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def append_quantised(
     )  # fmt: skip
 
 
-def keep_rows(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.keep_rows`.
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
+    """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.store_resident`.
 
     k, v and the resident KV must have the same dtype.
     """

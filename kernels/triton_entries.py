@@ -1,7 +1,7 @@
 """Read, write and append the entries that scoring policies store for each token or page, in Triton.
 
 The entries of a sequence are in one tensor (`PointerTable`). A list is the part of one KV head. One program handles a
-tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`, `lists.within`.
+tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`, `lists.mask_scores`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _within(
     store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 
-def within(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Mask scores and compute their block statistics, in one launch. See `lists.within`.
+def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
+    """Mask scores and compute their block statistics, in one launch. See `lists.mask_scores`.
 
     `scores` must be float32 and contiguous.
     """

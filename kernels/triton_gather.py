@@ -6,7 +6,7 @@ words, so one kernel handles any format and width (quantised rows have odd width
 
 A gather has just enough programs to saturate the host-to-device bus. Each program copies several blocks of rows. The
 remaining multiprocessors are free for concurrent computation. References: `lists.gather_rows`, `lists.gather_tokens`,
-`lists.write_rows`, `lists.take_rows`, `lists.put_rows`.
+`lists.write_rows`, `lists.gather_slots`, `lists.scatter_slots`.
 """
 
 from __future__ import annotations
@@ -188,13 +188,13 @@ def write_rows(
     )
 
 
-def take_rows(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy K and V from slots of the sequences' tensors, in one launch. See `lists.take_rows`."""
+def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy K and V from slots of the sequences' tensors, in one launch. See `lists.gather_slots`."""
     _copy_slots(table, slots, out, put=False)
 
 
-def put_rows(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy K and V to slots of the sequences' tensors, in one launch. See `lists.put_rows`."""
+def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy K and V to slots of the sequences' tensors, in one launch. See `lists.scatter_slots`."""
     _copy_slots(table, slots, rows, put=True)
 
 

@@ -1,4 +1,4 @@
-"""Root mean square norm in Triton, in one launch instead of six. Reference: `norm.rms_norm`."""
+"""Root mean square norm in Triton, in one launch instead of six. Reference: `reference.rms_norm`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute a root mean square norm in one launch. See `norm.rms_norm`.
+    """Compute a root mean square norm in one launch. See `reference.rms_norm`.
 
     x `[T, D]` and weight `[D]` must have the same dtype and contiguous rows.
     """

@@ -1,7 +1,7 @@
 """Decode attention over resident KV (on the device) and KV fetched for this step, in Triton.
 
 The resident KV of each sequence is found by its address. Each K and V is read once for all G query heads of its group.
-A batch takes one launch and a merge. Reference: `lists.attend_kept`. Rounding is as in `triton_attention`.
+A batch takes one launch and a merge. Reference: `lists.attend_resident`. Rounding is as in `triton_attention`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _attend(
     store_part(outs, lses, (part * lists + p) * G, peak, total, acc, stop > begin, d, D, G, GROUP)
 
 
-def attend_kept(
+def attend_resident(
     q: torch.Tensor,
     kept: PointerTable,
     starts: torch.Tensor,
@@ -64,7 +64,7 @@ def attend_kept(
     counts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to resident and fetched KV of a batch, in one launch and a merge. See `lists.attend_kept`.
+    """Attend to resident and fetched KV of a batch, in one launch and a merge. See `lists.attend_resident`.
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE) in Triton, in one launch instead of four.
 
-Results are rounded exactly like those of the reference `rotary.rotate_halves`. Keys can be as large as 100 (in Qwen,
+Results are rounded exactly like those of the reference `reference.rotate_halves`. Keys can be as large as 100 (in Qwen,
 because of its biases). With other rounding, scores would change by whole units, and results would differ from
 transformers.
 """
@@ -41,7 +41,7 @@ def _rotate(
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE in one launch. See `rotary.rotate_halves`. The last dimension of x must be contiguous."""
+    """Apply RoPE in one launch. See `reference.rotate_halves`. The last dimension of x must be contiguous."""
     heads, tokens, d = x.shape
     assert cos.shape == sin.shape == (1, tokens, d) and cos.is_contiguous() and sin.is_contiguous()
     assert x.stride(2) == 1 and d % 2 == 0

@@ -227,6 +227,7 @@ class Stats:
         disk_hit_rate: Fraction of selected KV entries found in host memory instead of on disk.
         expert_hit_rate: Fraction of chosen experts that were on the device.
         native_code: Processor level of the C code and its origin: prebuilt, compiled or missing.
+        dense_until: Longest context for which every layer attends to all tokens (policy "auto").
     """
 
     model: str
@@ -276,6 +277,7 @@ class Stats:
     h2d_weight_bytes_steps: int = 0
     native_code: str = ""
     recomputed_tokens: int = 0
+    dense_until: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary of plain types, ready for JSON."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +33,9 @@ gc.disable()
 
 EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 """Whether all `gpu` tests run on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
+
+CELLS = "OFFLOAD_RT_CELLS" in os.environ
+"""Whether tests marked `sampled` run all their cases (`make stress`)."""
 
 QUICK = os.environ.get("OFFLOAD_RT_QUICK") == "1"
 """Whether only the first case of each parametrised test runs (`make quick`)."""
@@ -61,12 +65,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = list(reversed(cases.values()))
         config.hook.pytest_deselected(items=list(set(items).difference(first)))
         items[:] = first
+    if not CELLS:
+        _sample(config, items)
     if torch.cuda.is_available():
         return
     for item in items:
         simulated = not item.get_closest_marker("hardware") if EVERY else item.get_closest_marker("simulated")
         if item.get_closest_marker("gpu") and not simulated:
             item.add_marker(NO_CUDA)
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all but every n-th case of the tests that are marked `sampled(n)`."""
+    seen, left = Counter[str](), list[pytest.Item]()
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % marker.args[0]:
+                left.append(item)
+            seen[name] += 1
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:

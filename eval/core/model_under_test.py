@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ...models.loading import LoadedModel
 from ...policies.base import Policy
 from ...policies.registry import parse_options
 from ...skewing.tuned import default_options
+from .report import Say, say_nothing
 from .rival_options import register_rivals
 from .variants import Scored, Text, Variant, text_digest
 
@@ -182,7 +184,7 @@ def _scored(score: Score) -> Scored:
         sparse_attended=stats.sparse_exact_fraction,
         sparse_link=stats.sparse_fetched_fraction,
         missed=stats.missed_mass,
-        missed_worst=stats.missed_mass_worst_layer,
+        worst_layer=stats.missed_mass_worst_layer,
     )
 
 
@@ -212,3 +214,24 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
     """Return the number of special tokens before a text."""
     return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model and a text to evaluate it on, and where the results go.
+
+    Attributes:
+        tested: The model.
+        text: The text.
+        name: Name of the text in results.
+        out: Folder of the results. Rows that it contains are not measured again.
+        say: Shows a line about the progress.
+        late: If it returns True, no new row is measured.
+    """
+
+    tested: ModelUnderTest
+    text: str
+    name: str
+    out: Path
+    say: Say = say_nothing
+    late: Callable[[], bool] = lambda: False

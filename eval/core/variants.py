@@ -77,7 +77,7 @@ class Scored:
         sparse_link: Like `link`, over the sparse layers only.
         missed: Missed attention mass (share of attention weights on tokens that were not attended exactly), mean over
             the sparse layers. None if it was not measured.
-        missed_worst: Missed attention mass of the worst layer, or None.
+        worst_layer: Missed attention mass of the worst layer, or None.
     """
 
     nats: list[float]
@@ -87,7 +87,7 @@ class Scored:
     sparse_attended: float
     sparse_link: float
     missed: float | None
-    missed_worst: float | None
+    worst_layer: float | None
 
 
 def text_digest(text: str) -> str:

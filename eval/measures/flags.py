@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ...utils.config_fields import option_of
+from ...utils.texts import read_text, text_name
 
 if TYPE_CHECKING:
-    from ..core.model_under_test import ModelUnderTest
+    from ..core.model_under_test import Evaluation, ModelUnderTest
     from ..core.report import Report, Say
     from ..core.variants import Variant
 
@@ -91,6 +93,14 @@ def add_variant_flags(parser: argparse.ArgumentParser) -> None:
         help="a further variant, such as 'infinigen scorer=int2 budget=0.1' or "
         "'infinigen host_memory=4MiB eviction=lru'; may be repeated",
     )  # fmt: skip
+
+
+def evaluation(args: argparse.Namespace) -> Evaluation:
+    """Create the evaluation of a model on a text from the flags."""
+    from ..core.model_under_test import Evaluation
+
+    text, say = read_text(args.text), say_on_stderr(args.quiet)
+    return Evaluation(model_under_test(args), text, text_name(args.text), Path(args.out), say)
 
 
 def model_under_test(args: argparse.Namespace) -> ModelUnderTest:

@@ -17,6 +17,7 @@ from .flags import (
     add_text_flag,
     add_variant_flags,
     config_of,
+    evaluation,
     model_under_test,
     say_on_stderr,
     show,
@@ -44,9 +45,8 @@ def perplexity(args: argparse.Namespace) -> int:
     from ..quality.perplexity import PerplexityConfig, run_perplexity
 
     config = config_of(args, PerplexityConfig)
-    text, say, tested = read_text(args.text), say_on_stderr(args.quiet), model_under_test(args)
-    compared, name = variants(args, tested), text_name(args.text)
-    return show(run_perplexity(tested, text, name, compared, config, Path(args.out), say), args.out, say)
+    job = evaluation(args)
+    return show(run_perplexity(job, variants(args, job.tested), config), args.out, job.say)
 
 
 @measure("divergence", "KL divergence and top-1 agreement with full, position by position", _perplexity_flags)
@@ -58,9 +58,8 @@ def divergence(args: argparse.Namespace) -> int:
     from ..quality.perplexity import PerplexityConfig
 
     config = config_of(args, PerplexityConfig)
-    text, say, tested = read_text(args.text), say_on_stderr(args.quiet), model_under_test(args)
-    compared, name = variants(args, tested), text_name(args.text)
-    return show(run_divergence(tested, text, name, compared, config, Path(args.out), say), args.out, say)
+    job = evaluation(args)
+    return show(run_divergence(job, variants(args, job.tested), config), args.out, job.say)
 
 
 def _retrieval_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +78,8 @@ def retrieval(args: argparse.Namespace) -> int:
     from ..quality.retrieval import RetrievalConfig, run_retrieval
 
     config = config_of(args, RetrievalConfig)
-    text, say, tested = read_text(args.text), say_on_stderr(args.quiet), model_under_test(args)
-    compared, name = variants(args, tested), text_name(args.text)
-    return show(run_retrieval(tested, text, name, compared, config, Path(args.out), say), args.out, say)
+    job = evaluation(args)
+    return show(run_retrieval(job, variants(args, job.tested), config), args.out, job.say)
 
 
 def _tasks_flags(parser: argparse.ArgumentParser) -> None:

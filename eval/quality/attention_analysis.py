@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean, median
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from ...core import KVPart
 from ...models.adapter import ModelAdapter
 from ...models.full_attention import attend_layer
-from ..core.model_under_test import ModelUnderTest
+from ..core.model_under_test import Evaluation
 from ..core.plots import picture
 from ..core.report import Column, Report, Row
 from .perplexity import PerplexityConfig, about, cut_windows
@@ -37,11 +36,12 @@ COLUMNS = (
 )
 
 
-def run_analysis(tested: ModelUnderTest, text: str, name: str, config: PerplexityConfig, out: Path) -> Report:
-    """Analyse `text` (called `name`). Writes analysis.json, .csv, .md (a row per layer) and a plot to `out`."""
+def run_analysis(evaluation: Evaluation, config: PerplexityConfig) -> Report:
+    """Analyse the attention to a text. Write analysis.json, .csv, .md (a row per layer) and a plot."""
+    tested = evaluation.tested
     alike: dict[tuple[int, str], list[float]] = defaultdict(list)
     needed: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for window in cut_windows(tested, text, config):
+    for window in cut_windows(tested, evaluation.text, config):
         observe(tested.loaded.adapter, window.text.tokens, config.start, alike, needed)
     rows: list[Row] = [{"layer": layer} for layer in range(tested.geometry.layers)]
     for (layer, key), values in alike.items():
@@ -50,12 +50,12 @@ def run_analysis(tested: ModelUnderTest, text: str, name: str, config: Perplexit
         counts = [n for n, _ in pairs]
         rows[layer] |= {"tokens_mean": mean(counts), "tokens_median": median(counts)}
         rows[layer]["few_keys"] = mean(n < FEW * seen for n, seen in pairs)
-    title = f"{tested.name} on {name}"
-    report = Report("analysis", f"Attention of {title}", about(tested, text, name, config), COLUMNS, rows)
-    report.write(out)
+    title = f"{tested.name} on {evaluation.name}"
+    report = Report("analysis", f"Attention of {title}", about(evaluation, config), COLUMNS, rows)
+    report.write(evaluation.out)
     data = {f"layer {layer}": [n for n, _ in pairs] for layer, pairs in needed.items()}
     panels = (-(-len(data) // 4), min(4, len(data)))
-    path = out / "tokens_needed_for_90_percent_of_attention.png"
+    path = evaluation.out / "tokens_needed_for_90_percent_of_attention.png"
     with picture(path, f"Tokens that hold {MASS:.0%} of a query's attention, {title}", data, panels=panels) as axes:
         for axis, (label, numbers) in zip(axes, data.items(), strict=False):
             axis.hist(numbers, bins=40, color="#4c78a8")

@@ -7,23 +7,21 @@ with the same most probable token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..core.report import Column, Report, Row, RowStore, say_nothing
+from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, perplexity_change
 from ..core.variants import Text, Variant, text_digest
 from .perplexity import PerplexityConfig, Window, costs, cut_windows
 
 if TYPE_CHECKING:
-    from ..core.model_under_test import ModelUnderTest
-    from ..core.report import Say
+    from ..core.model_under_test import Evaluation, ModelUnderTest
 
 FULL = Variant("full")
 
@@ -105,60 +103,51 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def measure_all(
-    tested: ModelUnderTest,
-    text: str,
-    name: str,
-    variants: Sequence[Variant],
-    config: PerplexityConfig,
-    out: Path,
-    say: Say = say_nothing,
-    late: Callable[[], bool] = lambda: False,
-) -> list[Row]:
-    """Measure every variant on `text`, window by window. Existing rows in `out` are reused.
+def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
+    """Measure every variant, window by window.
 
-    A window is prefilled once for all variants with equal engine settings. If `late` returns True, no new row is
-    measured, and the summary covers only windows that all variants have. `name` is the name of the text in results.
+    A window is prefilled once for all variants with equal engine settings. When `late` is true, no new row is measured,
+    and the summary covers only windows that all variants have.
     """
-    store = RowStore(out)
-    shared = {"suite": "divergence", **tested.identity, "text": text_digest(text), **asdict(config)}
+    tested, store = evaluation.tested, RowStore(evaluation.out)
+    shared = {"suite": "divergence", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}
     every = [FULL, *(variant for variant in variants if variant != FULL)]
     found: list[list[Row]] = []
-    windows: list[Window] = cut_windows(tested, text, config)
+    windows: list[Window] = cut_windows(tested, evaluation.text, config)
     for number, window in enumerate(windows):
         full = FullAttention(tested, window.text)
         rows: list[Row] = []
         for variant in every:
             key = shared | {"variant": tested.key(variant), "window": number}
-            if late() and store.get(key) is None:
+            if evaluation.late() and store.get(key) is None:
                 break
             rows.append(store.once(key, partial(measure, tested, variant, window.text, full)))
-            say(f"{name}, window {number}, {variant.label}: KL {np.mean(rows[-1]['kl']):.2e}")
+            evaluation.say(f"{evaluation.name}, window {number}, {variant.label}: KL {np.mean(rows[-1]['kl']):.2e}")
         if len(rows) == len(every):
             found.append(rows)
     if not found:
         return []
     by_variant = list(zip(*found, strict=True))
     return [
-        tested.describe(variant) | {"text": name, "context": config.context} | summary(mine, by_variant[0])
+        tested.describe(variant) | {"text": evaluation.name, "context": config.context} | summary(mine, by_variant[0])
         for variant, mine in zip(every, by_variant, strict=True)
     ]
 
 
-def run_divergence(
-    tested: ModelUnderTest,
-    text: str,
-    name: str,
-    variants: Sequence[Variant],
-    config: PerplexityConfig,
-    out: Path,
-    say: Say = say_nothing,
-) -> Report:
-    """Run `measure_all` on `text` (called `name`) and write divergence.json, .csv and .md to `out`."""
-    rows = measure_all(tested, text, name, variants, config, out, say)
-    about: dict[str, Any] = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
-    report = Report("divergence", f"Divergence of {tested.name} from full attention", about, COLUMNS, rows, NOTES)
-    report.write(out)
+def run_divergence(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
+    """Run `measure_all`, and write divergence.json, .csv and .md."""
+    rows, title = (
+        measure_all(evaluation, variants, config),
+        f"Divergence of {evaluation.tested.name} from full attention",
+    )
+    shared = {
+        **evaluation.tested.identity,
+        "text": evaluation.name,
+        "text_digest": text_digest(evaluation.text),
+        **asdict(config),
+    }
+    report = Report("divergence", title, shared, COLUMNS, rows, NOTES)
+    report.write(evaluation.out)
     return report
 
 

@@ -6,7 +6,7 @@ Every scored token is predicted by a decode step. Windows of the text are compar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,12 @@ import numpy as np
 from ...errors import ConfigError, InputError
 from ...utils.config_fields import option
 from ..core.plots import lines, picture
-from ..core.report import Column, Report, Row, RowStore, say_nothing
+from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, perplexity_change, ratio_error
 from ..core.variants import Scored, Text, Variant, text_digest
 
 if TYPE_CHECKING:
-    from ..core.model_under_test import ModelUnderTest
-    from ..core.report import Say
+    from ..core.model_under_test import Evaluation, ModelUnderTest
 
 LN2 = math.log(2)
 
@@ -125,9 +124,10 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 def costs(scored: Sequence[Scored]) -> Row:
     """Return the cost columns: attended and fetched fractions and missed attention mass, as means over texts."""
     found: Row = {}
-    for name in ("attended", "link", "sparse_attended", "sparse_link", "missed", "missed_worst"):
+    columns = {name: name for name in ("attended", "link", "sparse_attended", "sparse_link", "missed")}
+    for column, name in (columns | {"missed_worst": "worst_layer"}).items():
         values = [value for score in scored if (value := getattr(score, name)) is not None]
-        found[name] = sum(values) / len(values) if values else None
+        found[column] = sum(values) / len(values) if values else None
     return found
 
 
@@ -160,59 +160,54 @@ def compare(row: Row, base: Row, name: str) -> Row:
     }
 
 
-def measure_all(
-    tested: ModelUnderTest,
-    text: str,
-    name: str,
-    variants: Sequence[Variant],
-    config: PerplexityConfig,
-    out: Path,
-    say: Say = say_nothing,
-    late: Callable[[], bool] = lambda: False,
-) -> list[Row]:
-    """Measure every variant on `text`, which is called `name` in results. Existing rows in `out` are reused.
+def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
+    """Measure every variant. Each row is compared with the first variant, which should be `full`.
 
-    Each row is compared with the first variant, which should be `full`, and with `infinigen` at the same budget. If
-    `late` returns True, no new row is measured, and only existing rows are returned.
+    Rows are also compared with `infinigen` at the same budget. When `late` is true, only existing rows are returned.
     """
-    store = RowStore(out)
-    windows = cut_windows(tested, text, config)
-    shared = {"suite": "perplexity", **tested.identity, "text": text_digest(text), **asdict(config)}
+    tested, store = evaluation.tested, RowStore(evaluation.out)
+    windows = cut_windows(tested, evaluation.text, config)
+    shared = {"suite": "perplexity", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}
     rows: list[Row] = []
     for variant in variants:
         key = shared | {"variant": tested.key(variant)}
-        if late() and store.get(key) is None:
+        if evaluation.late() and store.get(key) is None:
             continue
         row = store.once(key, partial(measure, tested, variant, windows))
-        row = tested.describe(variant) | {"text": name, "context": config.context} | row
+        row = tested.describe(variant) | {"text": evaluation.name, "context": config.context} | row
         rows.append(row | compare(row, rows[0] if rows else row, "against_full"))
-        say(f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended")
+        evaluation.say(
+            f"{variant.label}: {row['bits_per_byte']:.4f} bits per byte, {row['sparse_attended']:.1%} attended"
+        )
     _against_rivals(rows)
     return rows
 
 
-def about(tested: ModelUnderTest, text: str, name: str, config: PerplexityConfig) -> dict[str, Any]:
+def about(evaluation: Evaluation, config: PerplexityConfig) -> dict[str, Any]:
     """Return the settings that all rows of a text have in common."""
-    found = {**tested.identity, "text": name, "text_digest": text_digest(text), **asdict(config)}
+    found = {
+        **evaluation.tested.identity,
+        "text": evaluation.name,
+        "text_digest": text_digest(evaluation.text),
+        **asdict(config),
+    }
     return found | {"decode_from": config.start, "bootstrap_seed": 0}
 
 
-def run_perplexity(
-    tested: ModelUnderTest,
-    text: str,
-    name: str,
-    variants: Sequence[Variant],
-    config: PerplexityConfig,
-    out: Path,
-    say: Say = say_nothing,
-) -> Report:
-    """Run `measure_all` on `text` (called `name`) and write perplexity.json, .csv, .md and two plots to `out`."""
-    rows = measure_all(tested, text, name, variants, config, out, say)
-    title = f"Perplexity of {tested.name} on {name}"
-    report = Report("perplexity", title, about(tested, text, name, config), COLUMNS, rows, NOTES)
-    report.write(out)
-    draw(report, out / "perplexity_by_attended_share.png")
-    draw_chunks(report, out / "perplexity_along_the_text.png")
+def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
+    """Run `measure_all`, and write perplexity.json, .csv, .md and two plots."""
+    rows = measure_all(evaluation, variants, config)
+    report = Report(
+        "perplexity",
+        f"Perplexity of {evaluation.tested.name} on {evaluation.name}",
+        about(evaluation, config),
+        COLUMNS,
+        rows,
+        NOTES,
+    )
+    report.write(evaluation.out)
+    draw(report, evaluation.out / "perplexity_by_attended_share.png")
+    draw_chunks(report, evaluation.out / "perplexity_along_the_text.png")
     return report
 
 

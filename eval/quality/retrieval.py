@@ -6,7 +6,7 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,14 +19,13 @@ from ...errors import ConfigError
 from ...utils.config_fields import check_choice, option
 from ..core.needles import KINDS, Haystack, Passage
 from ..core.plots import lines, picture
-from ..core.report import Column, Report, Row, RowStore, say_nothing
+from ..core.report import Column, Report, Row, RowStore
 from ..core.stats import paired_bootstrap, share_error
 from ..core.variants import Variant, text_digest
 from .perplexity import COST, WHAT, costs
 
 if TYPE_CHECKING:
-    from ..core.model_under_test import ModelUnderTest
-    from ..core.report import Say
+    from ..core.model_under_test import Evaluation, ModelUnderTest
 
 NEAREST = 128
 """Upper limit of the first distance band in tokens. Each further band has twice the limit of the one before."""
@@ -126,43 +125,36 @@ def against(row: Row, base: Row) -> Row:
     }
 
 
-def run_retrieval(
-    tested: ModelUnderTest,
-    book: str,
-    name: str,
-    variants: Sequence[Variant],
-    config: RetrievalConfig,
-    out: Path,
-    say: Say = say_nothing,
-    late: Callable[[], bool] = lambda: False,
-) -> Report:
-    """Measure every variant at every length in `book`, which is called `name` in results. Existing rows are reused.
+def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: RetrievalConfig) -> Report:
+    """Measure every variant at every length, and write retrieval.json, .csv, .md and two plots.
 
-    Write retrieval.json, .csv, .md and two plots to `out`. All variants are compared with the first one, which should
-    be `full`. If `late` returns True, only the first variant is measured.
+    All variants are compared with the first one, which should be `full`. When `late` is true, only the first variant is
+    measured.
     """
     # The outer loop is over kinds and the inner one over variants, so that a passage is prefilled once for all
     # variants.
-    store = RowStore(out)
-    haystack = Haystack(tested, book)
+    tested, store = evaluation.tested, RowStore(evaluation.out)
+    haystack = Haystack(tested, evaluation.text)
     rows: list[Row] = []
     for length in config.lengths:
         found: dict[int, list[Row]] = {}
         for kind in config.kinds:
             passages = make_passages(haystack, config, length, kind)
             for i, variant in enumerate(variants):
-                if i and late():
+                if i and evaluation.late():
                     break
                 row = _row(store, tested, variant, length, passages)
                 found.setdefault(i, []).append(row)
-                say(f"{length} tokens, {kind}, {variant.label}: {_shown(row)}")
+                evaluation.say(f"{length} tokens, {kind}, {variant.label}: {_shown(row)}")
         whole = {i: together(by_kind) for i, by_kind in found.items() if len(by_kind) == len(config.kinds)}
-        said = {"text": name, "length": length}
+        said = {"text": evaluation.name, "length": length}
         rows += [tested.describe(variants[i]) | said | row | against(row, whole[0]) for i, row in whole.items()]
-    about = {**tested.identity, "book": name, "book_digest": text_digest(book), **asdict(config)}
-    report = Report("retrieval", f"Needles found by {tested.name} in {name}", about, columns(rows), rows, NOTES)
-    report.write(out)
-    draw(report, config.kinds, out)
+    about = {**tested.identity, "book": evaluation.name, "book_digest": text_digest(evaluation.text), **asdict(config)}
+    report = Report(
+        "retrieval", f"Needles found by {tested.name} in {evaluation.name}", about, columns(rows), rows, NOTES
+    )
+    report.write(evaluation.out)
+    draw(report, config.kinds, evaluation.out)
     return report
 
 

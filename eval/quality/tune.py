@@ -132,7 +132,7 @@ class Search:
     def _trial(self, options: Options, scored: Scored) -> Trial:
         from ...policies.rule import dense_layers
 
-        assert scored.missed is not None and scored.missed_worst is not None
+        assert scored.missed is not None and scored.worst_layer is not None
         geometry, dtype = self.tested.geometry, self.tested.loaded.adapter.dtype
         chosen = InfiniGenOptions(**options)
         demand = memory_demand("infinigen", chosen, geometry, dtype)
@@ -143,7 +143,7 @@ class Search:
         return Trial(
             options,
             scored.missed,
-            scored.missed_worst,
+            scored.worst_layer,
             scored.sparse_attended,
             fetched_bytes=scored.sparse_link * seen * token,
             scoring_bytes=float(demand.scoring_bytes(geometry.layers, int(context))),

@@ -31,7 +31,7 @@ from ...policies.base import Policy
 from ...policies.full import Full
 from ...transfer.base import Transfer
 from .resident import Resident
-from .synthetic_kv import RESIDENT, SyntheticAdapter, SyntheticKV
+from .synthetic_kv import SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
 """Token id that every step decodes. The speed does not depend on it."""
@@ -227,8 +227,7 @@ class Field:
         model: Model for the baselines of transformers.
         own: Model with the same weights in the memory layout of `load_model`, for this runtime.
         synthetic: Synthetic context.
-        context: The context in a pool, unquantized.
-        other: Creates the context in a pool with a quantized format.
+        context: The context in a pool.
         room: Capacity of preallocated caches in tokens.
         batch: Number of sequences.
     """
@@ -237,7 +236,6 @@ class Field:
     own: Any
     synthetic: SyntheticKV
     context: Context
-    other: Callable[[str], Context]
     room: int
     batch: int = 1
 
@@ -320,21 +318,6 @@ def _full(field: Field) -> Baseline:
     return field.ours("full", "full", {})
 
 
-def _h2o(field: Field) -> Baseline:
-    """Create H2O with as many attended tokens as the baseline "infinigen"."""
-    # There is no attention history before the first step, so the selected tokens are arbitrary. The time is realistic.
-    length = field.synthetic.length
-    first, last = RESIDENT
-    share = field.synthetic.fraction * (length - first - last) + first + last
-    return field.ours("h2o", "h2o", {"dense_layers": (), "budget": min(1.0, share / length)})
-
-
-def _int4(field: Field) -> Baseline:
-    """Create full attention over a 4-bit KV cache."""
-    context = field.other("int4")
-    return Ours("int4 KV", field.loaded, field.policy("full", {}), context, context.forks())
-
-
 def _floor_peer(field: Field) -> Baseline:
     cache = DynamicCache(config=field.model.config)
     return _Blank("floor: transformers", field.model, cache, 0, field.tokens)
@@ -359,17 +342,9 @@ MAKERS: dict[str, Callable[[Field], Baseline]] = {
     "offloaded": _offloaded,
     "quantized": _quantized,
     "full": _full,
-    "h2o": _h2o,
-    "int4": _int4,
     "infinigen": _infinigen(),
     "infinigen-default": _default,
     "infinigen-paper": _infinigen("paper", preset="paper"),
-    "infinigen-dense0": _infinigen("layer 0 dense", dense_layers=(0,)),
-    "infinigen-residual": _infinigen("residual", source="residual"),
-    "infinigen-int8": _infinigen("int8", scorer="int8"),
-    "infinigen-int4": _infinigen("int4", scorer="int4"),
-    "infinigen-int2": _infinigen("int2", scorer="int2"),
-    "infinigen-tail2": _infinigen("int2 tail", approximate_kv="int2"),
     "infinigen-tail4": _infinigen("int4 tail", approximate_kv="int4"),
     "floor": _floor_peer,
     "floor-ours": _floor_ours,

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ...config import KVFormatName
 from ...core import BLOCK_SIZE
 from ...engine.build import build_transfer
 from ...errors import ConfigError
@@ -209,27 +208,16 @@ def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
-    """Create synthetic contexts of `length` tokens, in pools with room for the tokens that all policies will decode."""
-    synthetic = SyntheticKV.draw(adapter_for(model).geometry, length, fraction, spread)
-    made = {"auto": _context(model, synthetic, room, batch, "auto", len(MAKERS))}
-
-    def other(kind: Any) -> Context:
-        if kind not in made:
-            made[kind] = _context(model, synthetic, room, batch, kind, 1)
-        return made[kind]
-
-    return Field(model, _own(model), synthetic, made["auto"], other, room, batch)
-
-
-def _context(
-    model: Any, synthetic: SyntheticKV, room: int, batch: int, kv_cache_dtype: KVFormatName, users: int
-) -> Context:
-    """Create a context in a new pool with room for the forks of `users` policies."""
+    """Create a synthetic context of `length` tokens, in a pool with room for the tokens that all baselines decode."""
     adapter = adapter_for(model)
-    slots = batch * (synthetic.length + users * (room - synthetic.length + BLOCK_SIZE))
+    synthetic = SyntheticKV.draw(adapter.geometry, length, fraction, spread)
+    # Each baseline of this runtime decodes forks of the context.
+    slots = batch * (length + len(MAKERS) * (room - length + BLOCK_SIZE))
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
-    pool = HostPool(adapter.geometry, adapter.dtype, limit, kv_cache_dtype=kv_cache_dtype, pin=_is_cuda(model))
-    return Context(pool, build_transfer(pool, adapter.geometry, model.device), synthetic, room, batch, model.device)
+    pool = HostPool(adapter.geometry, adapter.dtype, limit, pin=_is_cuda(model))
+    transfer = build_transfer(pool, adapter.geometry, model.device)
+    context = Context(pool, transfer, synthetic, room, batch, model.device)
+    return Field(model, _own(model), synthetic, context, room, batch)
 
 
 def _baselines(names: Sequence[str], field: Field, say: Say, skipped: list[str]) -> list[Baseline]:

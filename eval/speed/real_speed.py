@@ -5,11 +5,9 @@ All competitors use the same weights and tokens. Each competitor runs in its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Protocol
 
 from ...errors import InputError
 from ...llm import LLM
@@ -32,26 +30,7 @@ COLUMNS = (
 )
 
 
-class Worker(Protocol):
-    """Interface of a competitor."""
-
-    def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate the continuation of one prompt. Return its tokens and times."""
-        ...
-
-    def close(self) -> None:
-        """End the competitor and free its memory."""
-        ...
-
-
-def run_real_speed(
-    model: str,
-    text: str,
-    config: SpeedConfig,
-    out: Path,
-    say: Say,
-    start: Callable[[str, str, SpeedConfig], Worker] = SubprocessCompetitor,
-) -> Report:
+def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: Say) -> Report:
     """Measure CPU time, memory and tokens of each competitor. Write real_speed.{json,csv,md} to `out`.
 
     Competitors that do not start are left out. The files are written after each context length.
@@ -74,7 +53,7 @@ def run_real_speed(
     title = f"{Path(model).name}: prompt and decode times compared with transformers"
     report = Report("real_speed", title, about, COLUMNS, [])
     with ExitStack() as ends:
-        workers = _started(model, config, say, start, ends)
+        workers = _started(model, config, say, ends)
         for context in config.contexts:
             results = _asked(workers, ids, context, config, say)
             report.rows.extend(_row(Path(model).name, context, name, results) for name in workers)
@@ -82,19 +61,13 @@ def run_real_speed(
     return report
 
 
-def _started(
-    model: str,
-    config: SpeedConfig,
-    say: Say,
-    start: Callable[[str, str, SpeedConfig], Worker],
-    ends: ExitStack,
-) -> dict[str, Worker]:
+def _started(model: str, config: SpeedConfig, say: Say, ends: ExitStack) -> dict[str, SubprocessCompetitor]:
     """Start the competitors and return the running ones. If a competitor does not start, report the reason."""
-    workers: dict[str, Worker] = {}
+    workers: dict[str, SubprocessCompetitor] = {}
     for name in (FIRST, *config.runtimes):
         try:
-            workers[name] = start(name, model, config)
-        except (InputError, ImportError) as error:
+            workers[name] = SubprocessCompetitor(name, model, config)
+        except InputError as error:
             if name == FIRST:
                 raise
             say(f"left out: {error}")
@@ -104,7 +77,7 @@ def _started(
 
 
 def _asked(
-    workers: dict[str, Worker], ids: list[int], context: int, config: SpeedConfig, say: Say
+    workers: dict[str, SubprocessCompetitor], ids: list[int], context: int, config: SpeedConfig, say: Say
 ) -> dict[str, list[Result]]:
     """Return the results of every competitor for prompts of one length.
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from ...errors import InputError
-from .competitors import COMPETITORS, SpeedConfig
+from .competitors import COMPETITORS, Ask, SpeedConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,82 +38,65 @@ class Result:
     peak_bytes: int
 
 
-def _peak_bytes() -> int:
-    """Return the peak resident memory of this process, including mapped files."""
-    # `getrusage` would include the peak of the parent process.
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-class InProcessCompetitor:
-    """A competitor that runs in the current process."""
-
-    def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
-        """Load the model. Raises ImportError if a package is missing, and the errors of loading."""
-        torch.set_num_threads(config.threads)
-        self._ask, self._tokens = COMPETITORS[name](model, config), config.tokens
-
-    def ask(self, prompt: Sequence[int]) -> Result:
-        """Generate the continuation of one prompt. Return its tokens and times."""
-        began = time.process_time()
-        times, tokens = [], []
-        for token in islice(self._ask(prompt), self._tokens + 1):
-            now = time.process_time()
-            times.append(now - began)
-            tokens.append(token)
-            began = now
-        return Result(times[0], times[1:], tokens, _peak_bytes())
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class SubprocessCompetitor:
     """A competitor that runs in its own process, until `close` is called."""
 
     def __init__(self, name: str, model: str, config: SpeedConfig) -> None:
         """Start the process. If loading fails in it, raise InputError with the error message."""
-        context = multiprocessing.get_context("spawn")
-        self._end, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, name, model, config), daemon=True)
-        self._process.start()
-        other.close()
-        self._take(name)
+        self._name, self._tokens = name, config.tokens
+        self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            self._run(_load, name, model, config)
+        except InputError:
+            self.close()
+            raise
 
     def ask(self, prompt: Sequence[int]) -> Result:
         """Generate the continuation of one prompt in the process. Return its tokens and times.
 
         Raises InputError with the error message of the process if it fails.
         """
-        self._end.send(list(prompt))
-        result = self._take("a competitor")
-        assert isinstance(result, Result)
-        return result
-
-    def _take(self, name: str) -> object:
-        try:
-            found: object = self._end.recv()
-        except EOFError:
-            found = "its process ended"
-        if isinstance(found, str):
-            raise InputError(f"{name}: {found}")
-        return found
+        return self._run(_ask, list(prompt), self._tokens)
 
     def close(self) -> None:
         """End the process."""
-        self._end.close()
-        self._process.join()
+        self._process.shutdown()
+
+    def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return self._process.submit(call, *args, **kwargs).result()
+        except Exception as error:
+            raise InputError(f"{self._name}: {type(error).__name__}: {error}") from error
 
 
-def _serve(end: Connection, name: str, model: str, config: SpeedConfig) -> None:
-    """Generate from prompts that arrive on `end`, until the other end is closed. Errors are sent back as strings."""
-    try:
-        competitor = InProcessCompetitor(name, model, config)
-        end.send(None)
-        while True:
-            end.send(competitor.ask(end.recv()))
-    except EOFError:
-        return
-    except Exception as error:
-        end.send(f"{type(error).__name__}: {error}")
+_loaded: list[Ask] = []
+"""The competitor of this process."""
+
+
+def _load(name: str, model: str, config: SpeedConfig) -> None:
+    torch.set_num_threads(config.threads)
+    _loaded[:] = [COMPETITORS[name](model, config)]
+
+
+def _ask(prompt: Sequence[int], tokens: int) -> Result:
+    return timed(_loaded[0], prompt, tokens)
+
+
+def timed(ask: Ask, prompt: Sequence[int], tokens: int) -> Result:
+    """Generate the first token and `tokens` further ones after `prompt`. Return them with their times."""
+    began = time.process_time()
+    times, found = [], []
+    for token in islice(ask(prompt), tokens + 1):
+        now = time.process_time()
+        times.append(now - began)
+        found.append(token)
+        began = now
+    return Result(times[0], times[1:], found, _peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """Return the peak resident memory of this process, including mapped files."""
+    # `getrusage` would include the peak of the parent process.
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +20,7 @@ MODELS = Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offl
 """Folder with the trained models of the part "trained"."""
 
 Results = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ DECODE = BenchConfig(
     ("llama-8b",),
     contexts=(8_192, 32_768, 131_072),
     baselines=(
-        "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-residual", "infinigen-tail4",
+        "static", "dynamic", "offloaded", "quantized", "full", "infinigen", "infinigen-tail4",
         "floor", "floor-ours",
     ),
     repeats=5,
@@ -135,3 +138,11 @@ class GpuJob:
     def cuda(self) -> bool:
         """Whether the device is a CUDA device."""
         return self.device.type == "cuda"
+
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        """Return the seconds that a call takes, including the wait for the device, and its result."""
+        began = time.perf_counter()
+        result = call()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began, result

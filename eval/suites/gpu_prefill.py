@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,12 +64,7 @@ def _measured(job: GpuJob, point: PrefillPoint, run: Callable[[], dict[str, Any]
     run()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds, facts = [], dict[str, Any]()
-    for _ in range(point.repeats):
-        began = time.perf_counter()
-        facts = run()
-        if job.cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    timed = [job.timed(run) for _ in range(point.repeats)]
+    seconds = [each for each, _ in timed]
     median = statistics.median(seconds)
-    return {"seconds": median, "seconds_of_each": seconds, "tokens_per_second": point.tokens / median} | facts
+    return {"seconds": median, "seconds_of_each": seconds, "tokens_per_second": point.tokens / median} | timed[-1][1]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,8 @@ def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict
         )
 
     run(2)
-    first, _ = _seconds(job, lambda: run(1))
-    whole, output = _seconds(job, lambda: run(job.size.trained_tokens))
+    first, _ = job.timed(lambda: run(1))
+    whole, output = job.timed(lambda: run(job.size.trained_tokens))
     rate = (job.size.trained_tokens - 1) / (whole - first)
     return output[0, len(prompt) :].tolist(), {"first token s": first, "tokens/s": rate}
 
@@ -93,20 +92,11 @@ def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dic
         return output.outputs[0]
 
     run(8)  # compiles kernels and captures the graph
-    first, _ = _seconds(job, lambda: run(1))
-    whole, output = _seconds(job, lambda: run(job.size.trained_tokens))
+    first, _ = job.timed(lambda: run(1))
+    whole, output = job.timed(lambda: run(job.size.trained_tokens))
     rate = (job.size.trained_tokens - 1) / (whole - first)
     stats = {key: value for key, value in vars(output.stats).items() if isinstance(value, int | float | str)}
     return list(output.token_ids), {"first token s": first, "tokens/s": rate}, stats
-
-
-def _seconds(job: GpuJob, call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that a call takes, including the wait for the device, and its result."""
-    began = time.perf_counter()
-    result = call()
-    if job.cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, result
 
 
 def _evaluated(job: GpuJob, folder: Path, name: str) -> dict[str, Any]:

@@ -23,9 +23,9 @@ import torch
 from ...core import BLOCK_SIZE
 from ...skewing.calibrate import cached_artifact
 from ...utils.texts import read_file
-from ..core.model_under_test import ModelUnderTest
+from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.plots import lines, picture
-from ..core.report import Report, Row, RowStore, Say
+from ..core.report import Report, Row, RowStore
 from ..core.variants import Variant, grid, text_digest
 from ..quality.attention_analysis import run_analysis
 from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, about, cut_windows, measure_all, run_perplexity
@@ -93,19 +93,15 @@ QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
 
 @dataclass(frozen=True)
 class Paper:
-    """Tables and figures of one model, on the text `book` (called `name` in results). Results are written to `out`."""
+    """Tables and figures of one model on a book."""
 
-    tested: ModelUnderTest
-    book: str
-    name: str
+    evaluation: Evaluation
     size: PaperSize
-    out: Path
-    say: Say
 
     @property
     def title(self) -> str:
         """Suffix for the titles of plots."""
-        return f"{self.tested.name} on {self.name}"
+        return f"{self.evaluation.tested.name} on {self.evaluation.name}"
 
     def run(self, steps: Sequence[str]) -> None:
         """Run the named steps (keys of `STEPS`)."""
@@ -113,18 +109,18 @@ class Paper:
             began, step = time.monotonic(), STEPS[name]
             step(self)
             took = time.monotonic() - began
-            self.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
+            self.evaluation.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
 
     def attention(self) -> None:
         """Table 1 and Figure 5: similarity of layer inputs, and number of tokens that get 90 % of the attention."""
         context = self.size.context
         config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
-        run_analysis(self.tested, self.book, self.name, config, self.out)
+        run_analysis(self.evaluation, config)
 
     def perplexity(self) -> None:
         """Figures 12 and 19a: perplexity by attended fraction and along the text, also with a quantized KV cache."""
         config = PerplexityConfig(self.size.context, self.size.windows)
-        run_perplexity(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
+        run_perplexity(self.evaluation, self._compared(), config)
 
     def _compared(self) -> list[Variant]:
         """Return a variant for each combination of policy, budget and dense layers, and variants with quantized KV.
@@ -147,43 +143,48 @@ class Paper:
         for context in (c for c in CONTEXTS if c <= self.size.context):
             variants = compared([64 / context], WINDOW)
             config = PerplexityConfig(context, self.size.length_windows)
-            measured = measure_all(self.tested, self.book, self.name, variants, config, self.out, self.say)
+            measured = measure_all(self.evaluation, variants, config)
             rows += measured
             for row in measured:
                 series.setdefault(row["policy"], []).append((context, row["perplexity"]))
         title = f"Perplexity by context with 64 tokens attended, {self.title}"
-        with picture(self.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
+        with picture(self.evaluation.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
             lines(axis, series, x="tokens of a window", y="perplexity")
             axis.set_xscale("log", base=2)
-        shared = {**self.tested.identity, "text": self.name, "text_digest": text_digest(self.book)}
-        Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.out)
+        shared = {
+            **self.evaluation.tested.identity,
+            "text": self.evaluation.name,
+            "text_digest": text_digest(self.evaluation.text),
+        }
+        Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.evaluation.out)
 
     def pool_limit(self) -> None:
         """Table 2: perplexity and needles with a pool of 80 % of the KV cache."""
         context, title = self.size.context, f"Perplexity of {self.title} with a pool of {LIMIT:.0%} of the KV cache"
         config = PerplexityConfig(context, self.size.pool_windows, context // 2)
         variants = [Variant("infinigen", ROWS), *self._bounded(context), Variant("full")]
-        rows = measure_all(self.tested, self.book, self.name, variants, config, self.out, self.say)
+        rows = measure_all(self.evaluation, variants, config)
         shown = {"against_full_shown": "against no limit [95 %]"}
         columns = tuple(replace(c, heading=shown.get(c.key, c.heading)) for c in COLUMNS[:-1])
-        shared = about(self.tested, self.book, self.name, config)
-        Report("perplexity_with_a_bounded_pool", title, shared, columns, rows, NOTES).write(self.out)
+        Report("perplexity_with_a_bounded_pool", title, about(self.evaluation, config), columns, rows, NOTES).write(
+            self.evaluation.out
+        )
         length, kinds = self.size.lengths[0], ("single", "several queries")
         needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
-        out = self.out / "needles_with_a_bounded_pool"
+        evaluation = replace(self.evaluation, out=self.evaluation.out / "needles_with_a_bounded_pool")
         variants = [Variant("full"), Variant("infinigen", ROWS), *self._bounded(length)]
-        run_retrieval(self.tested, self.book, self.name, variants, needles, out, self.say)
+        run_retrieval(evaluation, variants, needles)
 
     def _bounded(self, context: int) -> list[Variant]:
         """Return `infinigen` with each eviction policy, in a pool for 80 % of `context` tokens."""
         slots = int(LIMIT * context) // BLOCK_SIZE * BLOCK_SIZE
-        limit = self.tested.geometry.kv_bytes(slots, self.tested.loaded.adapter.dtype)
+        limit = self.evaluation.tested.geometry.kv_bytes(slots, self.evaluation.tested.loaded.adapter.dtype)
         return [Variant("infinigen", ROWS, {"host_memory": limit, "eviction": e}) for e in EVICTIONS]
 
     def retrieval(self) -> None:
         """Figure 11 with needles: accuracy by attended fraction."""
         config = RetrievalConfig(self.size.lengths, self.size.passages)
-        run_retrieval(self.tested, self.book, self.name, self._compared(), config, self.out, self.say)
+        run_retrieval(self.evaluation, self._compared(), config)
 
     def sensitivity(self) -> None:
         """Figures 13 and 17: needles found and cost by skew, alpha and partial ratio."""
@@ -194,28 +195,27 @@ class Paper:
         ratios = [Variant("infinigen", partial | {"partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
         config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
         variants = [Variant("full"), *skews.values(), *alphas, *ratios]
-        out = self.out / "sensitivity"
-        rows = run_retrieval(self.tested, self.book, self.name, variants, config, out, self.say).rows
+        evaluation = replace(self.evaluation, out=self.evaluation.out / "sensitivity")
+        rows = run_retrieval(evaluation, variants, config).rows
         found = dict(zip((variant.label for variant in variants), rows, strict=True))
         self._draw_cost({"alpha": alphas, "partial_ratio": ratios}, found)
-        plain = run_retrieval(
-            self._unskewed(), self.book, self.name, [skews["svd"]], config, out / "unskewed", self.say
-        )
+        plain = run_retrieval(self._unskewed(evaluation.out / "unskewed"), [skews["svd"]], config)
         by_skew = {skew: found[variant.label] for skew, variant in skews.items()} | {"none": plain.rows[0]}
         skewed = {skew: [row[key] for key in ("right", "error", "missed")] for skew, row in by_skew.items()}
         title = f"Needles found by skew, {self.title}"
-        with picture(self.out / "needles_found_with_and_without_skewing.png", title, skewed) as (axis,):
+        with picture(self.evaluation.out / "needles_found_with_and_without_skewing.png", title, skewed) as (axis,):
             axis.bar(list(skewed), [v[0] for v in skewed.values()], yerr=[v[1] for v in skewed.values()], capsize=3)
             axis.axhline(rows[0]["right"], color="#222222", linewidth=0.8, label="full")
             axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
 
-    def _unskewed(self) -> ModelUnderTest:
-        """Return the model with the identity matrix in place of the SVD skew."""
-        real = cached_artifact(self.tested.loaded, "svd")
+    def _unskewed(self, out: Path) -> Evaluation:
+        """Return the evaluation of the model with the identity matrix in place of the SVD skew."""
+        tested = self.evaluation.tested
+        real = cached_artifact(tested.loaded, "svd")
         unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
-        path = self.out / "sensitivity" / "unskewed" / "skew.safetensors"
-        replace(real, query=unit, key=unit).save(path)
-        return ModelUnderTest(self.tested.model, skew=str(path), batch=self.tested.batch)
+        replace(real, query=unit, key=unit).save(out / "skew.safetensors")
+        plain = ModelUnderTest(tested.model, skew=str(out / "skew.safetensors"), batch=tested.batch)
+        return replace(self.evaluation, tested=plain, out=out)
 
     def _draw_cost(self, swept: dict[str, list[Variant]], found: dict[str, Row]) -> None:
         """Plot accuracy (top) and decode time (bottom) over each swept option (Figure 17)."""
@@ -226,7 +226,9 @@ class Paper:
                 cost = self._milliseconds(variant)
                 data.setdefault(option, []).append({option: variant.options[option], "ms_per_token": cost, **row})
         title = f"Needles found and cost, {self.title}"
-        with picture(self.out / "needles_and_cost_by_alpha_and_ratio.png", title, data, panels=(2, 2)) as axes:
+        with picture(
+            self.evaluation.out / "needles_and_cost_by_alpha_and_ratio.png", title, data, panels=(2, 2)
+        ) as axes:
             for column, (option, points) in enumerate(data.items()):
                 right = {"needles found": [(p[option], p["right"]) for p in points]}
                 errors = {"needles found": [(p["error"], p["error"]) for p in points]}
@@ -237,12 +239,17 @@ class Paper:
     def _milliseconds(self, variant: Variant) -> float:
         """Return the mean time in ms of a decode step with one sequence, median of three runs."""
         length = self.size.lengths[0]
-        key = {"suite": "cost", **self.tested.identity, "variant": self.tested.key(variant), "length": length}
+        key = {
+            "suite": "cost",
+            **self.evaluation.tested.identity,
+            "variant": self.evaluation.tested.key(variant),
+            "length": length,
+        }
 
         def measure() -> Row:
             config = PerplexityConfig(length, 1, length - self.size.timed_tokens - 1)
-            text = cut_windows(self.tested, self.book, config)[0].text
-            llm = self.tested.llm(variant)
+            text = cut_windows(self.evaluation.tested, self.evaluation.text, config)[0].text
+            llm = self.evaluation.tested.llm(variant)
             prompt, rest = text.tokens[: text.scored_from], text.tokens[text.scored_from :]
             times = []
             for _ in range(3):
@@ -250,7 +257,7 @@ class Paper:
                 times.append(1000 * stats.decode_seconds / len(stats.attended_by_step))
             return {"ms_per_token": sorted(times)[1]}
 
-        return float(RowStore(self.out).once(key, measure)["ms_per_token"])
+        return float(RowStore(self.evaluation.out).once(key, measure)["ms_per_token"])
 
     def tasks(self) -> None:
         """Figure 11: harness tasks by attended fraction, 5-shot."""
@@ -258,12 +265,12 @@ class Paper:
 
         config = TasksConfig(TASKS, num_fewshot=5, limit=self.size.limit)
         variants = [v for v in compared(self.size.budgets[:2], WINDOW) if v.policy in ("full", "infinigen", "h2o")]
-        report = run_tasks(self.tested, variants, config, self.out, say=self.say)
+        report = run_tasks(self.evaluation.tested, variants, config, self.evaluation.out, say=self.evaluation.say)
         series: dict[str, list[tuple[float, float]]] = {}
         for row in report.rows:
             name = f"{row['task'].removesuffix('_local')}, {row['policy']}"
             series.setdefault(name, []).append((row["attended"], row["metrics"]["acc"][0]))
-        with picture(self.out / "task_accuracy_by_attended_share.png", report.title, series) as (axis,):
+        with picture(self.evaluation.out / "task_accuracy_by_attended_share.png", report.title, series) as (axis,):
             lines(axis, series, x="attended share, all layers", y="accuracy", percent="xy")
 
 
@@ -293,7 +300,7 @@ class PaperJob:
         """Run the step and return its name."""
         out = self.out / Path(self.model).name
         book = read_file(str(self.book))
-        Paper(ModelUnderTest(self.model), book, self.book.name, self.size, out, _say).run([self.step])
+        Paper(Evaluation(ModelUnderTest(self.model), book, self.book.name, out, _say), self.size).run([self.step])
         return f"{self.model}: {self.step}"
 
 

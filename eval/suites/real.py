@@ -12,7 +12,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -20,7 +20,7 @@ from ...config import DType
 from ...errors import InputError
 from ...utils.config_fields import check_choice, option
 from ...utils.texts import read_file
-from ..core.model_under_test import ModelUnderTest
+from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.report import Column, Report, Row, Say, say_nothing
 from ..core.variants import Variant
 from ..quality import divergence
@@ -173,7 +173,7 @@ class Real:
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
             for _, name, text in self.texts():
-                rows += self._rows(text, name, self.chosen or compared(), config)
+                rows += self._rows(self._evaluation(text, name), self.chosen or compared(), config)
         title = f"Perplexity of {self.tested.name} under each policy"
         Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
@@ -183,9 +183,7 @@ class Real:
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)
             for _, name, text in self.texts():
-                variants = self.chosen or diverging()
-                found = divergence.measure_all(self.tested, text, name, variants, config, self.out, self.say, self.late)
-                rows += found
+                rows += divergence.measure_all(self._evaluation(text, name), self.chosen or diverging(), config)
         title = f"Divergence of {self.tested.name} from full attention"
         Report("divergence", title, self.tested.identity, divergence.COLUMNS, rows, divergence.NOTES).write(self.out)
 
@@ -193,7 +191,7 @@ class Real:
         """Run the needle retrieval in the first text at a budget of 5 %."""
         _, name, text = self.texts()[0]
         config = RetrievalConfig(self.contexts[:1], self.size.passages)
-        run_retrieval(self.tested, text, name, self.chosen or looked_up(), config, self.out, self.say, self.late)
+        run_retrieval(self._evaluation(text, name), self.chosen or looked_up(), config)
 
     def ruler(self) -> None:
         """Run the tasks of RULER that need no download."""
@@ -219,16 +217,19 @@ class Real:
         about = {**self.tested.identity, **config.about}
         Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, done.rows).write(self.out)
 
-    def _rows(self, text: str, name: str, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
+    def _evaluation(self, text: str, name: str) -> Evaluation:
+        return Evaluation(self.tested, text, name, self.out, self.say, self.late)
+
+    def _rows(self, evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
         """Return the rows of variants that were measured before the deadline or in an earlier run."""
         rows: list[Row] = []
         for variant in variants[1:]:
             both = [variants[0], variant]
-            pair = measure_all(self.tested, text, name, both, config, self.out, say_nothing, self.late)
+            pair = measure_all(replace(evaluation, say=say_nothing), both, config)
             if len(pair) < len(both):
                 continue
             rows += pair[1:] if rows else pair
-            self.say(f"{name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
+            self.say(f"{evaluation.name}, {config.context} tokens, {variant.label}: {pair[1]['against_full_shown']}")
         return rows
 
 

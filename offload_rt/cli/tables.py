@@ -57,6 +57,7 @@ def _run_rows(stats: Stats) -> Rows:
         ("device, dtype", f"{stats.device}, {stats.dtype}"),
         ("CPU kernels", stats.native_code),
         ("dense layers", dense),
+        *_if(stats.dense_until, ("full attention", f"in contexts of up to {stats.dense_until:,} tokens")),
     ]
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
 from .checks import check_keeps_no_state
 from .runner import Runner
+from .selection_cost import measured_dense_until
 from .speculative.draft_model import check_same_tokens
 
 Model = str | os.PathLike[str] | PreTrainedModel
@@ -187,6 +189,7 @@ def build_policy(
     Raises ConfigError for unknown names, and for options that do not fit the model.
     """
     adapter = loaded.adapter
+    measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype)
     return make_policy(
         name,
         options,
@@ -195,6 +198,7 @@ def build_policy(
         dtype=adapter.dtype,
         artifact=artifact,
         keys_on_host=keys_on_host,
+        measure=measure if adapter.device.type == "cpu" else None,
     )
 
 

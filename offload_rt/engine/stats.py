@@ -100,6 +100,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         device=str(adapter.device),
         dtype=str(adapter.dtype).removeprefix("torch."),
         native_code=str(native_status()),
+        dense_until=runner.policy.dense_until,
         prompt_tokens=trace.prompt_tokens,
         reused_tokens=trace.reused_tokens,
         recomputed_tokens=trace.recomputed_tokens,

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ..core import KVPart, bucket
-from ..kernels.dispatch import attend_kept
+from ..kernels.dispatch import attend_resident
 from ..transfer.residency import places
 from ..transfer.row_lists import PendingBatchFetch
 from .attention import give_to_sinks, scores_lse
@@ -154,7 +154,7 @@ class BatchedMode(PerSequenceMode):
             k, v = fetch.wait()
         spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(layer)
         scale = geometry.scales[layer]
-        out, lse = attend_kept(grouped, resident, spans.starts, spans.stops, k, v, counts, scale)
+        out, lse = attend_resident(grouped, resident, spans.starts, spans.stops, k, v, counts, scale)
         if layer in batch.selecting:
             self._record_missed_mass(layer, q, lse)
         if selected is not None:

@@ -1,14 +1,14 @@
 """Policy "auto": "infinigen" with full attention for contexts in which token selection would be slower.
 
 On a CPU, the speed of exact attention is limited by the memory bandwidth for reading KV. Selection reads a quarter of
-the bytes, but computes scores and approximate attention for every token. A layer with at most `WORTH_SELECTING` bytes
-of KV therefore attends to all tokens. The decision depends only on shapes and dtype, so the generated text does not
-depend on the CPU or its load.
+the bytes, but computes scores and approximate attention for every token, and has a higher fixed cost. Which one is
+faster depends on the processor, so the engine measures it once (`engine.selection_cost`) and passes the result.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 
@@ -16,19 +16,18 @@ from ..core import ModelGeometry
 from ..skewing.artifact import SkewArtifact
 from .infinigen.policy import InfiniGen
 from .options import AutoOptions
+from .registry import PolicyContext
 
 WORTH_SELECTING = 64 << 20
-"""On a CPU, a layer with at most this many bytes of KV per sequence attends to all tokens.
+"""On a CPU, a layer with more bytes of KV per sequence selects tokens, whatever was measured.
 
 With KV in host memory on an AMD EPYC, selection was slower than full attention at every measured length, up to 24 MiB
-of KV per layer (`eval/results/cpu/threads`). On an Intel Xeon, it was faster at 8,000 tokens of SmolLM2
-(`eval/results/cpu/intel`). For Qwen2.5-0.5B, extrapolation gives equal times near 25 MiB. For SmolLM2, the time
-difference does not shrink with length. The value is finite because a KV cache on disk is read far more slowly.
+of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV cache on disk is read far more slowly.
 """
 
 
-def dense_until(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the longest context, in tokens, for which every layer attends to all tokens."""
+def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the maximum of `dense_until`, in tokens. If option `dense_until` is set, it is the value itself."""
     if options.dense_until is not None:
         return options.dense_until
     return WORTH_SELECTING * geometry.layers // geometry.kv_bytes(1, dtype) if device.type == "cpu" else 0
@@ -51,8 +50,25 @@ class Auto(InfiniGen):
         dtype: torch.dtype,
         *,
         keys_on_host: bool = False,
+        measured: int | None = None,
     ) -> None:
-        """Create the policy. See `InfiniGen` for the arguments."""
-        self.dense_until = dense_until(options, geometry, device, dtype)
-        settled = replace(options, dense_until=self.dense_until)
+        """Create the policy. See `InfiniGen` for the other arguments.
+
+        `measured` is the longest context for which full attention was as fast as selection, or None if unknown.
+        """
+        limit = dense_limit(options, geometry, device, dtype)
+        # The KV provenance key contains the limit, not the measured value, so that KV stored on one processor can be
+        # used on another.
+        settled = replace(options, dense_until=limit)
         super().__init__(settled, geometry, artifact, device, dtype, keys_on_host=keys_on_host)
+        self.dense_until = limit if measured is None else min(limit, measured)
+
+    @classmethod
+    def build(cls, options: AutoOptions, context: PolicyContext) -> Self:  # type: ignore[override]
+        """Build the policy for a model. If option `dense_until` is not set, measure it."""
+        artifact, known = context.artifact(options.skew), options.dense_until is not None
+        measured = None if known or context.measure is None else context.measure(options)
+        return cls(
+            options, context.geometry, artifact, context.device, context.dtype, keys_on_host=context.keys_on_host,
+            measured=measured,
+        )  # fmt: skip

@@ -190,8 +190,9 @@ class AutoOptions(InfiniGenOptions):
     """Options of policy "auto": "infinigen" that attends to all tokens as long as this is cheaper.
 
     Attributes:
-        dense_until: Longest context, in tokens, for which every layer attends to all tokens. None computes it from the
-            model's shapes on a CPU (`policies.auto`) and means 0 on a GPU, where all KV would have to be transferred.
+        dense_until: Longest context, in tokens, for which every layer attends to all tokens. None measures it once per
+            processor on a CPU (`engine.selection_cost`) and means 0 on a GPU, where all KV would have to be
+            transferred.
     """
 
     dense_until: int | None = option(

@@ -100,6 +100,8 @@ class PolicyContext:
         dtype: The dtype of the model.
         artifact: Function that loads a skew artifact of the model.
         keys_on_host: Whether scoring keys are kept in host memory and scored there.
+        measure: Function that returns, for policy options, the longest context for which full attention is as fast as
+            selection on this processor. None if the device is not a CPU.
     """
 
     geometry: ModelGeometry
@@ -107,6 +109,7 @@ class PolicyContext:
     dtype: torch.dtype
     artifact: ArtifactLoader
     keys_on_host: bool
+    measure: Callable[[Any], int] | None = None
 
 
 class PolicyClass(Protocol):
@@ -215,6 +218,7 @@ def make_policy(
     dtype: torch.dtype,
     artifact: ArtifactLoader,
     keys_on_host: bool = False,
+    measure: Callable[[Any], int] | None = None,
 ) -> Policy:
     """Build the policy `name` for a model.
 
@@ -227,6 +231,7 @@ def make_policy(
         dtype: The dtype of the model.
         artifact: Function that loads a skew artifact of the model.
         keys_on_host: Whether "infinigen" keeps and scores its scoring keys in host memory (paper §6.2).
+        measure: See `PolicyContext`.
 
     Raises:
         ConfigError: If `name` or an option does not exist (the message suggests the most similar name), or if an option
@@ -234,4 +239,6 @@ def make_policy(
     """
     chosen = parse_options(name, options)
     chosen.check_context(geometry.max_positions)
-    return _registered[name].load().build(chosen, PolicyContext(geometry, device, dtype, artifact, keys_on_host))
+    return (
+        _registered[name].load().build(chosen, PolicyContext(geometry, device, dtype, artifact, keys_on_host, measure))
+    )

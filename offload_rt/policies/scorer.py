@@ -102,7 +102,7 @@ class TokenLists:
         starts, stops = self.spans.starts, self.spans.stops
         if self.first:
             starts, stops = starts - self.first, stops - self.first
-        found = dispatch.within(scores.contiguous(), starts, stops, self.page)
+        found = dispatch.mask_scores(scores.contiguous(), starts, stops, self.page)
         return group_scores(found.scores, found.lse.unsqueeze(2))
 
 
@@ -318,7 +318,7 @@ class ScorerState(PolicyState):
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
         wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))
-        return dispatch.within(wide.unsqueeze(1).contiguous(), spans.starts, spans.stops)
+        return dispatch.mask_scores(wide.unsqueeze(1).contiguous(), spans.starts, spans.stops)
 
     def attended(
         self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor

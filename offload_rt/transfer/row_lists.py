@@ -229,7 +229,7 @@ class RowLists:
             rows: Pool row of the newest token of each sequence, int64 `[B]` (`rows_of`). Sequences with a negative row
                 are skipped.
         """
-        dispatch.keep_rows(k, v, self._resident[layer], places)
+        dispatch.store_resident(k, v, self._resident[layer], places)
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:

@@ -75,14 +75,14 @@ class WorkingLists:
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
         """Copy the KV of the tokens that were found to their positions in out `[2, P, n, width]`. P = B * Hkv."""
-        dispatch.take_rows(self._rows(layer), found.slots, out)
+        dispatch.gather_slots(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
         """Store the KV of tokens that were not `found`, from `rows` `[2, P, n, width]`, in their assigned slots.
 
         P = B * Hkv.
         """
-        dispatch.put_rows(self._rows(layer), found.into, rows)
+        dispatch.scatter_slots(self._rows(layer), found.into, rows)
 
     def _rows(self, layer: int) -> PointerTable:
         return PointerTable(tuple(one.rows for one in self._sets[layer]), self._tables[layer, 1])

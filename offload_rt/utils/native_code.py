@@ -207,11 +207,21 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="offload-rt-")
 
 
+def processor_name() -> str:
+    """Return the model name of the processor. Empty if it is unknown."""
+    return _described("model name") or platform.processor()
+
+
 def _processor_flags() -> frozenset[str]:
     """Return the flags of the first processor in /proc/cpuinfo. Empty if the file does not exist."""
-    described = Path("/proc/cpuinfo")
-    for line in described.read_text().splitlines() if described.exists() else ():
+    return frozenset(_described("flags").split())
+
+
+def _described(wanted: str) -> str:
+    """Return the value of a field of the first processor in /proc/cpuinfo. Empty if there is none."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()
+        if name.strip() == wanted:
+            return value.strip()
+    return ""

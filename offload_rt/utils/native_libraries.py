@@ -113,6 +113,13 @@ def native_status() -> NativeStatus:
     return NativeStatus(level, _origin(level))
 
 
+def build_id() -> str:
+    """Return a text that changes with the sources, the compiler flags and the level of the libraries in use."""
+    level = processor_level()
+    names = [library_path(library.path, library.flags, level).cached.name for library in LIBRARIES.values()]
+    return " ".join([*names, _origin(level)])
+
+
 @functools.cache
 def _origin(level: str) -> str:
     paths = [library_paths(each.path, flags, level) for each in LIBRARIES.values() for flags in each.prebuilt_flags()]

@@ -205,8 +205,8 @@ def _gather(width: int, dtype: torch.dtype) -> None:
     bases, planes = ids.new_empty(BATCH, TOKENS // 64), ids.new_empty(2, KV_HEADS)
     triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out)
     table = PointerTable.of([torch.empty(2 * KV_HEADS, 65, width, dtype=dtype) for _ in range(BATCH)])
-    triton_gather.take_rows(table, ids, out)
-    triton_gather.put_rows(table, ids, out)
+    triton_gather.gather_slots(table, ids, out)
+    triton_gather.scatter_slots(table, ids, out)
 
 
 def _append() -> None:
@@ -216,7 +216,7 @@ def _append() -> None:
     lists = BATCH * KV_HEADS
     k, slots = torch.empty(lists, D, dtype=torch.bfloat16), torch.empty(lists, dtype=torch.int64)
     kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, D, dtype=torch.bfloat16) for _ in range(BATCH)])
-    triton_append.keep_rows(k, k, kept, slots[:BATCH])
+    triton_append.store_resident(k, k, kept, slots[:BATCH])
     planes = slots.new_empty(2, KV_HEADS)
     triton_gather.write_rows(torch.empty(TOKENS, D, dtype=torch.bfloat16), k, k, slots[:BATCH], planes)
     keys = PointerTable.of([torch.empty(KV_HEADS, COLUMNS, TOKENS, dtype=torch.bfloat16) for _ in range(BATCH)])
@@ -227,7 +227,7 @@ def _append() -> None:
     entries = PointerTable.of([torch.empty(KV_HEADS, TOKENS, D, dtype=torch.bfloat16) for _ in range(BATCH)])
     triton_entries.append_entries(k, entries, slots, 16)
     triton_entries.write_lists(triton_entries.read_lists(entries, 64, slots[:BATCH]), entries, slots[:BATCH])
-    triton_entries.within(torch.empty(lists, GROUP, 64), _lists(), _lists(), 16)
+    triton_entries.mask_scores(torch.empty(lists, GROUP, 64), _lists(), _lists(), 16)
     slot_tables = PointerTable.of([torch.empty(KV_HEADS, 65, 2, dtype=torch.int32) for _ in range(BATCH)])
     triton_entries.write_lists(triton_entries.read_lists(slot_tables, 65, slots[:BATCH]), slot_tables, slots[:BATCH])
 
@@ -265,7 +265,7 @@ def _attend(dtype: torch.dtype, d: int, group: int = GROUP) -> None:
     lists = BATCH * KV_HEADS
     kept = PointerTable.of([torch.empty(2 * KV_HEADS, 68, d, dtype=dtype) for _ in range(BATCH)])
     q, rows = torch.empty(lists, group, d, dtype=dtype), torch.empty(lists, 512, d, dtype=dtype)
-    triton_resident.attend_kept(q, kept, _lists(), _lists(), rows, rows, _lists(), 0.1)
+    triton_resident.attend_resident(q, kept, _lists(), _lists(), rows, rows, _lists(), 0.1)
 
 
 def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def unoptimised(compiler: Sequence[str], folder: Path, *, only: str = "") -> Path:
-    """Write a compiler to `folder` that runs `compiler` without optimisation, which takes half of the time.
+def unoptimised(compiler: Sequence[str], folder: Path) -> Path:
+    """Write a compiler to `folder` that runs `compiler` without optimisation, which takes half of the time."""
+    return _script(folder, f'exec {shlex.join(compiler)} "$@" -O0')
 
-    If its arguments do not contain `only`, it writes an empty file.
-    """
+
+def idle(folder: Path) -> Path:
+    """Write a compiler to `folder` that writes empty files."""
+    return _script(folder, 'while [ "$1" != -o ]; do shift; done; : > "$2"')
+
+
+def _script(folder: Path, line: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "cc"
-    script.write_text(
-        f"""#!/bin/sh
-case "$*" in *{shlex.quote(only)}*) exec {shlex.join(compiler)} "$@" -O0;; esac
-while [ "$1" != -o ]; do shift; done
-: > "$2"
-"""
-    )
+    script.write_text(f"#!/bin/sh\n{line}\n")
     script.chmod(0o755)
     return script

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_model
 
-from offload_rt.eval.core.model_under_test import ModelUnderTest
+from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest
 from offload_rt.eval.quality.attention_analysis import attention_weights, observe, run_analysis, tokens_for_mass
 from offload_rt.eval.quality.perplexity import PerplexityConfig
 from offload_rt.models.loading import load_model
@@ -59,7 +59,9 @@ def test_similarities_are_those_of_transformers() -> None:
 
 
 def test_a_row_for_every_layer_and_a_plot(tmp_path: Path) -> None:
-    report = run_analysis(ModelUnderTest("reference"), BOOK, "arrow", PerplexityConfig(160, 2, 96), tmp_path)
+    report = run_analysis(
+        Evaluation(ModelUnderTest("reference"), BOOK, "arrow", tmp_path), PerplexityConfig(160, 2, 96)
+    )
     assert (tmp_path / "tokens_needed_for_90_percent_of_attention.png").is_file()
     for row in report.rows:
         assert 1 <= row["tokens_median"] <= 160 and 0 <= row["few_keys"] <= 1

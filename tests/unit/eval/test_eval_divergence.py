@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offload_rt.eval.core.model_under_test import ModelUnderTest
+from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest
 from offload_rt.eval.core.report import Row
 from offload_rt.eval.core.variants import Variant
 from offload_rt.eval.quality.divergence import Divergence, FullAttention, run_divergence, summary
@@ -54,13 +54,13 @@ def test_distributions_are_those_of_transformers() -> None:
 
 
 def test_rows_are_measured_once_and_tell_policies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tested, text = ModelUnderTest("reference"), BOOK.read_text(encoding="utf-8")
+    evaluation = Evaluation(ModelUnderTest("reference"), BOOK.read_text(encoding="utf-8"), "book", tmp_path)
     window = {"sinks": 4, "recent": 16, "dense_layers": (0,)}
     variants = [Variant(policy, window | {"budget": 0.08}) for policy in ("infinigen", "streaming")]
-    first = run_divergence(tested, text, "book", variants, CONFIG, tmp_path)
+    first = run_divergence(evaluation, variants, CONFIG)
     full, ours, streaming = first.rows
     assert (full["kl"], full["top_1"], full["against_full_perplexity"]) == (0.0, 1.0, 0.0)
     assert 0 < ours["kl"] < 0.1 * streaming["kl"]
     assert (tmp_path / "divergence.md").read_text(encoding="utf-8").count("| reference |") == 3
     monkeypatch.setattr(ModelUnderTest, "score_observed", None)
-    assert run_divergence(tested, text, "book", variants, CONFIG, tmp_path).rows == first.rows
+    assert run_divergence(evaluation, variants, CONFIG).rows == first.rows

@@ -11,7 +11,7 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.errors import OffloadError
-from offload_rt.eval.core.model_under_test import ModelUnderTest
+from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest
 from offload_rt.eval.suites.paper import CONTEXTS, POLICIES, STEPS, Paper, PaperJob, PaperSize, run_jobs
 from offload_rt.models.loading import load_model
 
@@ -49,7 +49,7 @@ def test_every_table_and_figure_is_made_once(
         tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=3),
     )
     book = BOOK.read_text(encoding="utf-8")[:20_000]
-    Paper(ModelUnderTest(model, batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+    Paper(Evaluation(ModelUnderTest(model, batch=1), book, "arrow", tmp_path, said.append), TINY).run(MADE)
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
     assert all(json.loads((tmp_path / name).with_suffix(".json").read_text())["data"] for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
@@ -58,7 +58,7 @@ def test_every_table_and_figure_is_made_once(
     monkeypatch.setattr(ModelUnderTest, "score", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(ModelUnderTest, "llm", lambda *a: pytest.fail("timed again"))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)
-    Paper(ModelUnderTest(model, batch=1), book, "arrow", TINY, tmp_path, said.append).run(MADE)
+    Paper(Evaluation(ModelUnderTest(model, batch=1), book, "arrow", tmp_path, said.append), TINY).run(MADE)
 
 
 @pytest.mark.skipif("OFFLOAD_RT_STRESS" not in os.environ, reason="own processes: make stress PART=composition")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.core.model_under_test import ModelUnderTest, encode_text
+from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest, encode_text
 from offload_rt.eval.core.report import Column, Report, RowStore
 from offload_rt.eval.core.stats import Interval, paired_bootstrap, perplexity_change, ratio_error, share_error
 from offload_rt.eval.core.variants import Scored, Text, Variant, grid
@@ -118,7 +118,7 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
     config = PerplexityConfig(context=128, windows=3, decode_from=96)
     variants = grid(["infinigen", "streaming"], [0.2], {"recent": 8, "dense_layers": [0]})
     monkeypatch.setattr("sys.argv", ["/bin/eval", "--text", str(BOOK), "--windows", "3"])
-    report = run_perplexity(ModelUnderTest("reference"), text, "arrow", variants, config, tmp_path)
+    report = run_perplexity(Evaluation(ModelUnderTest("reference"), text, "arrow", tmp_path), variants, config)
     record = json.loads((tmp_path / "perplexity.json").read_text())
     assert record["rows"] == json.loads(json.dumps(report.rows))
     assert record["about"]["fingerprint"] == load_model("reference").fingerprint
@@ -143,10 +143,10 @@ def test_report_has_everything_and_resumes(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("measured again")
 
     monkeypatch.setattr(ModelUnderTest, "score", forbidden)
-    again = run_perplexity(ModelUnderTest("reference"), text, "arrow", variants, config, tmp_path)
+    again = run_perplexity(Evaluation(ModelUnderTest("reference"), text, "arrow", tmp_path), variants, config)
     assert again.rows == report.rows
     with pytest.raises(AssertionError, match="measured again"):
-        run_perplexity(ModelUnderTest("reference"), text + "x", "arrow", variants, config, tmp_path)
+        run_perplexity(Evaluation(ModelUnderTest("reference"), text + "x", "arrow", tmp_path), variants, config)
 
 
 def test_a_row_is_known_by_what_its_options_mean() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from offload_rt.errors import ConfigError, InputError
-from offload_rt.eval.core.model_under_test import ModelUnderTest
+from offload_rt.eval.core.model_under_test import Evaluation, ModelUnderTest
 from offload_rt.eval.core.needles import KINDS, LINKED, NAMES, Haystack
 from offload_rt.eval.core.variants import Scored, Text, Variant
 from offload_rt.eval.quality.retrieval import (
@@ -103,11 +103,11 @@ def test_a_kind_told_in_other_words_is_measured_again_and_no_other(
         return score(self, variant, texts)
 
     monkeypatch.setattr(ModelUnderTest, "score", counted)
-    first = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows
-    assert run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows == first
+    first = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config).rows
+    assert run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config).rows == first
     assert len(asked) == 2
     monkeypatch.setitem(KINDS, "chain", KINDS["several queries"])
-    (changed,) = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path).rows
+    (changed,) = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config).rows
     assert len(asked) == 3
     assert asked[2].count(".") == 4
     assert changed["samples"][0] == first[0]["samples"][0]
@@ -164,10 +164,10 @@ def test_policies_that_drop_lose_what_full_finds(tested: ModelUnderTest, tmp_pat
     """4 sinks and 16 recent tokens see no needle; selecting 20 % finds about what full finds."""
     options = {"budget": 0.2, "recent": 16}
     variants = [Variant("full"), Variant("infinigen", options), Variant("streaming", options)]
-    config = RetrievalConfig(lengths=(256,), passages=12, kinds=("single", "several queries"))
-    report = run_retrieval(tested, BOOK, "arrow", variants, config, tmp_path)
+    config = RetrievalConfig(lengths=(256,), passages=5, kinds=("single", "several queries"))
+    report = run_retrieval(Evaluation(tested, BOOK, "arrow", tmp_path), variants, config)
     full, ours, streaming = report.rows
-    assert full["asked"] == 12 + 48
+    assert full["asked"] == 5 + 20
     if full["right"] < 0.4:
         pytest.skip(f"the shipped checkpoint finds {full['right']:.0%} of these needles: no difference to compare")
     assert ours["right"] > full["right"] - 0.1

@@ -118,7 +118,7 @@ def estimated(
     state: InfiniGenState, layer: int, q: torch.Tensor, visible: VisibleTokens, tokens: torch.Tensor
 ) -> float:
     """Missed mass by the scoring keys, mean over query heads, if `tokens` `[Hkv, n]` and the residents are attended."""
-    scores = state._keys.ask(layer, q, visible.all).scores.double()  # [Hkv, G, N]
+    scores = state._keys.scores(layer, q, visible.all).double()  # [Hkv, G, N]
     mask = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool)
     mask[:, visible.candidates.start : visible.candidates.stop] = False
     mask.scatter_(1, tokens, True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import importlib
+import runpy
 from typing import Any
 
 import pytest
@@ -15,23 +15,23 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import VisibleTokens
 from offload_rt.eval.core.rival_options import LandmarkOptions, SnapKVOptions, register_rivals
+from offload_rt.eval.core.variants import make_variants
 from offload_rt.eval.quality.rivals import Landmarks, SnapKV
+from offload_rt.policies import registry
 
 register_rivals()
 
 WINDOW: dict[str, Any] = {"budget": 0.4, "sinks": 2, "recent": 8, "dense_layers": ()}
 
 
-def test_only_an_evaluation_registers_them() -> None:
-    program = (
-        "import offload_rt.eval.quality.comparison\n"
-        "from offload_rt.eval.core.variants import make_variants\n"
-        "from offload_rt.policies.registry import policy_names\n"
-        "registered = {'snapkv', 'landmarks'} & {*policy_names()}\n"
-        "print(registered, make_variants(['snapkv'], [0.1], [], [])[1].policy)"
-    )
-    run = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
-    assert run.stdout == "set() snapkv\n"
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+def test_only_an_evaluation_registers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Execute the modules again with an empty registry."""
+    monkeypatch.setattr(registry, "_registered", {})
+    for name in ("core.rival_options", "core.variants", "quality.rivals", "quality.comparison"):
+        runpy.run_module(importlib.import_module(f"offload_rt.eval.{name}").__name__)
+    assert not {"snapkv", "landmarks"} & {*registry.policy_names()}
+    assert make_variants(["snapkv"], [0.1], [], [])[1].policy == "snapkv"
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -51,6 +51,7 @@ def counts_of(done: list[CompletionOutput]) -> list[Any]:
     return facts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "working_set", "settings"),
     [

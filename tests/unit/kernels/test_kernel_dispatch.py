@@ -13,13 +13,13 @@ from offload_rt.kernels import dispatch, lists, low_bit, low_bit_lists, segments
 
 OPERATIONS = {
     lists: {
-        "triton_gather": ["gather_rows", "gather_tokens", "put_rows", "take_rows", "write_rows"],
-        "triton_append": ["keep_rows", "append_partial", "append_quantised"],
-        "triton_entries": ["read_lists", "write_lists", "append_entries", "within"],
+        "triton_gather": ["gather_rows", "gather_tokens", "scatter_slots", "gather_slots", "write_rows"],
+        "triton_append": ["store_resident", "append_partial", "append_quantised"],
+        "triton_entries": ["read_lists", "write_lists", "append_entries", "mask_scores"],
         "triton_scores": ["partial_scores", "quantised_scores"],
         "triton_select": ["select_tokens"],
         "triton_attention": ["attend_counted"],
-        "triton_resident": ["attend_kept"],
+        "triton_resident": ["attend_resident"],
         "triton_skew": ["skew_queries"],
     },
     segments: {"triton_segments": ["attend_runs"]},

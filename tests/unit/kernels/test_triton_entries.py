@@ -42,13 +42,13 @@ def test_lists_are_read_and_written_up_to_their_counts(kernel_device: torch.devi
 @pytest.mark.parametrize(("group", "page"), [(1, 1), (3, 16)])
 def test_scores_of_pages_without_candidates_are_hidden(kernel_device: torch.device, group: int, page: int) -> None:
     """Ranges are empty, inside one page, and several blocks."""
-    from offload_rt.kernels.triton_entries import within
+    from offload_rt.kernels.triton_entries import mask_scores
 
     scores = torch.randn(3, group, 5000, device=kernel_device)
     starts, stops = (
         torch.tensor(each, dtype=torch.int32, device=kernel_device) for each in ([9, 17, 5], [9, 30, 4900 * page])
     )
-    found, want = within(scores, starts, stops, page), lists.within(scores.double(), starts, stops, page)
+    found, want = mask_scores(scores, starts, stops, page), lists.mask_scores(scores.double(), starts, stops, page)
     assert torch.equal(found.scores.double(), want.scores) and torch.equal(found.maximum.double(), want.maximum)
     assert found.scores[0].isneginf().all() or page > 1
     assert (found.scores[1] > -torch.inf).sum(1).tolist() == [13 if page == 1 else 1] * group

@@ -131,7 +131,7 @@ def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dt
     slots = torch.stack([torch.randperm(9)[:7] for _ in range(6)]).to(kernel_device)
     slots[1, 2] = slots[4, 0] = slots[4, 6] = -1
     given = random_rows(2 * 6 * 7, width, dtype).view(2, 6, 7, width).to(kernel_device)
-    for name in ("take_rows", "put_rows"):
+    for name in ("gather_slots", "scatter_slots"):
         results = []
         for module in (lists, triton_gather):
             own, rows = [one.clone() for one in stored], given.clone()
@@ -139,9 +139,9 @@ def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dt
             results.append([*own, rows])
         for want, got in zip(*results, strict=True):
             assert torch.equal(want.view(torch.uint8), got.view(torch.uint8))
-        changed = results[0][-1] if name == "take_rows" else torch.stack(results[0][:3])
-        assert not torch.equal(changed, given if name == "take_rows" else torch.stack(stored))
-        if name == "take_rows":
+        changed = results[0][-1] if name == "gather_slots" else torch.stack(results[0][:3])
+        assert not torch.equal(changed, given if name == "gather_slots" else torch.stack(stored))
+        if name == "gather_slots":
             # Random bits may be NaN, which is not equal to itself.
             changed, before = changed.view(torch.uint8), given.view(torch.uint8)
             assert torch.equal(changed[1, 3, 5], stored[1][3, slots[3, 5]].view(torch.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_rt.kernels import norm, rotary
+from offload_rt.kernels import reference
 
 ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 """Relative error against float64: two roundings. The interpreter truncates bfloat16."""
@@ -19,7 +19,7 @@ def test_a_norm_is_the_definitions(kernel_device: torch.device, tokens: int, d: 
     torch.manual_seed(d)
     x = (torch.randn(tokens, 2 * d, device=kernel_device) * 3).to(dtype)[:, :d]
     weight = torch.randn(d, device=kernel_device).to(dtype)
-    want = norm.rms_norm(x.double(), weight.double(), 1e-5)
+    want = reference.rms_norm(x.double(), weight.double(), 1e-5)
     got = rms_norm(x, weight, 1e-5)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, rtol=ROUNDING[dtype], atol=1e-6)
@@ -36,7 +36,7 @@ def test_positions_are_the_definitions(
     torch.manual_seed(d)
     x = torch.randn(tokens, heads, d, device=kernel_device).to(dtype).transpose(0, 1)
     cos, sin = torch.randn(2, 1, tokens, d, device=kernel_device)
-    want = rotary.rotate_halves(x.double(), cos.double(), sin.double())
+    want = reference.rotate_halves(x.double(), cos.double(), sin.double())
     got = rotate_halves(x, cos, sin)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * ROUNDING[dtype])
@@ -52,10 +52,10 @@ def test_positions_are_rounded_as_transformers_rounds_them(kernel_device: torch.
     torch.manual_seed(0)
     x = (100 * torch.randn(4, 3, 64, device=kernel_device)).to(dtype)
     cos, sin = torch.randn(2, 1, 3, 64, device=kernel_device).to(dtype)
-    got, want = rotate_halves(x, cos, sin), rotary.rotate_halves(x, cos, sin)
+    got, want = rotate_halves(x, cos, sin), reference.rotate_halves(x, cos, sin)
     cut_off = dtype == torch.bfloat16 and kernel_device.type == "cpu"
     torch.testing.assert_close(got, want, rtol=0, atol=8.0 if cut_off else 0)
-    once = rotary.rotate_halves(x.double(), cos.double(), sin.double()).to(dtype)
+    once = reference.rotate_halves(x.double(), cos.double(), sin.double()).to(dtype)
     assert dtype == torch.float32 or not torch.equal(want, once), "rounding once is something else"
 
 
@@ -72,4 +72,4 @@ def test_llamas_norm_is_known_by_its_code() -> None:
         assert fused_norm(module) is not module
         x, module.weight.data = torch.randn(3, 8), torch.randn(8)
         assert torch.equal(fused_norm(module)(x), module(x))
-        assert torch.equal(norm.rms_norm(x, module.weight, module.variance_epsilon), module(x))
+        assert torch.equal(reference.rms_norm(x, module.weight, module.variance_epsilon), module(x))

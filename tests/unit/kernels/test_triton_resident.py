@@ -31,7 +31,7 @@ def test_kept_and_fetched_rows_are_attended_to(
     kernel_device: torch.device, d: int, group: int, dtype: torch.dtype
 ) -> None:
     """Cover ragged ranges and counts, a sequence without fetched KV, and one whose range has two pieces."""
-    from offload_rt.kernels.triton_resident import attend_kept
+    from offload_rt.kernels.triton_resident import attend_resident
 
     torch.manual_seed(d)
     kept = kept_rows(kernel_device, d, dtype)
@@ -41,9 +41,9 @@ def test_kept_and_fetched_rows_are_attended_to(
         torch.tensor(each, dtype=torch.int32, device=kernel_device).repeat_interleave(HEADS)
         for each in ([1, 3, 200], [2, 299, 290], [270, 0, 33])
     )
-    out, lse = attend_kept(q, kept, starts, stops, k, v, counts, d**-0.5)
+    out, lse = attend_resident(q, kept, starts, stops, k, v, counts, d**-0.5)
     wide = PointerTable.of([rows.double() for rows in kept.tensors])
-    want, want_lse = lists.attend_kept(q.double(), wide, starts, stops, k.double(), v.double(), counts, d**-0.5)
+    want, want_lse = lists.attend_resident(q.double(), wide, starts, stops, k.double(), v.double(), counts, d**-0.5)
     largest = max(float(x.double().nan_to_num(0).abs().max()) for x in (v, *kept.tensors))
     rounding = ROUNDING[dtype] if q.is_cuda else 0.0  # the interpreter multiplies in float32
     assert want.isfinite().all() and ((out - want).abs() <= (rounding + 4e-6) * largest).all()
@@ -55,7 +55,7 @@ def test_attending_to_both_is_attending_to_their_union() -> None:
     kept = kept_rows(torch.device("cpu"), 16, torch.float64)
     q, (k, v) = torch.randn(6, 2, 16, dtype=torch.float64), torch.randn(2, 6, 9, 16, dtype=torch.float64)
     starts, stops, counts = (torch.full((6,), at, dtype=torch.int32) for at in (1, 299, 9))
-    out, lse = lists.attend_kept(q, kept, starts, stops, k, v, counts, 0.25)
+    out, lse = lists.attend_resident(q, kept, starts, stops, k, v, counts, 0.25)
     for b, rows in enumerate(kept.tensors):
         own = slice(b * HEADS, (b + 1) * HEADS)
         keys, values = (
@@ -68,14 +68,14 @@ def test_attending_to_both_is_attending_to_their_union() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    from offload_rt.kernels.triton_append import keep_rows
+    from offload_rt.kernels.triton_append import store_resident
 
     kept = kept_rows(kernel_device, 24, dtype)
     want = PointerTable.of([rows.clone() for rows in kept.tensors])
     k, v = torch.randn(2, 3 * HEADS, 24, device=kernel_device).to(dtype)
     places = torch.tensor([0, 299, 17], device=kernel_device)
-    keep_rows(k, v, kept, places)
-    lists.keep_rows(k, v, want, places)
+    store_resident(k, v, kept, places)
+    lists.store_resident(k, v, want, places)
     for b, (rows, expected) in enumerate(zip(kept.tensors, want.tensors, strict=True)):
         assert torch.equal(rows.nan_to_num(9.0), expected.nan_to_num(9.0))
         assert torch.equal(rows[HEADS:, int(places[b])], v[b * HEADS : (b + 1) * HEADS])

@@ -84,7 +84,7 @@ def test_quantised_scores_are_the_integers(kernel_device: torch.device, d: int, 
     centred = codes.double() - ((1 << bits) - 1) / 2
     exact = weights.double() @ centred.transpose(1, 2) * scale.double()
     exact += q.double() @ mean.double().repeat(2, 1).unsqueeze(2)
-    want = lists.within(exact, starts, stops)
+    want = lists.mask_scores(exact, starts, stops)
     wide = q.double().abs() * (mean.double().abs() + step.double() * (1 << bits)).repeat(2, 1).unsqueeze(1)
     check_scores(got, want, d * 2.0**-24 * wide.sum(-1, keepdim=True))
 

@@ -50,7 +50,7 @@ def test_the_same_tokens_as_the_definition(
     stop = [tokens - 5, tokens // 2, first, first + 1]  # a batch: long, short, without candidates, with one
     starts = torch.full((4 * heads,), first, dtype=torch.int32, device=kernel_device)
     stops = torch.tensor(stop, dtype=torch.int32, device=kernel_device).repeat_interleave(heads)
-    found = lists.within(scores_of(kind, (4 * heads, group, tokens), kernel_device), starts, stops)
+    found = lists.mask_scores(scores_of(kind, (4 * heads, group, tokens), kernel_device), starts, stops)
     limits = [selection_limit(s - first, share) for s in stop]
     limit = torch.tensor(limits, dtype=torch.int32, device=kernel_device)
     chosen, counts = select_tokens(found, starts, stops, heads, alpha, limit, tokens)
@@ -64,7 +64,7 @@ def test_the_definition_is_infinigens(group: int) -> None:
     """For one sequence, `lists.select_tokens` equals `selection.select_tokens_reference` over its candidates."""
     torch.manual_seed(group)
     starts, stops = torch.full((3,), 8), torch.full((3,), 500)
-    found = lists.within(torch.randn(3, group, 512) * 3, starts, stops)
+    found = lists.mask_scores(torch.randn(3, group, 512) * 3, starts, stops)
     limit = torch.tensor([selection_limit(492, 0.2)])
     chosen, counts = lists.select_tokens(found, starts, stops, 3, 4.0, limit, 512)
     want = select_tokens_reference(found.scores[:, :, 8:500], 4.0, int(limit)) + 8
@@ -78,7 +78,7 @@ def test_a_cap_holds(kernel_device: torch.device) -> None:
     torch.manual_seed(0)
     starts = torch.zeros(2, dtype=torch.int32, device=kernel_device)
     stops = torch.full((2,), 1500, dtype=torch.int32, device=kernel_device)
-    found = lists.within(torch.randn(2, 2, 1500, device=kernel_device), starts, stops)
+    found = lists.mask_scores(torch.randn(2, 2, 1500, device=kernel_device), starts, stops)
     limit = torch.tensor([1500], dtype=torch.int32, device=kernel_device)
     chosen, counts = select_tokens(found, starts, stops, 2, math.inf, limit, 40)
     want, _ = lists.select_tokens(found, starts, stops, 2, math.inf, limit, 40)

@@ -53,6 +53,7 @@ def make_llm(
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("policy", "options", "eviction"),
     [(*chosen, "counter") for chosen in POLICIES] + [(*POLICIES[1], "fifo"), (*POLICIES[1], "lru")],
@@ -72,6 +73,7 @@ def test_generation_continues_far_past_the_limit_in_constant_memory(
     assert stats.kv_bytes_host == 2 * 2 * BLOCK_BYTES and pool.bytes_held == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_eviction_has_no_effect_while_there_is_room(policy: str, options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=24, temperature=0)
@@ -181,6 +183,7 @@ def test_slots_equal_those_of_a_plain_list(
     pool.check_integrity()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "options", "more"),
     [(*chosen, {}) for chosen in POLICIES] + [(*POLICIES[1], {"kv_cache_dtype": "int8"})],

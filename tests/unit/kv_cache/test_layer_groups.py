@@ -309,6 +309,7 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
     assert {file.stem for file in tmp_path.glob("*/*/*.kv")} == set(tails)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("cut", [{"keep_last": 100, "sinks": 4}, {"keep_last": 30}, {"drop": range(60, 150)}])
 @ACCURACY
@@ -414,6 +415,7 @@ def _rows(llm: LLM, blocks: BlockTable, layer: int, length: int) -> torch.Tensor
     return torch.stack([torch.cat([part.k for part in parts], 1), torch.cat([part.v for part in parts], 1)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [BLOCK_SIZE, 100])
 @pytest.mark.parametrize("kind", ["all slide", "half slide"])
 @pytest.mark.parametrize("path", ["in place", "copied", "int8", "working set"])

@@ -122,6 +122,7 @@ def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(60) if "OFFLOAD_RT_STRESS" in os.environ else range(4))
 def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
     """Random edits, forks and evictions: memory for few blocks and few snapshots, and batches of several requests."""
@@ -196,6 +197,7 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
     assert [one.new_tokens for one in requests] == expected
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("failing", range(6))
 def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One lock fails, in the prefill or in a decode step of two requests. Only this snapshot is missing."""

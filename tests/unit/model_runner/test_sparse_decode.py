@@ -85,6 +85,7 @@ def test_without_a_prompt(start: int) -> None:
     assert plain.logprobs[1 - start :] == pytest.approx(steps.logprobs, abs=1e-9)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["full", "default", "paper", "oracle", "h2o", "repair"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int2"])
 def test_rounded_rows(name: str, kv_cache_dtype: str) -> None:
@@ -97,6 +98,7 @@ def test_rounded_rows(name: str, kv_cache_dtype: str) -> None:
 FIFO = {"policy": "fifo", "protect": "none"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "eviction", "start", "more"),
     [

@@ -42,6 +42,7 @@ def tokens(llm: LLM, sampling: SamplingParams = GREEDY) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

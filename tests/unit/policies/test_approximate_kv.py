@@ -63,6 +63,7 @@ def merge_exactly(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], scales: tu
     return merge
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mistral"])
 @pytest.mark.parametrize(("budget", "source"), [(1e-6, "residual"), (0.3, "query"), (0.3, "residual")])
 def test_an_estimate_without_rounding_is_full(
@@ -179,6 +180,7 @@ def test_a_working_set_and_streamed_weights_change_no_token(tmp_path: Path) -> N
         llm.runner.check_integrity()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 34])
 def test_default_takes_any_even_head_dim(head_dim: int) -> None:
     """The default runs. A budget of 1.0 gives the tokens of full attention."""

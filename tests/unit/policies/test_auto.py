@@ -11,7 +11,8 @@ from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.policies.auto import dense_until
+from offload_rt.engine import build
+from offload_rt.policies import auto
 from offload_rt.policies.infinigen.key_lists import Rule
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import AutoOptions
@@ -80,11 +81,23 @@ def test_what_is_short_attends_to_everything_beside_what_selects_together() -> N
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("cuda", 0)])
-def test_the_limit_is_one_of_shapes(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_depends_on_shapes(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is 64 tokens of one layer's KV on CPU, and 0 on a device, which copies each KV entry."""
-    from offload_rt.policies import auto
-
     geometry = runtime("full").runner.adapter.geometry
     monkeypatch.setattr(auto, "WORTH_SELECTING", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
-    assert dense_until(AutoOptions(), geometry, torch.device(device), torch.float32) == expected
-    assert dense_until(AutoOptions(dense_until=7), geometry, torch.device(device), torch.float32) == 7
+    assert auto.dense_limit(AutoOptions(), geometry, torch.device(device), torch.float32) == expected
+    assert auto.dense_limit(AutoOptions(dense_until=7), geometry, torch.device(device), torch.float32) == 7
+
+
+def test_the_measured_length_is_used_and_is_not_part_of_the_provenance_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured length applies unless the user sets one. Stored KV can be used where another length was measured."""
+    policies = []
+    for measured in (128, 512, 1 << 50):
+        monkeypatch.setattr(build, "measured_dense_until", lambda *_, found=measured, **__: found)
+        policies.append(runtime("auto").runner.policy)
+    limit = auto.dense_limit(AutoOptions(), policies[0].geometry, torch.device("cpu"), torch.float32)
+    assert [policy.dense_until for policy in policies] == [128, 512, limit]
+    assert len({policy.provenance_key for policy in policies}) == 1
+    assert runtime("auto", dense_until=7).runner.policy.dense_until == 7
+    [text] = texts(runtime("auto", dense_until=300), [tiny_prompt(60)])
+    assert text.stats.dense_until == 300

@@ -32,6 +32,7 @@ FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_
 KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_path: Path) -> None:
@@ -285,6 +286,7 @@ def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> 
     return asyncio.run(run())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 @pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid", "lfm3"])
 def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:

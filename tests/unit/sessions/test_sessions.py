@@ -48,6 +48,7 @@ def talk(session: Session, turns: list[list[int]]) -> list[list[int]]:
     return [answer(session, turn) for turn in turns]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("where", ["host", "disk", "disk read anew"])
 def test_a_restored_session_goes_on_as_if_it_had_never_stopped(
@@ -101,6 +102,7 @@ def test_two_sessions_about_one_book_store_it_once(tmp_path: Path) -> None:
     three.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["bits", "truncated", "empty", "removed", "late"])
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
 def test_damage_is_computed_again(damage: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ def stream_of(llm: LLM) -> WeightStream | None:
 # --------------------------------------------------------------------------------------------------------- same tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "policy", "options"), [(name, *POLICIES[1]) for name in NAMES] + [("llama", *POLICIES[0])]
 )
@@ -168,6 +169,7 @@ def test_a_batch_shares_streamed_weights(folder: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ under the limit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "options", "link"),
     [(*policy, "staged") for policy in (POLICIES if ALL else (POLICIES[0], POLICIES[1], POLICIES[4]))]

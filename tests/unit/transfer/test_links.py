@@ -31,6 +31,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize(("policy", "options"), POLICIES)
 def test_staged_kv_equals_kv_read_in_place(name: str, policy: str, options: dict[str, Any]) -> None:

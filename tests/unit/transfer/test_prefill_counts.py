@@ -17,6 +17,7 @@ PER_CHUNK = PrefillCounts(22, 4, 21, 0)
 """Limits of each chunk: norms, projections, RoPE, attention and MLP, and a copy of K and of V of each KV head."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [1024, CHUNK + 100])
 @pytest.mark.parametrize("policy", list(PER_LAYER))
 def test_a_layer_takes_few_launches(policy: str, tokens: int) -> None:

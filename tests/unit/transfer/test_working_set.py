@@ -110,6 +110,7 @@ def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     assert first_occurrences(torch.tensor(ids)).tolist() == want
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", [1, 30])
 @pytest.mark.parametrize(
     ("policy", "settings"),

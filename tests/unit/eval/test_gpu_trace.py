@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_rt.eval.speed.step_trace import DeviceEvent, covered, summary
+from offload_rt.eval.suites.gpu_trace import DeviceEvent, covered, summary
 
 EVENTS = [
     DeviceEvent("gemm", 7, 0.0, 10.0),

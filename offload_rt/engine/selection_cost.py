@@ -1,0 +1,240 @@
+"""Measure up to which context length full attention is as fast as token selection on this processor.
+
+Two lengths of synthetic KV are decoded by the engine's own code, with full attention and with selection. The difference
+of the times is linear in the length: selection has a higher fixed cost, and full attention reads more bytes per token.
+The result is stored in the user's cache. Later processes use the stored value, so that the text of a prompt does not
+depend on the load of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ..config import EngineConfig
+from ..core import BLOCK_SIZE, ModelGeometry
+from ..kernels import team
+from ..kv_cache.pool import HostPool
+from ..models.adapter import ModelAdapter
+from ..models.loading import LoadedModel
+from ..policies.auto import Auto
+from ..policies.options import AutoOptions
+from ..skewing.artifact import SkewArtifact
+from ..skewing.guess import Correction
+from ..transfer.cpu import CpuTransfer
+from ..utils.native_code import cache_folder, processor_name
+from ..utils.native_libraries import build_id
+from ..utils.private_files import make_private_folder, open_private
+from ..utils.small_files import parse_json, read_small
+from .runner import Runner
+
+SHORT = 4 * BLOCK_SIZE
+"""Length of the short context in tokens. Its times show the fixed costs."""
+
+LAYER_BYTES = 4 << 20
+"""Approximate size of the KV of the long context in one layer."""
+
+KV_BYTES = 16 << 20
+"""Size of the KV of the long context in all layers together, so that each layer finds the processor's caches cold."""
+
+FLUSHED_BYTES = 4 << 20
+"""Number of bytes that are read between two layers, as a decode step reads weights there."""
+
+REPEATS = 4
+"""Number of steps with full attention, and with selection. The first of each is not counted."""
+
+ROUNDED_TO = 512
+"""The result is a multiple of this number of tokens."""
+
+_log = logging.getLogger(__name__)
+
+
+def measured_dense_until(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
+
+    The value is read from the user's cache. If it is not there, it is measured and stored.
+    """
+    entry = cache_folder() / "selection" / _key(options, geometry, dtype)
+    if (stored := _read(entry)) is not None:
+        return stored
+    with team.torch_on_one_thread():
+        found = _measure(options, geometry, dtype)
+    _write(entry, found)
+    return found
+
+
+def _key(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> str:
+    """Return a digest of everything that the result depends on."""
+    inputs = {
+        "versions": [version("offload-rt"), torch.__version__],
+        "processor": processor_name(),
+        "kernels": build_id(),
+        "threads": team.threads(),
+        "dtype": str(dtype),
+        "shape": [geometry.kv_heads, geometry.group, geometry.head_dim, geometry.softcap, geometry.default_alpha],
+        "options": options.provenance_text(),
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(entry: Path) -> int | None:
+    try:
+        found = parse_json(read_small(entry, 1000))["dense_until"]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def _write(entry: Path, found: int) -> None:
+    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        make_private_folder(entry.parent)
+        try:
+            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                json.dump({"dense_until": found}, file)
+            os.replace(temporary, entry)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("the speed of selection could not be stored, so the next start measures it again: %s", error)
+
+
+def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    per_token = geometry.kv_bytes(1, dtype) // geometry.layers
+    long = max(4 * SHORT, LAYER_BYTES // per_token // BLOCK_SIZE * BLOCK_SIZE)
+    layers = max(2, KV_BYTES // (long * per_token))
+    return crossing([(n, *layer_seconds(options, _synthetic(geometry, layers), dtype, n)) for n in (SHORT, long)])
+
+
+def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
+    """Return the length at which full attention and selection take equal time, rounded.
+
+    `measured` has two entries: context length, seconds of full attention, and seconds of selection. If selection never
+    becomes faster, the result is very large.
+    """
+    (short, *short_times), (long, *long_times) = measured
+    behind, ahead = short_times[1] - short_times[0], long_times[0] - long_times[1]
+    slope = (behind + ahead) / (long - short)  # seconds that selection gains per token
+    if slope <= 0:
+        return 0 if ahead > 0 else 1 << 40
+    return max(0, round((short + behind / slope) / ROUNDED_TO)) * ROUNDED_TO
+
+
+@torch.inference_mode()
+def layer_seconds(
+    options: AutoOptions,
+    geometry: ModelGeometry,
+    dtype: torch.dtype,
+    length: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float]:
+    """Return the seconds that one layer takes with full attention, and with selection, in a context of `length` tokens.
+
+    Each is the median over the layers of the fastest repeat, so that other processes have little influence.
+    """
+    steps = 2 * REPEATS
+    adapter = _TimedAdapter(geometry, dtype, length, clock)
+    policy = Auto(
+        replace(options, dense_until=0, dense_layers=()), geometry, _identity(geometry), adapter.device, dtype
+    )
+    pool = HostPool(geometry, dtype, geometry.kv_bytes(length + 2 * BLOCK_SIZE, dtype))
+    config = EngineConfig(missed_mass_every=0, enable_prefix_caching=False)
+    runner = Runner(
+        LoadedModel(adapter, None, "", "", frozenset(), 0), policy, pool, CpuTransfer(pool, geometry), config
+    )
+    sequence = runner.new_sequence([0] * (length + steps), length + steps)
+    for layer in range(geometry.layers):
+        pool.write(sequence.blocks, layer, 0, adapter.k, adapter.v)
+        if policy.wants_queries:
+            sequence.state.on_queries(layer, adapter.q.expand(-1, BLOCK_SIZE, -1), adapter.k, length - BLOCK_SIZE)
+        sequence.state.on_keys(layer, adapter.k, 0)
+        sequence.state.on_values(layer, adapter.v, 0)
+    pool.commit(sequence.blocks, length)
+    sequence.position, sequence.unlearned = length, 0
+    for _ in range(REPEATS):
+        for policy.dense_until in (length + steps, 0):
+            adapter.steps.append([])
+            runner.decode([sequence])
+    runner.free(sequence)
+    full, selecting = adapter.steps[2::2], adapter.steps[3::2]
+    return _typical(full), _typical(selecting)
+
+
+def _typical(steps: Sequence[Sequence[float]]) -> float:
+    """Return the median over the layers of the least time in `steps`, which contain one time per layer."""
+    return float(median(map(min, zip(*steps, strict=True))))
+
+
+class _TimedAdapter(ModelAdapter):
+    """A model of attention layers without weights, with random KV. It records the time of each layer in `steps`."""
+
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, length: int, clock: Callable[[], float]) -> None:
+        super().__init__(geometry, dtype, torch.device("cpu"))
+        random = torch.Generator().manual_seed(0)
+        kv_heads, d = geometry.kv_heads, geometry.head_dim
+        self.q, self.k, self.v = (
+            torch.randn(heads, n, d, generator=random).to(dtype)
+            for heads, n in ((geometry.heads, 1), (kv_heads, length), (kv_heads, length))
+        )
+        self.steps: list[list[float]] = []
+        self._clock, self._began = clock, 0.0
+        self._flushed = torch.zeros(FLUSHED_BYTES // 4)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(tokens), 1, dtype=self.dtype)
+
+    def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def qkv(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self._began = self._clock()
+        return super().qkv(layer, attention_input, positions)
+
+    def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.q
+
+    def key_value(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k[:, :1], self.v[:, :1]
+
+    def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+        # A policy may select for the next layer after this layer's attention, so the time ends here.
+        self.steps[-1].append(self._clock() - self._began)
+        self._flushed.sum()
+        return residual
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.float()
+
+
+def _synthetic(geometry: ModelGeometry, layers: int) -> ModelGeometry:
+    """Return a geometry with `layers` full-attention layers of the same shape, and nothing else."""
+    scales, windows = (geometry.head_dim**-0.5,) * layers, (None,) * layers
+    return replace(
+        geometry, layers=layers, hidden=1, vocab=1, scales=scales, windows=windows, max_positions=1 << 40, sinks=False,
+        absolute_positions=False, chunked=False, experts=False, states=(), attention_at=(), depth=0,
+    )  # fmt: skip
+
+
+def _identity(geometry: ModelGeometry) -> SkewArtifact:
+    """Return a skew artifact that leaves queries and keys unchanged."""
+    shape = geometry.layers, geometry.kv_heads, geometry.head_dim
+    basis, mean, right = torch.eye(shape[2]).expand(*shape, -1), torch.zeros(shape), Correction.none(shape[0])
+    return SkewArtifact("balanced", basis, basis, mean, mean + 1, right.slope, right.offset, "synthetic", "none")

@@ -1,0 +1,140 @@
+"""Test how the engine measures up to which length full attention is as fast as token selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model
+
+from offload_rt.core import ModelGeometry
+from offload_rt.engine import selection_cost
+from offload_rt.engine.selection_cost import crossing, layer_seconds, measured_dense_until
+from offload_rt.models.registry import adapter_for
+from offload_rt.policies.options import AutoOptions
+from offload_rt.utils.native_code import LEVEL_VARIABLE
+
+NEVER = 1 << 40
+GEOMETRY = adapter_for(tiny_model("llama")).geometry
+
+
+def synthetic(layers: int) -> ModelGeometry:
+    return selection_cost._synthetic(GEOMETRY, layers)
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "expected"),
+    [
+        ((1.0, 2.0), (6.0, 5.0), 2048),  # equal times in the middle, at 2,176 tokens
+        ((1.0, 4.0), (6.0, 5.0), 3072),
+        ((1.0, 2.0), (5.0, 5.5), 8192),  # selection becomes faster beyond the measured lengths
+        ((1.0, 2.0), (5.0, 6.0), NEVER),
+        ((1.0, 2.0), (5.0, 9.0), NEVER),
+        ((2.0, 1.0), (6.0, 4.0), 0),  # always faster
+        ((2.0, 1.0), (6.0, 5.5), 0),  # always faster, with noise
+    ],
+)
+def test_the_crossing_follows_from_two_lengths(
+    short: tuple[float, float], long: tuple[float, float], expected: int
+) -> None:
+    assert crossing([(256, *short), (4096, *long)]) == expected
+
+
+def fake_clock(durations: list[float]) -> Callable[[], float]:
+    """Return a clock that measures `durations`, one after the other. Each is the difference of two readings."""
+    readings: Iterator[float] = iter([reading for duration in durations for reading in (0.0, duration)])
+    return lambda: next(readings)
+
+
+def test_the_time_of_a_layer_is_its_fastest_repeat() -> None:
+    """Each repeat runs two layers with full attention, then with selection. The first repeat is not counted."""
+    repeats = [[1, 1, 1, 1], [5, 60, 3, 3], [70, 5, 40, 2], [6, 7, 30, 30]]
+    clock = fake_clock([float(each) for repeat in repeats for each in repeat])
+    full, selecting = layer_seconds(AutoOptions(), synthetic(2), torch.float32, 256, clock)
+    assert (full, selecting) == (5.0, 2.5)
+    with pytest.raises(StopIteration):  # every reading was used
+        clock()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"approximate_kv": "off", "scorer": "int8"},
+        {"source": "residual"},
+        {"source": "attention_input", "dense_layers": (1, 29)},
+        {"approximate_kv": "off", "scorer": "partial", "columns": "prompt"},
+    ],
+)
+def test_steps_with_selection_attend_to_fewer_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two measured steps differ as "full" and "infinigen" do."""
+    shares = []
+
+    class Observed(selection_cost.Runner):
+        def free(self, sequence: Any) -> None:
+            sequence.trace.settle()
+            shares.extend(sum(step) / len(step) for step in sequence.trace.attended)
+            super().free(sequence)
+
+    monkeypatch.setattr(selection_cost, "Runner", Observed)
+    layer_seconds(AutoOptions(**options), synthetic(2), torch.float32, 512)
+    assert shares[::2] == [1.0] * selection_cost.REPEATS and max(shares[1::2]) < 0.3
+
+
+def test_measuring_does_not_change_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    layer_seconds(AutoOptions(), synthetic(1), torch.float32, 256)
+    assert torch.rand(1) == expected
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
+    """Return the list of measurements. They are replaced by the result 1,024, in an empty cache folder."""
+    calls: list[object] = []
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
+    monkeypatch.setattr(selection_cost, "_measure", lambda *inputs: calls.append(inputs) or 1024)
+    return calls
+
+
+def test_a_processor_is_measured_once(measured: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the result depends on has its own entry in the cache."""
+    options = AutoOptions()
+    for _ in range(2):
+        assert measured_dense_until(options, GEOMETRY, torch.float32) == 1024
+    assert len(measured) == 1
+    assert measured_dense_until(options, synthetic(1), torch.float32) == 1024
+    assert len(measured) == 1
+    measured_dense_until(options, GEOMETRY, torch.bfloat16)
+    measured_dense_until(AutoOptions(max_fraction=0.1), GEOMETRY, torch.float32)
+    measured_dense_until(options, replace(GEOMETRY, head_dim=2 * GEOMETRY.head_dim), torch.float32)
+    monkeypatch.setattr(selection_cost.team, "threads", lambda: 7)
+    measured_dense_until(options, GEOMETRY, torch.float32)
+    monkeypatch.setenv(LEVEL_VARIABLE, "scalar")
+    measured_dense_until(options, GEOMETRY, torch.float32)
+    monkeypatch.setattr(selection_cost, "processor_name", lambda: "another processor")
+    measured_dense_until(options, GEOMETRY, torch.float32)
+    assert len(measured) == 7
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"dense_until": -1}', '{"dense_until": "512"}', "{" * 2000])
+def test_a_damaged_entry_is_measured_again(text: str, measured: list[object], tmp_path: Path) -> None:
+    measured_dense_until(AutoOptions(), GEOMETRY, torch.float32)
+    [entry] = (tmp_path / "selection").iterdir()
+    entry.write_text(text)
+    for _ in range(2):
+        assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 1024
+    assert len(measured) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_reported(
+    measured: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "selection").touch()
+    assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 1024
+    assert "could not be stored, so the next start measures it again" in caplog.text
