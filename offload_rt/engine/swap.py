@@ -123,7 +123,7 @@ class Swap:
                 fresh = fresh[taken:]
             complete = all(key in self._disk for key in swapped.keys)
         finally:
-            if not complete:  # also on an error: the caller then has nothing to discard
+            if not complete:  # after an error, the caller gets no description of the blocks
                 self.discard(swapped)
         if not complete:
             return None

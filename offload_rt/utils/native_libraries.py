@@ -116,7 +116,7 @@ def native_status() -> NativeStatus:
 def build_id() -> str:
     """Return a text that changes with the sources, the compiler flags and the level of the libraries in use."""
     level = processor_level()
-    names = [library_path(library.path, library.flags, level).cached.name for library in LIBRARIES.values()]
+    names = [library_paths(library.path, library.flags, level)[1].name for library in LIBRARIES.values()]
     return " ".join([*names, _origin(level)])
 
 

@@ -251,9 +251,9 @@ class AllSlideMachine(PoolMachine):
     blocks = 10
 
 
-MANY = 10 if "OFFLOAD_RT_STRESS" in os.environ else 1
+MANY = 20 if "OFFLOAD_RT_STRESS" in os.environ else 1
 
-for machine, examples, steps in ((PoolMachine, 60, 40), (SlidingMachine, 25, 25), (AllSlideMachine, 25, 25)):
+for machine, examples, steps in ((PoolMachine, 30, 40), (SlidingMachine, 15, 25), (AllSlideMachine, 15, 25)):
     machine.TestCase.settings = settings(
         max_examples=MANY * examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )

@@ -35,6 +35,7 @@ from offload_rt.transfer.residency import place, places
 from offload_rt.transfer.row_lists import RowLists
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

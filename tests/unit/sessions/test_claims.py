@@ -5,6 +5,7 @@ A session owns the blocks in its history. A prompt without a session owns the bl
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -142,7 +143,10 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
 
 ClaimsAgainstModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200 if "OFFLOAD_RT_STRESS" in os.environ else 25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestClaims = pytest.mark.usefixtures("no_fsync")(ClaimsAgainstModel.TestCase)
 

@@ -48,7 +48,7 @@ class Row:
 
 ROWS = WINDOW | {"preset": "rows", "alpha": 50.0}
 TABLE = [
-    Row("full", "full", daily=True),
+    Row("full", "full"),
     Row("full, batch, streamed", "full", 3, streamed=True, daily=True),
     Row("full, rounded", "full", settings={"kv_cache_dtype": "int8"}),
     Row("tail", "infinigen", options=WINDOW),
