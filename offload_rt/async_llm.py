@@ -24,9 +24,9 @@ from .errors import InputError, QueueFullError, StoreError
 from .llm import LLM
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
+from .sessions.request_factory import StoredRequestFactory
 from .sessions.stored_prompt import StoredPrompt
 from .sessions.stored_request import StoredRequest
-from .sessions.whole_prompts import WholePrompts
 from .storage.options import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class AsyncLLM:
         self._llm, self._max_waiting = llm, check_int_or_none("max_waiting", max_waiting, 1)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         opened = None if store is None else llm.session_store(store, store_options, read_only=read_only)
-        self._sessions = None if opened is None else WholePrompts(opened, self._calls.put)
+        self._sessions = None if opened is None else StoredRequestFactory(opened, self._calls.put)
         self._names_sessions = opened is not None and not read_only
         self._engine = llm.make_engine(
             on_failure=self._fail, on_prefill=self._prefilled, waited_for=lambda: not self._calls.empty()

@@ -32,10 +32,9 @@ from .errors import InputError
 from .outputs import RequestOutput, Stats, TokenOutput
 from .sampling_params import SamplingParams
 from .sessions.chat_render import Message, Tool
-from .sessions.open_stores import OpenStores
 from .sessions.prompt_encoder import PromptEncoder
 from .sessions.session import Session
-from .sessions.store import SessionStore
+from .sessions.store import OpenStores, SessionStore
 from .sessions.turn_queue import TurnQueue
 from .storage.options import StoreOptions
 from .utils.config_fields import configured

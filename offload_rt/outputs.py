@@ -36,7 +36,7 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""Log-probabilities at one position, by token id: those of the actual token and of the most probable tokens."""
+"""Log-probabilities at one position by token id, for the actual token and the most probable tokens."""
 
 
 @dataclass(frozen=True)

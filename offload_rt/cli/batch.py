@@ -24,7 +24,7 @@ from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling
 from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
-"""Function that shows progress. It gets the number of processed requests and the number of all requests."""
+"""Shows the number of processed requests and the number of all requests."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +135,7 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
         found = parse_json(line)
         check(isinstance(found, dict), "it must be a JSON object")
         if "custom_id" in found:
-            return ServerRequest.of(found)
+            return ServerRequest.from_line(found)
         rest = dict(found)
         id, prompt, messages = rest.pop("id", number), rest.pop("prompt", None), rest.pop("messages", None)
         check(isinstance(id, (str, int)) and not isinstance(id, bool), "its id must be a string or a number")
@@ -148,10 +148,10 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Results:
-    """Result file of a batch, to which one process appends results. `done` contains the ids of all results in the file.
+    """Result file of a batch, to which one process appends results. `done` contains the ids of its results.
 
-    When the file is opened, an incomplete last line of a killed process is removed. Raises InputError if the file
-    cannot be written, is locked by another process, or contains other data.
+    Opening the file removes an incomplete last line of a killed process. It raises InputError if the file cannot be
+    written, is locked by another process, or contains other data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -207,39 +207,33 @@ def _failed(result: Mapping[str, Any]) -> bool:
 def process(
     llm: Any, requests: Sequence[AnyRequest], defaults: Mapping[str, Any], at_once: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Process requests in groups of at most `at_once`, and yield the results of each group.
+    """Process requests in groups of at most `at_once`, and yield the results (or errors) of each group.
 
-    `defaults` are sampling parameters for requests that do not set them. A failed request gets a result with its error.
+    `defaults` are sampling parameters for requests that do not set them.
     """
-    for group in in_groups([one for one in requests if isinstance(one, BatchRequest)], at_once):
+    for group in group_requests([one for one in requests if isinstance(one, BatchRequest)], at_once):
         yield process_group(llm, group, defaults)
-    if openai := in_groups([one for one in requests if isinstance(one, ServerRequest)], at_once):
+    if openai := group_requests([one for one in requests if isinstance(one, ServerRequest)], at_once):
         yield from process_openai(llm, openai, defaults)
 
 
-def in_groups(requests: Sequence[R], at_once: int) -> list[list[R]]:
-    """Split requests into groups of at most `at_once`.
-
-    Requests with a common prefix are in the same group if possible.
-    """
+def group_requests(requests: Sequence[R], at_once: int) -> list[list[R]]:
+    """Split requests into groups of at most `at_once`, and sort them so that common prefixes are in one group."""
     left = sorted(requests, key=lambda one: one.beginning)
     return [left[first : first + at_once] for first in range(0, len(left), at_once)]
 
 
 def process_group(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Process a group of requests. Return a result or an error for each request.
-
-    `defaults` are sampling parameters for requests that do not set them.
-    """
+    """Process a group of requests as in `process`. If the group fails, process each request alone."""
     try:
-        return _results_of(llm, group, defaults)
+        return _generate_group(llm, group, defaults)
     except OffloadError as error:
         if len(group) == 1:
             return [{"id": group[0].id, "error": str(error)}]
         return [result for request in group for result in process_group(llm, [request], defaults)]
 
 
-def _results_of(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     prompts = [llm.chat_prompt(one.messages)[1] if one.prompt is None else one.prompt for one in requests]
     params = [llm.get_default_sampling_params(**{**defaults, **one.sampling}) for one in requests]
     outputs = llm.generate(prompts, params)
@@ -255,10 +249,7 @@ def _results_of(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[st
 
 
 class Worker:
-    """Ray Data actor with one engine.
-
-    Its input and output rows contain the requests and the results of a group as JSON.
-    """
+    """Ray Data actor with one engine. Its input and output rows contain the requests and results of a group as JSON."""
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM
@@ -293,7 +284,7 @@ def process_on_ray(
 
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = [{"requests": json.dumps([asdict(one) for one in group])} for group in in_groups(requests, at_once)]
+    rows = [{"requests": json.dumps([asdict(one) for one in group])} for group in group_requests(requests, at_once)]
     results = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         Worker,
         fn_constructor_args=(model, config, dict(defaults)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..utils.config_fields import check_choice
 from ..utils.units import format_duration, format_size, parse_size
-from .common import PIPED, add_command, printable
+from .common import add_command, print_list, printable
 
 if TYPE_CHECKING:
     from ..models.packed_cache import PackedEntry
@@ -48,22 +48,19 @@ def add(commands: Any) -> None:
 
 
 def _list(home: Path, args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from ..models.packed_cache import cache_limit, packed_entries
 
     entries, now = packed_entries(home), time.time()
-    table = Table(box=None, header_style="bold")
-    for heading in ("checkpoint", "id", "size", "last used"):
-        table.add_column(heading, justify="left" if heading in ("checkpoint", "id") else "right")
-    for entry in reversed(entries):
-        used = f"{format_duration(max(0, now - entry.used))} ago"
-        cells = (printable(entry.origin), entry.folder.name[:_ID_LENGTH], format_size(entry.size), used)
-        table.add_row(*map(Text, cells))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
-    console.print(table if entries else "no packed weights", markup=False)
+    rows = [
+        (
+            printable(entry.origin),
+            entry.folder.name[:_ID_LENGTH],
+            format_size(entry.size),
+            f"{format_duration(max(0, now - entry.used))} ago",
+        )
+        for entry in reversed(entries)
+    ]
+    print_list(("checkpoint", "id", "size", "last used"), rows, "no packed weights", left=2)
     total = format_size(sum(entry.size for entry in entries))
     print(f"{total} of at most {format_size(cache_limit())} in {home}", file=sys.stderr)
 

@@ -77,13 +77,12 @@ class Chat:
     """Conversation in the terminal: read lines until /quit or the end of the input.
 
     Responses go to stdout, and all other text to `console` (stderr). A user error prints one line and leaves the
-    session unchanged.
+    session unchanged. If `saved` is false, the store is temporary, so the session is discarded at the end.
     """
 
     def __init__(
         self, llm: LLM, session: Session, params: SamplingParams, console: Console, *, saved: bool = True
     ) -> None:
-        """Create the conversation. `saved`: whether the store is kept after the chat."""
         self._llm, self._session, self._params, self._console = llm, session, params, console
         self._saved = saved
         self._commands: dict[str, Callable[[str], None]] = {
@@ -93,14 +92,14 @@ class Chat:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Run the chat. Close the session at the end."""
+        """Run the chat, and close the session at the end."""
         with closing(self._session):
             self._greet()
             for line in self._lines():
                 if line == "/quit":
                     break
                 try:
-                    self._take(line)
+                    self._handle(line)
                 except OffloadError as error:
                     self._print(f"offload-rt: {' '.join(str(error).split())}")
                 except KeyboardInterrupt:
@@ -139,16 +138,16 @@ class Chat:
             if whole:
                 yield whole
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if not name.startswith("/"):
-            self._answer(line)
+            self._respond(line)
         elif name in self._commands:
             self._commands[name](rest.strip())
         else:
             raise InputError(f"unknown command {name!r}: /help lists the commands")
 
-    def _answer(self, text: str, params: SamplingParams | None = None) -> None:
+    def _respond(self, text: str, params: SamplingParams | None = None) -> None:
         gone = self._session.history.shift
         from ..utils.progress import Progress
 
@@ -195,14 +194,14 @@ class Chat:
         if not path:
             raise InputError("/read needs a file: write /read FILE [words]")
         text = read_text(path)
-        self._answer(f"{text}\n{words.strip()}" if words.strip() else text)
+        self._respond(f"{text}\n{words.strip()}" if words.strip() else text)
 
     def _undo(self, rest: str) -> None:
         text = self._session.undo()
         self._print(f"removed: {text[:80]}{'…' if len(text) > 80 else ''}")
 
     def _regenerate(self, rest: str) -> None:
-        self._answer(self._session.undo(), replace(self._params, seed=None))
+        self._respond(self._session.undo(), replace(self._params, seed=None))
 
     def _history(self, rest: str) -> None:
         for role, text in self._session.turns:

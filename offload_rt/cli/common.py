@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
-from ..errors import ModelError
-from ..kv_cache.machine import memory_limit
+from ..errors import InputError, ModelError
+from ..kv_cache.system_memory import memory_limit
 from ..models.source import find_source, hub_of
 from ..models.stored_tensors import check_weights
 
@@ -25,22 +26,42 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
 def default_store() -> Path:
     """Return the default store's folder: `offload-rt/store` in `$XDG_DATA_HOME` or `~/.local/share`."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "offload-rt" / "store"
 
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
-
-
-PIPED = 500
-"""Table width in characters if stdout is not a terminal. It is large enough to avoid line breaks."""
-
-
 def printable(text: str) -> str:
     """Escape the control characters of `text`, such as line feeds and terminal escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str, *, left: int) -> None:
+    """Print a table on stdout, or the text `empty` if it has no rows. The first `left` columns are left-justified."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Without a terminal, lines must not break, so that other programs can read them.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
+    console.print(table if rows else empty, markup=False)
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a text file. Raises InputError if this fails."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path!r}: {error.strerror}") from error
 
 
 def add_command(
@@ -112,11 +133,10 @@ def stderr_console(quiet: bool) -> Console:
 
 @contextmanager
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Record Ctrl-C while the body of the `with` statement runs, instead of raising KeyboardInterrupt immediately.
+    """Yield a function that raises KeyboardInterrupt again if Ctrl-C was pressed. The body must call it often.
 
-    Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed. The body must call it often. The reason is
-    that Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference callback. Outside the
-    main thread this has no effect, because only the main thread receives signals.
+    This is necessary because Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference
+    callback. Outside the main thread the function does nothing, because only the main thread receives signals.
     """
     pressed = False
 

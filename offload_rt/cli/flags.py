@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 POLICY_OPTION = "policy_option_"
-"""Prefix for names of policy options in the parsed arguments.
-
-It is needed because the engine and a policy both have an option `skew`.
-"""
+"""Prefix for policy options in the parsed arguments. The engine and a policy both have an option `skew`."""
 
 COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
 """Fields of `EngineConfig` whose flags come first in `--help`."""
@@ -56,14 +53,11 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add a flag for a dataclass field that was created by `config_fields.option`.
+    """Add a flag for a field of the dataclass `owner` that was created by `config_fields.option`.
 
-    If the user does not give the flag, its value is None. Defaults are defined only in the dataclass.
+    Without the flag, the parsed value is None, because defaults are defined only in the dataclass.
 
     Args:
-        group: Argument group.
-        owner: Dataclass of the field.
-        field: The field.
         prefix: Prefix of the name in the parsed arguments.
         suffix: Text to append to the field's help.
         metavar: Metavar to use instead of the field's own metavar.
@@ -283,10 +277,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
 
 
 def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters for a model: the parameters in `given`, completed by `SAMPLED`.
+    """Return the given sampling parameters, with `SAMPLED` if neither they nor the checkpoint define how to sample.
 
-    `SAMPLED` is used only if neither the flags nor the checkpoint define how to sample. Without it, as in the Python
-    API and in vLLM, tokens are sampled from the unchanged distribution, which gives poor texts with small models.
+    The Python API and vLLM then sample from the unchanged distribution, which gives poor texts with small models.
     """
     known, unchanged = llm.get_default_sampling_params(), SamplingParams()
     filters = ("temperature", "top_k", "top_p", "min_p")

@@ -17,7 +17,7 @@ from ..engine.prompts import TRUNCATE, shortened
 from ..errors import InputError
 from ..sampling_params import SamplingParams
 from ..utils.texts import check_writable, read_text
-from .common import INTERRUPTED, add_command, load_llm, stderr_console
+from .common import INTERRUPTED, add_command, load_llm, stderr_console, write_file
 from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare_full and finished:
         stats["against_full"] = _compare(llm, prompt, written, params, args.plot, console)
     if args.stats_json is not None and stats:
-        _write_json(args.stats_json, stats)
+        write_file(args.stats_json, json.dumps(stats, indent=1) + "\n")
         console.print(f"wrote {args.stats_json}")
     return 0 if finished else INTERRUPTED
 
@@ -239,10 +239,3 @@ def _compare(
     if plot is not None:
         console.print(f"wrote {plot}", soft_wrap=True)
     return found.to_dict()
-
-
-def _write_json(path: str, content: dict[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path!r}: {error.strerror}") from error

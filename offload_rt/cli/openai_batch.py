@@ -41,7 +41,7 @@ class ServerRequest:
     body: Mapping[str, Any]
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> ServerRequest:
+    def from_line(cls, line: Mapping[str, Any]) -> ServerRequest:
         """Check a line and convert it to a request. Raises ConfigError if it is invalid."""
         id, path, body = line.get("custom_id"), line.get("url"), line.get("body")
         check(isinstance(id, str) and bool(id), "its custom_id must be a non-empty string")

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..utils.config_fields import check_choice
 from ..utils.texts import check_writable
 from ..utils.units import format_duration, format_size, parse_duration
-from .common import PIPED, add_command, default_store, printable
+from .common import add_command, default_store, print_list, printable, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,40 +43,23 @@ def add(commands: Any) -> None:
 
 
 def _list(folder: Path, args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from ..sessions.catalog import read_catalog
 
     ttl = None if args.store_ttl is None else parse_duration(args.store_ttl, "--store-ttl")
-    table, now = Table(box=None, header_style="bold"), time.time()
     headings = ["session", "model", "turns", "tokens", "on disk", "its own", "last used"]
-    for heading in headings if ttl is None else [*headings, "expires"]:
-        table.add_column(heading, justify="left" if heading in ("session", "model") else "right")
-    catalog = read_catalog(folder)
+    rows, now, catalog = list[list[str]](), time.time(), read_catalog(folder)
     for one in catalog.sessions:
         history = one.history
-        cells = [
-            printable(history.name),
-            printable(history.model),
-            f"{len(history.turns) // 2:,}",
-            f"{len(history.tokens):,}",
-        ]
-        cells += [format_size(one.bytes), format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
-        if ttl is not None:
-            cells.append(format_size(one.bytes_unused_since(now - ttl)))
-        table.add_row(*map(Text, cells))
-    for damaged in catalog.damaged:
-        table.add_row(Text(printable(damaged.name)), damaged.space, "damaged")
-    width = None if sys.stdout.isatty() else PIPED
-    Console(highlight=False, width=width).print(table if table.row_count else "no sessions", markup=False)
+        cells = [printable(history.name), printable(history.model)]
+        cells += [f"{len(history.turns) // 2:,}", f"{len(history.tokens):,}", format_size(one.bytes)]
+        cells += [format_size(one.own_bytes), f"{format_duration(max(0, now - one.used))} ago"]
+        rows.append(cells if ttl is None else [*cells, format_size(one.bytes_unused_since(now - ttl))])
+    rows += [[printable(damaged.name), damaged.space, "damaged"] for damaged in catalog.damaged]
+    print_list(headings if ttl is None else [*headings, "expires"], rows, "no sessions", left=2)
     for one in catalog.sessions:
         if one.damage:
-            print(
-                f"{printable(one.history.name)}: {one.damage}; the table shows the previous save",
-                file=sys.stderr,
-            )
+            name = printable(one.history.name)
+            print(f"{name}: {one.damage}; the table shows the previous save", file=sys.stderr)
 
 
 def _show(folder: Path, args: argparse.Namespace) -> None:
@@ -101,11 +84,8 @@ def _export(folder: Path, args: argparse.Namespace) -> None:
     text = export_text(find_stored(folder, args.name, args.model).history)
     if args.out is None:
         print(text, end="")
-        return
-    try:
-        Path(args.out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {args.out!r}: {error.strerror}") from error
+    else:
+        write_file(args.out, text)
 
 
 def _delete(folder: Path, args: argparse.Namespace) -> None:

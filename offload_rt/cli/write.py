@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     most = sampling.get("max_tokens", MAX_TOKENS)
     if args.more:
         most = draft.written.new_tokens + args.more
-    if draft.complete(most, args.chapters or 0):
+    if draft.is_complete(most, args.chapters or 0):
         console.print(
             f"{args.file} is complete: {draft.written.new_tokens:,} new tokens; --more N continues it", soft_wrap=True
         )

@@ -17,10 +17,10 @@ from ..core import ModelGeometry
 from ..errors import ConfigError
 from ..kernels import dispatch
 from ..kv_cache.arena import read_in_place
-from ..kv_cache.disk.disk_tier import DiskTier
-from ..kv_cache.machine import memory_limit
+from ..kv_cache.disk.file_layout import DiskTier
 from ..kv_cache.pool import HostPool
 from ..kv_cache.state_pool import StatePool, slot_bytes
+from ..kv_cache.system_memory import memory_limit
 from ..models.checkpoint import resolve_device
 from ..models.loading import LoadedModel, load_model
 from ..models.shape import load_shape

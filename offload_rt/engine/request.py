@@ -164,7 +164,7 @@ class Request(ABC):
         self._final = self.stats(runner)
         self.drop(runner)
 
-    def persist(self) -> None:  # noqa: B027 - most requests write nothing
+    def persist(self) -> None:  # noqa: B027 - most requests have no results to write
         """Write results to disk before clients learn that the request has ended. Raise StoreError.
 
         Called after `finish`, while other threads may use the KV cache. A second call has no effect.

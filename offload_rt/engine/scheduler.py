@@ -266,7 +266,7 @@ class Scheduler(PoolMember):
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             if self._swap is not None and swapped is not None:
-                self._swap.discard(swapped)  # the request has failed, so nothing will read it
+                self._swap.discard(swapped)  # the request has failed, so its KV will not be restored
             return
         if swapped is not None:
             self._swapped_out[request] = swapped

@@ -49,7 +49,7 @@ class SnapshotKeeper:
         if sequence is None or not 0 < place <= sequence.blocks.length:
             return None
         assert place % BLOCK_SIZE == 0
-        return sequence.snapshots.get(place, self._table.of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
+        return sequence.snapshots.get(place, self._table.slot_of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
         """Reserve a slot for a snapshot that will be read from disk. Return None if none can be used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +15,13 @@ from ..utils.native_libraries import native_status
 from .runner import Runner
 
 
-def _mean(rows: list[list[float]], tokens: int) -> float:
-    """Return the mean of a quantity per layer and token.
+def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
+    """Return the mean of a quantity over `layers` and tokens.
 
     `rows` `[steps][layers]` contains the sum of the quantity over the tokens of each step, and `tokens` is the total
     number of tokens.
     """
-    layers = len(rows[0]) if rows else 0
-    return sum(map(sum, rows)) / (layers * tokens) if layers and tokens else 0.0
+    return sum(sum(row[i] for i in layers) for row in rows) / (len(layers) * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
@@ -56,13 +56,12 @@ class Fractions:
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
         trace.settle()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
-        sparse = [[[row[i] for i in selecting] for row in rows] for rows in (trace.fetched, trace.attended)]
-        hits, tokens = sum(trace.hit_shares()), trace.decoded_tokens
+        layers, hits, tokens = range(trace.layers), sum(trace.hit_shares()), trace.decoded_tokens
         return cls(
-            fetched=_mean(trace.fetched, tokens) - hits / trace.layers,
-            attended=_mean(trace.attended, tokens),
-            sparse_fetched=_mean(sparse[0], tokens) - hits / max(1, len(selecting)),
-            sparse_attended=_mean(sparse[1], tokens),
+            fetched=_mean(trace.fetched, layers, tokens) - hits / trace.layers,
+            attended=_mean(trace.attended, layers, tokens),
+            sparse_fetched=_mean(trace.fetched, selecting, tokens) - hits / max(1, len(selecting)),
+            sparse_attended=_mean(trace.attended, selecting, tokens),
         )
 
 

@@ -20,13 +20,12 @@ import torch
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
-from ..storage.block_store import NamedBlock, PlacedBlock
 from ..storage.folder import spaces
-from ..storage.loader import BlockLoader, DamagedBlockError
-from ..storage.nameless_store import NamelessStore
-from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.loader import BlockLoader, DamagedBlockError, PlacedBlock
+from ..storage.naming import NamedBlock, SessionProvenance, name_blocks, window_blocks
 from ..storage.options import StoreOptions
 from ..storage.saver import Saver, layer_bytes
+from ..storage.swap_file import SwapFile
 from .runner import Runner
 
 BYTES_PER_SECOND = 500e6  # assumed read speed of the disk until it has been measured
@@ -79,7 +78,7 @@ class Swap:
         namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, BLOCK_SIZE)
-        self._disk = NamelessStore(place, namespace, layers, slot, None if options is None else options.limit)
+        self._disk = SwapFile(place, namespace, layers, slot, None if options is None else options.limit)
         for space in spaces(place):  # version 0.1 used named files, which remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
@@ -124,7 +123,7 @@ class Swap:
                 fresh = fresh[taken:]
             complete = all(key in self._disk for key in swapped.keys)
         finally:
-            if not complete:  # also on an error: the caller then has nothing to discard
+            if not complete:  # after an error, the caller gets no description of the blocks
                 self.discard(swapped)
         if not complete:
             return None
@@ -219,7 +218,7 @@ class Swap:
     def _find(self, swapped: SwappedSequence, blocks: BlockTable) -> list[PlacedBlock] | None:
         known = range(blocks.length // BLOCK_SIZE), blocks.windows
         names = [name for name in swapped.names if name.index not in known[name.group > 0]]
-        stored = [self._disk.find(name.parent, name.provenance_key, name.tokens) for name in names]
+        stored = [self._disk.find(name) for name in names]
         each = zip(names, stored, strict=True)
         found = [PlacedBlock(name.index, block, name.group) for name, block in each if block is not None]
         return found if len(found) == len(names) else None
@@ -254,6 +253,6 @@ class Swap:
         sequence.unlearned = 0
 
 
-def _close(saver: Saver, disk: NamelessStore) -> None:
+def _close(saver: Saver, disk: SwapFile) -> None:
     saver.close()
     disk.close()

@@ -55,7 +55,7 @@ class Arena:
         self.active += 1
 
     def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return views of K and V `[Hkv, size, width]` for `size` contiguous slots of a slab, from slot `offset` on.
+        """Return views of K and V `[Hkv, size, width]` for `size` slots of a slab, from slot `offset` on.
 
         `place` is the index of the layer within a block.
         """
@@ -63,9 +63,9 @@ class Arena:
         return KVPart(planes[:, 0], planes[:, 1])
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n contiguous slots of a slab, from slot `offset` on.
+        """Write encoded k and v `[Hkv, n, width]` to n slots of a slab, from slot `offset` on.
 
-        `place` is the index of the layer within a block. Return when the copy is complete.
+        `place` is the index of the layer within a block. Returns when the copy is complete.
         """
         part = self.view(slab, place, offset, k.shape[1])
         part.k.copy_(k)
@@ -105,8 +105,7 @@ def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
 def page_lock(slab: torch.Tensor, owner: object) -> None:
     """Page-lock the memory of `slab` until `owner` is deleted, for asynchronous copies and direct reads by kernels.
 
-    Raises:
-        MemoryLimitError: If CUDA refuses to page-lock the memory.
+    Raises MemoryLimitError if CUDA refuses.
     """
     size = slab.numel() * slab.itemsize
     cuda: Any = torch.cuda  # cudart() is untyped in some of torch's versions
@@ -125,10 +124,8 @@ def page_lock(slab: torch.Tensor, owner: object) -> None:
 def read_in_place() -> bool:
     """Return whether kernels on the current CUDA device can read page-locked memory at its host address.
 
-    The function page-locks a test page and queries the driver. On WSL 2, for example, the result is False.
-
-    Raises:
-        MemoryLimitError: If no page can be locked.
+    This locks a test page. On WSL 2, for example, the result is False. Raises MemoryLimitError if no page can be
+    locked.
     """
     page = torch.frombuffer(mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     page_lock(page, page)

@@ -57,10 +57,7 @@ class BlockAllocator:
         return start // self.slab_blocks
 
     def best_fit(self, count: int) -> list[int]:
-        """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits.
-
-        Used for sequences of known length.
-        """
+        """Allocate `count` blocks in as few runs as possible, each from the smallest free run that fits."""
         assert 0 <= count <= self.free
         taken: list[int] = []
         while len(taken) < count:
@@ -70,10 +67,7 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` blocks with the ids directly after `last` in the same slab.
-
-        Return their ids, possibly none.
-        """
+        """Allocate up to `count` blocks with the ids directly after `last` in the same slab. Return their ids."""
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
@@ -131,7 +125,6 @@ class BlockAllocator:
             assert (start + size) % self.slab_blocks == 0 or start + size not in self._size, "two runs touch"
 
     def _take(self, start: int, count: int) -> list[int]:
-        """Allocate `count` blocks with ids from `start` on. All of them must be in one free run."""
         if count == 0:
             return []
         first = self._starts[bisect_right(self._starts, start) - 1]

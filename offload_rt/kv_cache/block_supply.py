@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 
 import torch
 
 from ..config import KVFormatName
 from ..core import BlockTable, ModelGeometry
-from ..errors import PoolFullError
+from ..errors import InputError, PoolFullError
 from .arena import Arena
 from .block_allocator import BlockAllocator
-from .disk.disk_tier import DiskTier, open_file_arena
 from .disk.file_arena import FileArena
+from .disk.file_layout import DiskTier
 from .kv_format import make_kv_format
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
-from .machine import memory_limit, pool_full
 from .prefix_cache import PrefixCache
-from .process_lock import ProcessLock
 from .state_pool import StatePool
 from .stored_rows import StoredRows
+from .system_memory import memory_limit, pool_full
 
 MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
 
 # If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `NAMES` ids at a
 # time. When there are `MOST_NAMES` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
 NAMES, MOST_NAMES = 1 << 10, 1 << 16
+
+
+class ProcessLock:
+    """A re-entrant lock that raises InputError if a forked child process enters it.
+
+    After `os.fork`, the child has none of the parent's threads (savers, loaders) but shares the parent's file locks on
+    stores.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(
+                f"this runtime was loaded in process {self._process} and cannot be used in a forked process: load it "
+                "after the fork, or start workers with multiprocessing's start method 'spawn'"
+            )
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
 
 
 class BlockSupply(StoredRows):
@@ -66,9 +90,9 @@ class BlockSupply(StoredRows):
             layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
             arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
         else:
-            arena = open_file_arena(disk, stored, format, limit, slab_tokens)
+            arena = FileArena.create(disk, stored, format, limit, slab_tokens)
         self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
-        super().__init__(arena, LayerGroups.of(geometry), format)
+        super().__init__(arena, LayerGroups.from_geometry(geometry), format)
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""
@@ -100,10 +124,7 @@ class BlockSupply(StoredRows):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a sequence can continue after a cached prefix.
-
-        False for models with recurrent state but no snapshots.
-        """
+        """False for models with recurrent state but no snapshots: no sequence can continue after a cached prefix."""
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
@@ -125,7 +146,7 @@ class BlockSupply(StoredRows):
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the maximum size in bytes of a sequence's KV if the sequence has `tokens` tokens."""
+        """Return the maximum size in bytes of the KV of a sequence with `tokens` tokens."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
@@ -156,13 +177,7 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Make sure that `count` blocks of group 0 are free, contiguous if possible.
-
-        Evict blocks and activate slabs if needed.
-
-        Raises:
-            PoolFullError: If the pool is full.
-        """
+        """Make sure that `count` blocks of group 0 are free, contiguous if possible. Raises PoolFullError."""
         if self.groups.full:
             self._provide_held(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))
@@ -173,11 +188,7 @@ class BlockSupply(StoredRows):
                 self._blocks.add_slab()
 
     def _provide_held(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free.
-
-        Raises:
-            PoolFullError: If there are too few idle blocks. No block is evicted then.
-        """
+        """Evict idle blocks until `count` blocks are free. If there are too few, evict none and raise PoolFullError."""
         self._check_free(count)
         while (missing := count - self.free_blocks) > 0:
             if not (self.groups.full and self.cached.evict(missing)):

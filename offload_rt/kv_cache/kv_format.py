@@ -142,11 +142,7 @@ def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """Return the storage format `name` for vectors of `head_dim` elements of `dtype`.
-
-    Raises:
-        ConfigError: If the format does not exist.
-    """
+    """Return the storage format `name` for vectors of `head_dim` elements of `dtype`. Raises ConfigError."""
     check_choice("kv_cache_dtype", name, ("auto", "int8", "int4", "int2"))
     if name == "auto":
         return Native(dtype, head_dim)

@@ -31,7 +31,7 @@ class LayerGroups:
     window: int
 
     @classmethod
-    def of(cls, geometry: ModelGeometry) -> LayerGroups:
+    def from_geometry(cls, geometry: ModelGeometry) -> LayerGroups:
         sliding = geometry.sliding
         full = [layer for layer in range(geometry.layers) if layer not in sliding]
         size = len(full) or geometry.layers

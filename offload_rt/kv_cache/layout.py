@@ -70,7 +70,7 @@ class ArenaLayout:
             MemoryLimitError: If not even one block fits.
         """
         assert slab_tokens >= BLOCK_SIZE
-        layers = LayerGroups.of(geometry).layers
+        layers = LayerGroups.from_geometry(geometry).layers
         block_bytes = geometry.kv_bytes(BLOCK_SIZE, dtype) // geometry.layers * layers
         blocks = limit_bytes // block_bytes
         if blocks < 1:
@@ -84,7 +84,6 @@ class ArenaLayout:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the whole arena."""
         return self.slabs * self.slab_blocks
 
     @property

@@ -33,14 +33,13 @@ class HostPool(BlockSupply):
     the caller must wait for all asynchronous transfers that use these blocks. Alternatively, an event on the write-back
     stream may order these transfers before the next write to the blocks. `runs` may return the KV of one layer before
     the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
-
     """
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
-        """Create a block table of length 0 with slots for `tokens` tokens in full-attention layers.
+        """Create a block table of length 0 with slots for `tokens` tokens, contiguous if possible.
 
-        The blocks are contiguous if a free run is long enough. Sliding-window layers do not see tokens before `floor`.
-        Raises PoolFullError.
+        The slots are those of full-attention layers. Sliding-window layers do not see tokens before `floor`. Raises
+        PoolFullError.
         """
         count = blocks_for(tokens)
         self._provide(count)
@@ -74,7 +73,7 @@ class HostPool(BlockSupply):
     def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
         """Return whether `slide` with these arguments would change the block table.
 
-        If so, the caller must write all appended tokens to the pool before it calls `slide`.
+        If so, the caller must first write all appended tokens to the pool.
         """
         return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
 
@@ -126,7 +125,7 @@ class HostPool(BlockSupply):
     def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
         """Allocate window blocks with the indices `places`, contiguous within each layer group.
 
-        If there already is a shared block at an index, its first `filled` slots are copied to the new block.
+        A shared block at one of them is replaced by a copy of its first `filled` slots.
         """
         self._activate(len(places) * self.groups.sliding, run=len(places))
         columns = [self._held.best_fit(len(places)) for _ in range(self.groups.sliding)]
@@ -179,7 +178,7 @@ class HostPool(BlockSupply):
             floor: First token that sliding-window layers may see. A prefix is only used if all tokens from `floor` on
                 that its next token sees have cached window blocks.
         """
-        self._unkey_lost()
+        self._unpublish_lost()
         return self.cached.match(tokens, *provenance_keys, floor=floor)
 
     def known_tokens(self, tokens: Sequence[int], *provenance_keys: str) -> int:
@@ -199,7 +198,7 @@ class HostPool(BlockSupply):
         Returns:
             Indices of the exchanged blocks in the block table. Their KV is in other slots now.
         """
-        lost, full = self._unkey_lost(), blocks.length // BLOCK_SIZE
+        lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._claimed | lost if self.groups.full else self._claimed:
             full = next((i for i in range(full) if blocks.ids[i] in barred), full)
         assert len(tokens) >= full * BLOCK_SIZE, "publish needs the tokens of every full block"
@@ -220,10 +219,8 @@ class HostPool(BlockSupply):
     def claim(self, blocks: BlockTable, index: int) -> bool:
         """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
 
-        The block and its descendants are removed from the prefix tree. The block is never published again.
-
-        Returns:
-            False, without any change, if another sequence uses the block.
+        The block and its descendants leave the prefix tree, and the block is never published again. Return False,
+        without any change, if another sequence uses the block.
         """
         block = blocks.ids[index]
         if block in self.cached and self._blocks.refs(block) == 2:
@@ -261,11 +258,8 @@ class HostPool(BlockSupply):
         assert self._arena.active == self._held.slabs
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
-    def _unkey_lost(self) -> set[int]:
-        """Remove blocks that could not be written to disk, and their descendants, from the prefix tree.
-
-        Return all removed blocks.
-        """
+    def _unpublish_lost(self) -> set[int]:
+        """Remove blocks whose write to disk failed, with their descendants, from the prefix tree. Return them."""
         if lost := self.lost:
             self.cached.windows.forget_lost(lost)
         for block in lost if self.groups.full else ():

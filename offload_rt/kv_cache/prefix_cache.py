@@ -75,10 +75,7 @@ class PrefixCache:
         return instead
 
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
-        """Cache the window blocks of the published blocks [start, full) of a sequence.
-
-        Published blocks with a window block in `lost` are skipped.
-        """
+        """Cache the window blocks of the published blocks [start, full) of a sequence, unless one is in `lost`."""
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
@@ -95,7 +92,7 @@ class PrefixCache:
 
     def remove(self, block: int) -> None:
         """Remove a block and its descendants from the tree, because its content changes or is lost."""
-        self._forget(self.tree.unkey(block))
+        self._forget(self.tree.remove(block))
 
     def _forget(self, blocks: Sequence[int]) -> None:
         """Drop the references to `blocks`, which were removed from the tree. Free their window blocks and snapshots."""

@@ -83,7 +83,7 @@ class PrefixTree:
 
     Nodes are looked up by digest. Then tokens, parent and provenance are compared, so a digest collision is a miss. The
     tree owns one reference to each of its blocks. The caller counts these references: it adds one for each block that
-    `insert` returns, and drops one for each block that `evict` and `unkey` return.
+    `insert` returns, and drops one for each block that `evict` and `remove` return.
 
     A block is idle if no sequence references it. Invariant: a sequence that references a block of the tree also
     references all its ancestors. `match` returns the whole path, a fork references all blocks, and `insert` exchanges a
@@ -116,7 +116,6 @@ class PrefixTree:
 
     @property
     def blocks(self) -> Iterable[int]:
-        """All blocks of the tree."""
         return self._of.keys()
 
     def match(
@@ -233,7 +232,7 @@ class PrefixTree:
             gone += self._remove(node)
         return gone
 
-    def unkey(self, block: int) -> list[int]:
+    def remove(self, block: int) -> list[int]:
         """Remove `block` and its descendants, because its content changes or is lost.
 
         Return the ids of all removed blocks.

@@ -28,10 +28,7 @@ class SnapshotTable:
         return self.slots - len(self._free)
 
     def take(self) -> int | None:
-        """Allocate a pending slot and return it. If no slot is free, evict a snapshot.
-
-        Return None if all slots are pending.
-        """
+        """Allocate a pending slot, and evict a snapshot if no slot is free. Return None if all slots are pending."""
         if not self._free:
             if not self._kept:
                 return None
@@ -49,11 +46,10 @@ class SnapshotTable:
             self._kept[block] = slot
 
     def release(self, slot: int) -> None:
-        """Free a pending slot."""
         self._pending.remove(slot)
         self._free.append(slot)
 
-    def of(self, block: int) -> int | None:
+    def slot_of(self, block: int) -> int | None:
         """Return the slot with the snapshot of a block, or None if the block has no snapshot."""
         return self._kept.get(block)
 
@@ -69,7 +65,7 @@ class SnapshotTable:
         return next((n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._kept), 0)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Mark the snapshots of `blocks` as used now. The last block's snapshot becomes the most recently used."""
+        """Mark the snapshots of `blocks` as used now, the last one as the most recently used."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._kept[block] = slot

@@ -68,11 +68,7 @@ class StatePool:
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def lock(self, slot: int) -> None:
-        """Page-lock a slot if this is its first use and the device is a CUDA device.
-
-        Raises:
-            MemoryLimitError: The slot cannot be page-locked.
-        """
+        """Page-lock a slot on its first use, if the device is a CUDA device. Raises MemoryLimitError."""
         if self._pin and slot not in self._locked:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)
@@ -88,15 +84,11 @@ class StatePool:
 
 
 def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one slot."""
     return _layout(geometry, dtype)[1]
 
 
 def _layout(geometry: ModelGeometry, dtype: torch.dtype) -> tuple[dict[int, list[_Part]], int]:
-    """Return the tensors in a slot by decoder layer, and the size of the slot in bytes.
-
-    Each tensor is aligned, and a slot has a whole number of memory pages.
-    """
+    """Return the aligned tensors in a slot by decoder layer, and the size of the slot in bytes (whole pages)."""
     parts, at = dict[int, list[_Part]](), 0
     for shape in geometry.states:
         parts[shape.layer] = []

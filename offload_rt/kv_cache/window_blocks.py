@@ -38,10 +38,9 @@ class WindowBlocks:
             self._of[window[0]] = block
 
     def usable(self, blocks: Sequence[int], floor: int) -> int:
-        """Return how many of `blocks`, from the first on, a new sequence can reuse as its prefix.
+        """Return how many of `blocks`, a path from the root of the tree, a new sequence can reuse as its prefix.
 
-        All window blocks that the next token after the prefix sees must be cached. `blocks` is a path from the root of
-        the tree. Tokens before `floor` are never visible.
+        All window blocks that the next token sees must be cached. Tokens before `floor` are never visible.
         """
         if not self._groups.sliding:
             return len(blocks)
@@ -57,7 +56,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        Tokens before `floor` are never visible. A reference to each returned block is added.
+        A reference to each is added. Tokens before `floor` are never visible.
         """
         if not self._groups.sliding or not blocks:
             return {}
@@ -92,10 +91,7 @@ class WindowBlocks:
             count -= self._groups.sliding
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Assert that all entries belong to published blocks, and that no sequence references idle window blocks.
-
-        `known(block)` returns whether a block is published.
-        """
+        """Assert that all entries belong to `known` blocks, and that no sequence references idle window blocks."""
         assert self._of == {window[0]: block for block, window in self._kept.items()}
         for block, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}

@@ -156,7 +156,7 @@ class BatchedMode(PerSequenceMode):
         scale = geometry.scales[layer]
         out, lse = attend_resident(grouped, resident, spans.starts, spans.stops, k, v, counts, scale)
         if layer in batch.selecting:
-            self._record_missed_mass(layer, q, lse)
+            self._measure_attention_mass(layer, q, lse)
         if selected is not None:
             if batch.policy.wants_weights:
                 scaled, fetched = grouped.to(lse.dtype) * scale, KVPart(k, v, counts)
@@ -167,7 +167,7 @@ class BatchedMode(PerSequenceMode):
             out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
         return out.view(inputs.size, -1).to(q.dtype)
 
-    def _record_missed_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+    def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         """Record the missed attention mass of sequences that measure it. lse `[P, G]` covers the attended tokens."""
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):

@@ -185,7 +185,7 @@ class GraphSteps:
 
 def _out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error was raised because device memory is exhausted, or while handling such an error."""
-    # The end of an interrupted capture may raise an error of its own.
+    # Ending an interrupted capture may raise a second error, whose context is the first one.
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return error is not None

@@ -51,8 +51,10 @@ class DecodeStep:
     def compute(self) -> torch.Tensor:
         """Run all layers and return float32 logits `[B, V]`."""
         adapter, mode, batch = self.adapter, self.mode, self.batch
-        last = batch.geometry.layers - 1
-        x = self._through_stages(-1, adapter.embed(self.tokens, self.positions))
+        last, hybrid = batch.geometry.layers - 1, bool(batch.geometry.attention_at)
+        x = adapter.embed(self.tokens, self.positions)
+        if hybrid:
+            x = self._through_stages(-1, x)
         attend = None if 0 in batch.selecting else mode.fetch_all(0)
         for layer in range(last + 1):
             attention_input = adapter.attention_input(layer, x)
@@ -72,7 +74,9 @@ class DecodeStep:
             residual = adapter.after_attention(layer, x, attend(q))
             if source == "residual":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
-            x = self._through_stages(layer, adapter.mlp(layer, residual))
+            x = adapter.mlp(layer, residual)
+            if hybrid:
+                x = self._through_stages(layer, x)
             attend = upcoming
         return adapter.logits(x)
 

@@ -32,8 +32,8 @@ class StepShape(NamedTuple):
         size: Number of sequences, including padding.
         capacity: Upper bound of a sequence's length in tokens.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether sequences share so many blocks that layers that attend to all tokens also fetch shared tokens
-            only once.
+        joined: Whether sequences share a segment (`Sharing.segments`). Layers that attend to all tokens then also fetch
+            shared tokens only once.
     """
 
     size: int

@@ -19,7 +19,7 @@ import torch
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
-from ..kv_cache.disk.disk_tier import disk_limit
+from ..kv_cache.disk.file_layout import disk_limit
 from ..models.shape import ModelShape
 from ..models.weights import Placement
 from ..policies.registry import memory_demand

@@ -9,8 +9,8 @@ import torch
 from ..config import EngineConfig
 from ..core import ModelGeometry
 from ..errors import MemoryLimitError
-from ..kv_cache.machine import available_memory
 from ..kv_cache.state_pool import slot_bytes
+from ..kv_cache.system_memory import available_memory
 from ..utils.units import format_size
 
 SNAPSHOTS_SHARE = 8

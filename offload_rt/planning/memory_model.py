@@ -14,11 +14,10 @@ import torch
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
-from ..kv_cache.disk.disk_tier import disk_limit
-from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget
+from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget, disk_limit
 from ..kv_cache.kv_format import make_kv_format
 from ..kv_cache.layer_groups import LayerGroups
-from ..kv_cache.machine import available_memory
+from ..kv_cache.system_memory import available_memory
 from ..models.rotary import KEPT
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
@@ -242,7 +241,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
-    groups, staging, decode = LayerGroups.of(geometry), costs.staging([context]), costs.decode([context])
+    groups, staging, decode = LayerGroups.from_geometry(geometry), costs.staging([context]), costs.decode([context])
     return Requirements(
         context=context,
         kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,
@@ -275,7 +274,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = FileLayout.fit(limit, replace(shape.geometry, head_dim=format.width), format)
-    return DiskPlan(limit, MemoryBudget.of(host, layout))
+    return DiskPlan(limit, MemoryBudget.divide(host, layout))
 
 
 @dataclass(frozen=True)

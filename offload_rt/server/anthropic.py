@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from .chat_stream import Step, collected, prepare, respond_to
-from .connection import event, json_answer, streamed, until_gone
+from .chat_stream import Step, collect_steps, generate_steps, prepare
+from .connection import event, json_response, run_for_client, stream_response
 from .conversation import Conversation, call_message, content_text, continues_last, parsed_arguments, tool_options
-from .errors import refused
+from .errors import bad_request
 from .metrics import Usage
 from .openai.requests import Body, CacheSalt, Count, RequestBody, Texts, sampling_fields
 from .parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall
@@ -70,20 +70,20 @@ class MessagesRequest(CountRequest):
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request, service: CurrentService) -> Response:
     """Handle `/v1/messages/count_tokens`: return the number of prompt tokens."""
-    service.admit(body, request)
-    made = service.prompts.of_conversation(_conversation(body))
-    _, ids = await until_gone(request, made)
-    return json_answer({"input_tokens": len(ids)})
+    service.check_request(body, request)
+    made = service.prompts.render(_conversation(body))
+    _, ids = await run_for_client(request, made)
+    return json_response({"input_tokens": len(ids)})
 
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, service: CurrentService) -> Response:
     """Handle `/v1/messages`. The response is an event stream if `stream` is true."""
-    service.admit(body, request)
+    service.check_request(body, request)
     conversation = _conversation(body)
     sampling = sampling_fields(body) | {"stop": body.stop_sequences or ()}
     job = await prepare(service, request, conversation, body.max_tokens, sampling)
-    steps = respond_to(service, request, job, EngineArguments(cache_salt=service.salt(request, body.cache_salt)))
+    steps = generate_steps(service, request, job, EngineArguments(cache_salt=service.salt(request, body.cache_salt)))
     message: dict[str, Any] = {
         "id": f"msg_{request.state.request_id}",
         "type": "message",
@@ -97,10 +97,10 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
         "usage": _usage(Usage(len(job.ids))),
     }
     if body.stream:
-        return await streamed(request, _events(steps, message))
-    [step] = await until_gone(request, collected(steps))
+        return await stream_response(request, _events(steps, message))
+    [step] = await run_for_client(request, collect_steps(steps))
     content = [_block(piece) for piece in step.pieces]
-    return json_answer(message | {"content": content, "usage": _usage(step.usage)} | _end(step))
+    return json_response(message | {"content": content, "usage": _usage(step.usage)} | _end(step))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -163,9 +163,8 @@ def _named(kind: str, **fields: Any) -> bytes:
 
 def _empty(block: dict[str, Any]) -> dict[str, Any]:
     """Return a content block with empty text or input, for `content_block_start`."""
-    return block | {
-        name: {"text": "", "thinking": "", "input": {}}[name] for name in ("text", "thinking", "input") if name in block
-    }
+    empty: dict[str, Any] = {"text": "", "thinking": "", "input": {}}
+    return block | {name: value for name, value in empty.items() if name in block}
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
@@ -187,7 +186,7 @@ def _conversation(body: CountRequest) -> Conversation:
     for i, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
             where = f"tools.{i}.type"
-            raise refused(f"{where}: {tool.type!r} is not supported: send client tools only", where)
+            raise bad_request(f"{where}: {tool.type!r} is not supported: send client tools only", where)
         parameters = tool.input_schema or {}
         functions.append({"name": tool.name, "description": tool.description or "", "parameters": parameters})
     choice = body.tool_choice or ToolChoice(type="auto")
@@ -217,7 +216,7 @@ def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]
             content = content_text(block.get("content"), at)
             found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": content})
         elif kind not in ("thinking", "redacted_thinking"):  # earlier reasoning is not part of the prompt
-            raise refused(f"{at}: {kind!r} is not supported in a message of role {message.role!r}: send text", at)
+            raise bad_request(f"{at}: {kind!r} is not supported in a message of role {message.role!r}: send text", at)
     if texts or calls or not found:
         converted: dict[str, Any] = {"role": message.role, "content": content_text(texts, where)}
         found.append(converted | ({"tool_calls": calls} if calls else {}))
@@ -227,5 +226,5 @@ def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]
 def _call(block: dict[str, Any], at: str) -> dict[str, Any]:
     name, given = block.get("name"), block.get("input", {})
     if not isinstance(name, str) or not isinstance(given, dict):
-        raise refused(f"{at}: a tool_use block needs a name and an input object", at)
+        raise bad_request(f"{at}: a tool_use block needs a name and an input object", at)
     return call_message(name, given, str(block.get("id", "")), at)

@@ -20,10 +20,10 @@ from ..async_llm import AsyncLLM
 from ..errors import OffloadError
 from ..policies.registry import policy_names
 from . import anthropic
-from .connection import ClientGoneError, json_answer, until_gone
+from .connection import ClientGoneError, json_response, run_for_client
 from .conversation import conversation_of
 from .documents import session_of
-from .errors import RefusedError, error_response, refusal, refused
+from .errors import RefusedError, as_http_error, bad_request, error_response
 from .log import logger
 from .middleware import GONE, REQUEST_ID, RequestMiddleware
 from .openai import chat, completions, responses
@@ -71,7 +71,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
 def _add_errors(app: FastAPI) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
-        failure = refusal(error)
+        failure = as_http_error(error)
         if isinstance(error, HTTPException) and failure.status == 404:
             failure = RefusedError(404, _path_hint(app, request.url.path), code="not_found")
         if failure.status >= 500:
@@ -122,7 +122,7 @@ async def model(name: str, service: CurrentService) -> dict[str, Any]:
 
 @router.post("/v1/embeddings")
 async def embeddings() -> Response:
-    raise refused("embeddings are not supported: use a server with an embedding model")
+    raise bad_request("embeddings are not supported: use a server with an embedding model")
 
 
 SearchText = Annotated[str, Query(max_length=200)]
@@ -133,24 +133,29 @@ SearchText = Annotated[str, Query(max_length=200)]
 async def sessions(request: Request, service: CurrentService, query: SearchText = "") -> Response:
     # `store` tells the page whether sessions are stored. If not, requests with `session` are refused.
     conversations, owner = service.conversations, request.state.owner
-    found = conversations.of(owner)
+    found = conversations.list_heads(owner)
     if words := query.lower().split():
-        found = await asyncio.to_thread(conversations.containing, owner, found, words)
-    return json_answer({"object": "list", "store": service.remembers, "data": found})
+        found = await asyncio.to_thread(conversations.search, owner, found, words)
+    return json_response({"object": "list", "store": service.stores_sessions, "data": found})
 
 
 @router.get("/v1/sessions/{name}")
 async def session(name: str, request: Request, service: CurrentService) -> Response:
     messages = service.conversations.messages(request.state.owner, name)
-    return json_answer({"id": name, "object": "session", "messages": messages})
+    return json_response({"id": name, "object": "session", "messages": messages})
 
 
 @router.post("/v1/sessions/{name}")
 async def update_session(name: str, body: SessionUpdate, request: Request, service: CurrentService) -> Response:
-    messages = None if body.messages is None else [one.model_dump(exclude_none=True) for one in body.messages]
-    with service.locked(session_of(request.state.owner, name)):
-        service.forget(service.conversations.update(request.state.owner, name, body.title, messages))
-    return json_answer({"id": name, "object": "session"})
+    """Change the title, the messages or both. Messages for an unknown name begin a new conversation."""
+    owner, conversations = request.state.owner, service.conversations
+    with service.locked(session_of(owner, name)):
+        if body.messages is None:
+            messages = conversations.messages(owner, name)
+        else:
+            messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        service.delete_in_background(conversations.store(owner, name, messages, body.title))
+    return json_response({"id": name, "object": "session"})
 
 
 @router.delete("/v1/sessions/{name}")
@@ -161,28 +166,28 @@ async def delete_session(name: str, request: Request, service: CurrentService) -
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, service: CurrentService) -> dict[str, Any]:
-    service.admit(body, request)
+    service.check_request(body, request)
     if (body.prompt is None) == (body.messages is None):
-        raise refused("send either prompt (a string) or messages", "prompt")
+        raise bad_request("send either prompt (a string) or messages", "prompt")
     if body.messages is None:
-        work = service.prompts.of_text(body.prompt or "", special_tokens=body.add_special_tokens)
-        ids = await until_gone(request, work)
+        work = service.prompts.encode(body.prompt or "", special_tokens=body.add_special_tokens)
+        ids = await run_for_client(request, work)
     else:
         conversation = conversation_of(body, body.messages)
-        rendered = service.prompts.of_conversation(conversation, answer=body.add_generation_prompt)
-        _, ids = await until_gone(request, rendered)
+        rendered = service.prompts.render(conversation, answer=body.add_generation_prompt)
+        _, ids = await run_for_client(request, rendered)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.capacity}
     if body.return_tokens:
         found["tokens"] = ids
     if body.return_token_strs:
-        found["token_strs"] = await until_gone(request, service.prompts.tokens_of(ids))
+        found["token_strs"] = await run_for_client(request, service.prompts.token_strings(ids))
     return found
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request, service: CurrentService) -> dict[str, Any]:
-    service.admit(body, request)
-    return {"prompt": await until_gone(request, service.prompts.text_of(body.tokens))}
+    service.check_request(body, request)
+    return {"prompt": await run_for_client(request, service.prompts.decode(body.tokens))}
 
 
 @router.get("/health")
@@ -197,4 +202,4 @@ async def metrics(service: CurrentService) -> Response:
 
 @router.get("/v1/load")
 async def load(service: CurrentService) -> Response:
-    return json_answer(service.metrics.load())
+    return json_response(service.metrics.load())

@@ -1,4 +1,4 @@
-"""Generate chat responses for all protocols, as parsed increments: text, reasoning, tool calls and token counts."""
+"""Generate chat responses for all protocols. A response arrives in steps of parsed text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from ..outputs import Logprobs, RequestOutput, StopReason
 from ..sampling_params import SamplingParams
-from .connection import until_gone
+from .connection import run_for_client
 from .conversation import Conversation, forced_call
 from .metrics import Usage
 from .parsers import answer_parser, needs_special_tokens
@@ -54,7 +54,7 @@ async def prepare(
         structured: Dictionary with the field `structured_outputs`, or None. It takes precedence over a required tool
             call.
     """
-    text, ids = await until_gone(request, service.prompts.of_conversation(conversation))
+    text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
     tokens = service.limits.tokens(len(ids), max_tokens)
     guided = structured or forced
@@ -101,7 +101,7 @@ class Step:
 
 
 class ChatStream:
-    """Compute the increments (`Step`) between successive outputs of a request.
+    """Compute the steps between successive outputs of a request.
 
     Args:
         make_parser: Creates a parser for each completion. By default all text is content.
@@ -113,9 +113,9 @@ class ChatStream:
         """For each completion index: numbers of returned characters and tokens, and whether it has finished."""
         self._called: set[int] = set()
 
-    def of(self, output: RequestOutput) -> list[Step]:
+    def steps(self, output: RequestOutput) -> list[Step]:
         """Return a step for each completion that has changed since the last call, and one step for new trace data."""
-        usage, found = Usage.of(output), []
+        usage, found = Usage.from_output(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))
             text, token_ids = each.text[characters:], each.token_ids[tokens:]
@@ -142,18 +142,18 @@ class ChatStream:
         return pieces, "tool_calls" if reason == "stop" and index in self._called else reason
 
 
-async def respond_to(
+async def generate_steps(
     service: Service, request: Request, job: ChatJob, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Generate `params.n` responses to a conversation, and yield their parsed increments."""
+    """Generate `params.n` responses to a conversation, and yield their steps."""
     stream = ChatStream(job.make_parser)
     async with aclosing(service.outputs(request, job.ids, job.params, arguments)) as outputs:
         async for output in outputs:
-            for step in stream.of(output):
+            for step in stream.steps(output):
                 yield step
 
 
-async def collected(steps: AsyncGenerator[Step, None]) -> list[Step]:
+async def collect_steps(steps: AsyncGenerator[Step, None]) -> list[Step]:
     """Merge all steps into one step per completion, with the usage of the whole request."""
     by_index: dict[int, list[Step]] = defaultdict(list)
     async with aclosing(steps):

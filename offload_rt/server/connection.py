@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import RefusedError, ending, error_body, refusal
+from .errors import RefusedError, as_http_error, error_body, shutting_down
 from .options import DELIVERY_SECONDS
 
 T = TypeVar("T")
@@ -30,21 +30,17 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Call `until_disconnect` for a request, with the deadline of the request.
+async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` until the client disconnects (ClientGoneError) or the request's deadline has passed (TimeoutError).
 
-    Raises TimeoutError if `work` does not end by the deadline. The connection is aborted a little later, so the client
-    can still receive the error.
+    The connection is aborted a little after the deadline, so that the client can still receive the error.
     """
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result.
-
-    If the client closes the connection, cancel `work` and raise ClientGoneError.
-    """
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGoneError."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +69,7 @@ async def body_parts(receive: Receive) -> AsyncGenerator[bytes, None]:
         yield message.get("body", b"")
 
 
-def json_answer(content: Any) -> Response:
+def json_response(content: Any) -> Response:
     # ASCII, because text quoted from a request may contain lone surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(content, ensure_ascii=True, separators=(",", ":")), media_type="application/json")
 
@@ -85,7 +81,7 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. `streamed` creates it."""
+    """Response of server-sent events. Use `stream_response` to create it."""
 
     media_type = "text/event-stream"
 
@@ -102,7 +98,7 @@ class EventStream(Response):
         except ClientGoneError:
             scope["state"]["notes"]["client"] = "gone"
         except asyncio.CancelledError:  # the grace period of the shutdown is over
-            await _break_off(scope, send, ending())
+            await _break_off(scope, send, shutting_down())
         finally:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
@@ -119,7 +115,7 @@ class EventStream(Response):
         except StopAsyncIteration:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:
-            failure = refusal(error)
+            failure = as_http_error(error)
             if failure.status >= 500:
                 logger.error("a streamed response failed", exc_info=error)
             await _break_off(scope, send, failure)
@@ -132,14 +128,15 @@ async def _break_off(scope: Scope, send: Send, error: RefusedError) -> None:
     await send({"type": "http.response.body", "body": event(error_body(error, scope["path"]), name)})
 
 
-async def streamed(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """Return a response that streams `events`.
 
-    Errors in the first `PATIENCE` seconds are raised, so that they get an error status. Later errors become events.
+    Errors in the first `PATIENCE` seconds are raised here, so that the response gets an error status. Later errors are
+    sent as events.
     """
     first = asyncio.ensure_future(anext(events))
     try:
-        await until_gone(request, asyncio.wait({first}, timeout=PATIENCE))
+        await run_for_client(request, asyncio.wait({first}, timeout=PATIENCE))
         if first.done():
             first.result()
     except BaseException as error:

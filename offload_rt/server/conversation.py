@@ -1,4 +1,4 @@
-"""Conversations as input of a chat template: their conversion from requests, and required tool calls."""
+"""Convert requests to conversations for a chat template, and force required tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from ..sampling_params import StructuredOutputs
-from .errors import refused
+from .errors import bad_request
 from .openai.requests import ChatRequest, Message, NamedTool, TokenizeRequest
 from .parsers.pieces import Tools
 
@@ -70,18 +70,15 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         if wanted:
-            raise refused("continue_final_message requires that the last message is the assistant's", param)
+            raise bad_request("continue_final_message requires that the last message is the assistant's", param)
         return False
     if last.get("tool_calls"):
-        raise refused(f"{param} ends with tool calls: add a message with the result of each call", param)
+        raise bad_request(f"{param} ends with tool calls: add a message with the result of each call", param)
     return wanted is not False
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Return the conversation with the response appended.
-
-    If the response continues the last message, both become one message.
-    """
+    """Return the conversation with the response, which is a new message or continues the last one."""
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -92,7 +89,7 @@ def from_chat(body: ChatRequest) -> Conversation:
     """Convert a chat request to a conversation. Raises RefusedError for content that is not text."""
     found = conversation_of(body, body.messages, body.tool_choice, parallel=body.parallel_tool_calls is not False)
     if body.add_generation_prompt is False and not found.continues:
-        raise refused(
+        raise bad_request(
             "add_generation_prompt: false requires that the last message is the assistant's, which is continued. Send "
             "the whole prompt as text to /v1/completions instead",
             "add_generation_prompt",
@@ -130,9 +127,9 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
         named: Name of the tool that must be called, or None. It takes precedence over `choice`.
     """
     if named is not None and named not in [function["name"] for function in functions]:
-        raise refused(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
+        raise bad_request(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
     if not functions and choice == "required":
-        raise refused("tool_choice requires a tool call, but tools is empty", "tool_choice")
+        raise bad_request("tool_choice requires a tool call, but tools is empty", "tool_choice")
     tools = [{"type": "function", "function": function} for function in functions]
     return {"tools": tools, "choice": "required" if named else choice or "auto", "named": named}
 
@@ -158,15 +155,15 @@ def content_text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise refused(f"{where}.content must be a string or a list of content parts", f"{where}.content")
+        raise bad_request(f"{where}.content must be a string or a list of content parts", f"{where}.content")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise refused(f"{where}.content.{i}: {kind!r} is not supported: send text", f"{where}.content.{i}")
+            raise bad_request(f"{where}.content.{i}: {kind!r} is not supported: send text", f"{where}.content.{i}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise refused(f"{where}.content.{i}.text must be a string", f"{where}.content.{i}.text")
+            raise bad_request(f"{where}.content.{i}.text must be a string", f"{where}.content.{i}.text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -179,12 +176,12 @@ def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, wh
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise refused(f"{where}.function needs a name", f"{where}.function")
+        raise bad_request(f"{where}.function needs a name", f"{where}.function")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = parsed_arguments(arguments)
     if not isinstance(arguments, dict):
-        raise refused(f"{where}.function.arguments must be a JSON object", f"{where}.function.arguments")
+        raise bad_request(f"{where}.function.arguments must be a JSON object", f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -205,9 +202,9 @@ MAX_CALLS = 8
 
 
 def forced_call(conversation: Conversation) -> dict[str, Any]:
-    """Return {"structured_outputs": ...} for `SamplingParams`, which forces tool calls, or {} if none is required.
+    """Return the field `structured_outputs` of `SamplingParams` that forces tool calls, or {} if none is required.
 
-    The response then is one call, or a list of calls if several are allowed.
+    The schema allows one call, or a list of calls if the response may have several.
     """
     if conversation.choice != "required":
         return {}
@@ -236,10 +233,7 @@ def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a JSON schema that is inserted into another schema at the JSON pointer `place`.
-
-    Its references (`#/$defs/...`) are changed to the new position.
-    """
+    """Return a JSON schema whose references (`#/$defs/...`) are valid if it is inserted at the JSON pointer `place`."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +247,7 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
     try:
         moved: dict[str, Any] = json.loads(json.dumps(schema), object_hook=move)
     except RecursionError:
-        raise refused("tools: a schema is nested too deeply", "tools") from None
+        raise bad_request("tools: a schema is nested too deeply", "tools") from None
     return moved
 
 

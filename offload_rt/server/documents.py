@@ -18,7 +18,7 @@ from typing import Any
 from ..storage.files import open_regular
 from ..utils.private_files import make_private, make_private_folder, open_private
 from ..utils.small_files import parse_json
-from .errors import RefusedError, refused
+from .errors import RefusedError, bad_request
 
 Head = dict[str, Any]
 
@@ -76,7 +76,7 @@ class DocumentCache:
                     make_private(path)
 
     def _scan(self) -> None:
-        """Read the heads of files that other servers have added. Files are added in the order of modification times."""
+        """Read the heads of files that other servers have added, oldest first. Forget files that they have removed."""
         if self._folder is None:
             return
         found = {}
@@ -87,9 +87,9 @@ class DocumentCache:
         for name in self._heads.keys() - found.keys():
             self._forget(name)
         for name in sorted(found.keys() - self._heads.keys(), key=found.__getitem__):
-            self._enter(name)
+            self._read_head(name)
 
-    def _enter(self, name: str) -> None:
+    def _read_head(self, name: str) -> None:
         """Read the head of the document `name`. A missing or malformed file is ignored."""
         path = self._path(name)
         with contextlib.suppress(ValueError, OSError), os.fdopen(open_regular(path), "rb") as file:
@@ -109,11 +109,11 @@ class DocumentCache:
 
     def head(self, name: str) -> Head | None:
         if self._folder is not None:
-            self._enter(name)
+            self._read_head(name)
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Store or replace a document. Return the heads of documents that were evicted for it. Raises OSError."""
+        """Store or replace a document. Return the heads of the documents that it evicts. Raises OSError."""
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -133,10 +133,10 @@ class DocumentCache:
         if self.head(name) is None:
             return None
         self._heads.move_to_end(name)
-        return self.peek(name)
+        return self.read_body(name)
 
-    def peek(self, name: str) -> Any:
-        """Return the body of a document, without marking the document as used. Worker threads may call this."""
+    def read_body(self, name: str) -> Any:
+        """Like `body`, but do not count this as a use of the document. Worker threads may call this method."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -181,7 +181,7 @@ _EXCERPT = 120
 def session_of(owner: str, name: str) -> str:
     """Return the engine's id of the session `name`. It is unique per API key (`owner`). Raises RefusedError."""
     if not 1 <= len(name) <= MAX_NAME:
-        raise refused(f"session must be a string of 1 to {MAX_NAME} characters", "session")
+        raise bad_request(f"session must be a string of 1 to {MAX_NAME} characters", "session")
     return digest("session", owner, name)
 
 
@@ -193,10 +193,12 @@ class Conversations:
     def __init__(self, documents: DocumentCache) -> None:
         self._documents = documents
 
-    def keep(self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None) -> list[str]:
-        """Store a conversation. Return the engine's ids of sessions whose conversations were evicted for it.
+    def store(
+        self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None
+    ) -> list[str]:
+        """Store a conversation. Return the engine's ids of the sessions whose conversations it evicts.
 
-        If `title` is None, the last title that a client set remains. If there is none, the title is the first question.
+        Without `title`, the conversation keeps the title that a client has set, or else gets its first question.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -206,31 +208,21 @@ class Conversations:
         evicted = self._documents.put(session_of(owner, name), head, list(messages))
         return [session_of(each["owner"], each["id"]) for each in evicted]
 
-    def update(
-        self, owner: str, name: str, title: str | None, messages: Sequence[Mapping[str, Any]] | None
-    ) -> list[str]:
-        """Change the title, the messages or both. Return the engine's ids of sessions that were evicted.
-
-        If the name is unknown, the messages start a new conversation. Raises RefusedError (404) for an unknown name
-        without messages.
-        """
-        return self.keep(owner, name, self.messages(owner, name) if messages is None else messages, title)
-
-    def of(self, owner: str) -> list[dict[str, Any]]:
+    def list_heads(self, owner: str) -> list[dict[str, Any]]:
         """Return the heads of all conversations of `owner`, newest first."""
         found = [head for head in self._documents.heads().values() if head.get("owner") == owner]
         found.sort(key=lambda head: float(head["updated"]), reverse=True)
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
-    def containing(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
-        """Return the conversations whose title and messages together contain all `words`. The words are in lower case.
+    def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
+        """Return the conversations whose title and messages contain all `words`, which are in lower case.
 
-        `excerpt` in the result is the text around the first word that occurs in the messages, or "". All files are
-        read, so call this in a worker thread.
+        Each result has an `excerpt`: the text around the first word that the messages contain, or "". This reads all
+        files, so call it in a worker thread.
         """
         found = []
         for head in heads:
-            messages = self._documents.peek(session_of(owner, head["id"])) or []
+            messages = self._documents.read_body(session_of(owner, head["id"])) or []
             text = "\n".join(each["content"] for each in messages if isinstance(each.get("content"), str))
             everything = f"{head['title']}\n{text}".lower()
             if all(word in everything for word in words):
@@ -269,10 +261,7 @@ def _excerpt(text: str, words: Sequence[str]) -> str:
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last line of the first user message.
-
-    Earlier lines often are a document, and the last one the question.
-    """
+    """Return the last line of the first user message. It often is the question after a document."""
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
@@ -320,10 +309,7 @@ class ResponseStore:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:
-        """Store a response.
-
-        Return the sessions of responses that were evicted for it, except sessions that other stored responses use.
-        """
+        """Store a response. Return the sessions of the responses that it evicts, unless other responses use them."""
         head = {"owner": stored.owner, "session": stored.session}
         body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)

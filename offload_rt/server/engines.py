@@ -12,7 +12,7 @@ from typing import Any
 
 from ..async_llm import AsyncLLM
 from ..engine.async_clients import EngineLoad
-from .errors import RefusedError, refused
+from .errors import RefusedError, bad_request
 from .options import ServerOptions
 
 _ADDED = (
@@ -40,8 +40,8 @@ class Engines:
         self._past = dict.fromkeys(_ADDED, 0)
 
     @asynccontextmanager
-    async def under(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
-        """Open the engine of a policy, or reuse it, and keep it open while the body of the `async with` statement runs.
+    async def engine_for(self, policy: str | None, options: Mapping[str, Any] | None) -> AsyncIterator[AsyncLLM]:
+        """Yield the engine of a policy, and keep it open while the body of the `async with` statement runs.
 
         Raises:
             RefusedError: Requests cannot choose a policy on this server, or too many policies are in use.
@@ -49,34 +49,36 @@ class Engines:
         """
         if policy is None:
             if options:
-                raise refused("policy_options requires policy: add policy, or remove policy_options", "policy_options")
+                raise bad_request(
+                    "policy_options requires policy: add policy, or remove policy_options", "policy_options"
+                )
             yield self.own
             return
         key = json.dumps([policy, dict(options or {})], sort_keys=True)
-        taking = asyncio.ensure_future(self._take(key, policy, options or {}))
+        taking = asyncio.ensure_future(self._acquire(key, policy, options or {}))
         try:
             yield await asyncio.shield(taking)  # opening must finish even if the client disconnects
         finally:
             if taking.done():
-                self._give_back(key, taking)
+                self._release(key, taking)
             else:
-                taking.add_done_callback(lambda taken: self._give_back(key, taken))
+                taking.add_done_callback(lambda taken: self._release(key, taken))
 
-    async def _take(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
+    async def _acquire(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
         async with self._lock:
-            engine = self._others.get(key) or await self._make(key, policy, options)
+            engine = self._others.get(key) or await self._open(key, policy, options)
             self._others.move_to_end(key)
             self._users[key] = self._users.get(key, 0) + 1
             return engine
 
-    def _give_back(self, key: str, taken: asyncio.Future[AsyncLLM]) -> None:
+    def _release(self, key: str, taken: asyncio.Future[AsyncLLM]) -> None:
         if not taken.cancelled() and taken.exception() is None:
             self._users[key] -= 1
 
-    async def _make(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
+    async def _open(self, key: str, policy: str, options: Mapping[str, Any]) -> AsyncLLM:
         limit, own = self._options.max_engines, self.own.llm.config.policy
         if limit == 1:
-            raise refused(
+            raise bad_request(
                 f"this server allows only policy {own!r}: remove policy, or restart it with a higher --max-engines",
                 "policy",
             )
@@ -86,7 +88,7 @@ class Engines:
                 raise RefusedError(
                     429, f"{limit} policies are in use: retry later, or remove policy", headers={"Retry-After": "5"}
                 )
-            await self._drop(idle)
+            await self._close(idle)
 
         def make() -> AsyncLLM:
             return AsyncLLM(self.own.llm.under(policy, options), max_waiting=self._options.max_waiting)
@@ -94,7 +96,7 @@ class Engines:
         self._others[key] = engine = await asyncio.to_thread(make)
         return engine
 
-    async def _drop(self, key: str) -> None:
+    async def _close(self, key: str) -> None:
         engine = self._others[key]
         await engine.close()
         load = engine.load()
@@ -112,5 +114,5 @@ class Engines:
         """Close all engines. The server's own engine is closed last, because the other engines use its pool."""
         async with self._lock:
             for key in list(self._others):
-                await self._drop(key)
+                await self._close(key)
         await self.own.close()

@@ -72,17 +72,17 @@ class RefusedError(Exception):
         return _KINDS.get(self.status, "invalid_request_error")
 
 
-def refused(message: str, param: str | None = None, code: str | None = None) -> RefusedError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> RefusedError:
     """Return an error for invalid input (400)."""
     return RefusedError(400, message, param=param, code=code)
 
 
-def ending() -> RefusedError:
+def shutting_down() -> RefusedError:
     """Return the error for requests that are interrupted by a shutdown (503)."""
     return RefusedError(503, "the server is shutting down", headers={"Retry-After": "30"})
 
 
-def refusal(error: BaseException) -> RefusedError:
+def as_http_error(error: BaseException) -> RefusedError:
     # Imported here, because the server starts to listen before it imports FastAPI.
     from fastapi.exceptions import RequestValidationError
     from pydantic import ValidationError
@@ -95,11 +95,11 @@ def refusal(error: BaseException) -> RefusedError:
         message = "this conversation is in use by another request: retry when it has finished"
         return RefusedError(409, message, param="session", code="session_busy", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, MemoryLimitError):
-        return refused(str(error), code="pool_full")
+        return bad_request(str(error), code="pool_full")
     if isinstance(error, LogitsError):
         return RefusedError(500, str(error))
     if isinstance(error, OffloadError) and not isinstance(error, (StoreError, DiskError, EngineError)):
-        return refused(str(error))
+        return bad_request(str(error))
     if isinstance(error, (RequestValidationError, ValidationError)):  # the body does not match the schema
         return _invalid(error.errors())
     if isinstance(error, HTTPException):
@@ -127,8 +127,8 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> RefusedError:
     first = found[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return refused(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        return bad_request(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if not where:
-        return refused("the body must be a JSON object, with Content-Type: application/json")
+        return bad_request("the body must be a JSON object, with Content-Type: application/json")
     param = ".".join(where)
-    return refused(f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param)
+    return bad_request(f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param)

@@ -68,7 +68,7 @@ class Usage:
         return Usage(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
-    def of(cls, output: RequestOutput) -> Usage:
+    def from_output(cls, output: RequestOutput) -> Usage:
         generated = sum(len(each.token_ids) for each in output.outputs)
         return cls(len(output.prompt_token_ids), output.num_cached_tokens, generated, output.num_recomputed_tokens)
 
@@ -100,10 +100,10 @@ class Metrics:
         )
         self._model = model
 
-    def began(self, seconds: float) -> None:
+    def record_first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
 
-    def ended(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
+    def record_request(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
         """Record a finished request. `after_first` is the time from its first to its last token, in seconds."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)

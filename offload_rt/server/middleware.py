@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .connection import ClientGoneError, body_parts
-from .errors import RefusedError, ending, error_response, refusal
+from .errors import RefusedError, as_http_error, error_response, shutting_down
 from .log import log_request
 from .options import LOCAL_HOSTS, ServerOptions
 from .protocol import MAX_HEAD_BYTES
@@ -74,11 +74,11 @@ class RequestMiddleware:
             await self._pass(scope, receive, noted)
         except asyncio.CancelledError:  # the server stops and the grace period is over
             if status == GONE:
-                await error_response(ending(), scope["path"])(scope, receive, noted)
+                await error_response(shutting_down(), scope["path"])(scope, receive, noted)
         except Exception as error:
             logger.exception("a request failed")
             if status == GONE:
-                await error_response(refusal(error), scope["path"])(scope, receive, noted)
+                await error_response(as_http_error(error), scope["path"])(scope, receive, noted)
         finally:
             log_request(scope, status, time.perf_counter() - begun)
 
@@ -93,7 +93,7 @@ class RequestMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         if body is not None:
-            await self._app(scope, _replayed(body, receive), send)
+            await self._app(scope, _replay(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
         """Raise RefusedError if a local server is called by an unknown host name.
@@ -168,16 +168,11 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` callable that returns the body first, and then further messages of the connection."""
-    left: Sequence[bytes] = [body]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def again() -> Message:
-        nonlocal left
-        if left:
-            message: Message = {"type": "http.request", "body": left[0], "more_body": False}
-            left = ()
-            return message
-        return await receive()
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
 
-    return again
+    return replay

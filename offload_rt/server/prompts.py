@@ -14,7 +14,7 @@ from ..errors import OffloadError
 from ..sessions.chat_render import render_chat
 from ..utils.allocator import give_back
 from .conversation import Conversation, describe_tools
-from .errors import refused
+from .errors import bad_request
 from .options import ServerOptions
 from .tokenizing import TextTokenizer
 
@@ -24,10 +24,7 @@ LONG = 1 << 18
 """Length in characters above which a text is long. Long texts are tokenized one after another."""
 
 TOKEN_SIZE = 4
-"""Number of characters that one token id counts as when a thread is chosen.
-
-A message counts its text plus 16 token ids.
-"""
+"""Number of characters that a token id counts as when a thread is chosen. A message counts as 16 more token ids."""
 
 SHORT_THREADS = 2
 """Number of threads for short texts."""
@@ -48,13 +45,13 @@ class TokenLimits:
     def check_prompt(self, tokens: int) -> None:
         """Raise RefusedError if a prompt exceeds the limits. `tokens` is a lower bound of its number of tokens."""
         if tokens >= self.positions:
-            raise refused(
+            raise bad_request(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
                 f"{tokens:,}: shorten it",
                 code="context_length_exceeded",
             )
         if tokens >= self.capacity:
-            raise refused(
+            raise bad_request(
                 f"the prompt has at least {tokens:,} tokens, and the capacity of the KV cache is {self.capacity:,}, "
                 "including the response: shorten the prompt, or raise --host-memory",
                 code="pool_full",
@@ -69,7 +66,7 @@ class TokenLimits:
         Raises RefusedError if the prompt is empty or too long.
         """
         if prompt == 0:
-            raise refused("the prompt is empty: send at least one token")
+            raise bad_request("the prompt is empty: send at least one token")
         self.check_prompt(prompt)
         left = min(self.positions, self.capacity) - prompt
         return min(n for n in (requested or default, left, self._limit) if n is not None)
@@ -100,13 +97,13 @@ class Prompts:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises RefusedError if the model has none."""
         if self._tokenizer is None:
-            raise refused("this model has no tokenizer: send prompts as token ids to /v1/completions")
+            raise bad_request("this model has no tokenizer: send prompts as token ids to /v1/completions")
         return self._tokenizer
 
-    async def of_text(self, text: str, *, special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         return await self._in_thread(len(text), lambda cancelled: self._ids(text, special_tokens, cancelled))
 
-    async def of_conversation(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
+    async def render(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """Render a conversation with the chat template. Return the text and its token ids.
 
         `answer` tells whether to add the generation prompt, which begins an assistant message.
@@ -119,7 +116,7 @@ class Prompts:
         size = sum(len(message["content"]) + 16 * TOKEN_SIZE for message in conversation.messages)
         return await self._in_thread(size, make)
 
-    async def spans_of(self, text: str, tokens: int) -> list[tuple[int, int]]:
+    async def token_spans(self, text: str, tokens: int) -> list[tuple[int, int]]:
         """Return (start, end) characters of each token of `text`, or an empty list if the tokenizer reports none."""
 
         def find(cancelled: Event) -> list[tuple[int, int]]:
@@ -130,18 +127,20 @@ class Prompts:
 
         return await self._in_thread(len(text), find)
 
-    async def text_of(self, ids: Sequence[int]) -> str:
+    async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""
 
         def decode(cancelled: Event) -> str:
             size = len(self.tokenizer)
             if (wrong := next((i for i in ids if i >= size), None)) is not None:
-                raise refused(f"{wrong} is not a token id of this model: its vocabulary has {size:,} tokens", "tokens")
+                raise bad_request(
+                    f"{wrong} is not a token id of this model: its vocabulary has {size:,} tokens", "tokens"
+                )
             return str(self.tokenizer.decode(list(ids)))
 
         return await self._in_thread(TOKEN_SIZE * len(ids), decode)
 
-    async def tokens_of(self, ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary entry of each token id."""
         convert = self.tokenizer.convert_ids_to_tokens
         return await self._in_thread(TOKEN_SIZE * len(ids), lambda cancelled: list(convert(list(ids))))
@@ -176,7 +175,7 @@ class Prompts:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise refused("the text contains a lone surrogate, which is not a valid character: remove it") from None
+            raise bad_request("the text contains a lone surrogate, which is not a valid character: remove it") from None
         assert self.tokenizer is not None and self._texts is not None
         return self._texts.encode(text, special_tokens, cancelled, self._limits.check_prompt)
 
@@ -204,4 +203,4 @@ class Prompts:
         except OffloadError:
             raise
         except Exception as error:  # a chat template can raise any error for a client's input
-            raise refused(f"the chat template cannot render this conversation: {error}", "messages") from error
+            raise bad_request(f"the chat template cannot render this conversation: {error}", "messages") from error

@@ -54,7 +54,7 @@ class Connections:
         self.open: dict[LimitedProtocol, None] = {}
         self.refused: set[LimitedProtocol] = set()
 
-    def heard(self, connection: LimitedProtocol) -> None:
+    def mark_active(self, connection: LimitedProtocol) -> None:
         """Mark a connection as the one that has sent data most recently."""
         self.open.pop(connection, None)
         self.open[connection] = None
@@ -129,7 +129,7 @@ class LimitedProtocol(H11Protocol):
         if self in self._limits.refused:
             return
         if self in self._limits.open:
-            self._limits.heard(self)
+            self._limits.mark_active(self)
         super().data_received(data)
         self._set_timers()
 

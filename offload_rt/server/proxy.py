@@ -1,4 +1,4 @@
-"""Forward HTTP requests to replicas: the proxy reads each request, and a replica runs the application on it."""
+"""Forward HTTP requests to replicas. The proxy reads each request, and a replica runs the application on it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .options import DELIVERY_SECONDS
 SESSION_HEADER = "x-session-id"
 
 PREFIX = 2048
-"""Length of the prefix, in characters, whose digest chooses the replica for a long prompt."""
+"""Number of characters at the start of a long prompt that determine its replica."""
 
 MIN_PREFIX = 256
-"""Length of the prefix, in characters, for prompts shorter than `PREFIX`. Still shorter prompts go to any replica."""
+"""The same for prompts shorter than `PREFIX`. Prompts shorter than this go to any replica."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Request fields with the prompt, in all protocols, sorted as in a rendered chat template."""
@@ -60,8 +60,8 @@ def route_key(headers: Headers, body: bytes) -> str:
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
     """Return the indices of the replicas, sorted by preference.
 
-    `queues` contains the number of running requests of each replica. The order is unchanged unless the first replica
-    has more than `max_ahead` requests more than the least loaded one. Then the replicas are sorted by load.
+    The given order is kept, unless the first replica has over `max_ahead` requests more than the least loaded one. Then
+    the replicas are sorted by load. `queues` contains the number of running requests of each replica.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:

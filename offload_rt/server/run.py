@@ -10,8 +10,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
@@ -32,12 +31,14 @@ RETRY_AFTER = 2
 """Seconds after which a client may retry while the model is loading."""
 
 
+LOG_SECONDS = 5.0
+
+
 class Loading:
     """ASGI application that serves requests while `make` creates the real application in a thread.
 
-    Until the real application exists, only the chat page is served, and other requests get 503 with the progress. After
-    that, all requests are passed to the real application. If `make` fails, `on_failure` is called, and `error` contains
-    the exception.
+    Until then, the chat page is served, and other requests get 503 with the progress. Afterwards, all requests are
+    passed to the real application. If `make` fails, `on_failure` is called, and `error` contains the exception.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
@@ -46,7 +47,9 @@ class Loading:
         self._app: ASGIApp | None = None
         self.error: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self._progress = LoadingProgress()
+        self._state: dict[str, Any] = {}
+        """Current task of loading, with its finished and total amounts."""
+        self._logged = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -54,7 +57,7 @@ class Loading:
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _loading_response(scope, self._progress.state)(scope, receive, send)
+            await _loading_response(scope, self._state)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -76,7 +79,7 @@ class Loading:
     def _load(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Event) -> None:
         begun = time.perf_counter()
         try:
-            with observed(self._progress.update):
+            with observed(self._show_progress):
                 self._made = self._make()
             fields = {"seconds": round(time.perf_counter() - begun, 2), "url": self._url}
             text = f"ready at {self._url} after {fields['seconds']} s (Ctrl-C stops the server)"
@@ -88,26 +91,13 @@ class Loading:
         except RuntimeError:  # the server has already stopped
             return
 
-
-class LoadingProgress:
-    """Log each task of loading when it begins, and its progress every `INTERVAL` seconds.
-
-    Attributes:
-        state: Name of the current task with its finished and total amounts, for responses to clients.
-    """
-
-    INTERVAL = 5.0
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-        self._logged = 0.0
-
-    def update(self, task: str, done: int, total: int | None) -> None:
-        begins, now = task != self.state.get("task"), time.monotonic()
-        self.state = {"task": task} | ({} if total is None else {"done": done, "total": total})
-        if begins or now - self._logged > self.INTERVAL:
+    def _show_progress(self, task: str, done: int, total: int | None) -> None:
+        """Log each task when it begins, and its progress every `LOG_SECONDS` seconds."""
+        begins, now = task != self._state.get("task"), time.monotonic()
+        self._state = {"task": task} | ({} if total is None else {"done": done, "total": total})
+        if begins or now - self._logged > LOG_SECONDS:
             self._logged = now
-            logger.info("loading", extra={"fields": self.state})
+            logger.info("loading", extra={"fields": self._state})
 
 
 def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
@@ -143,8 +133,14 @@ def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: soc
     log_to_stderr(options.log_format)
 
     def make() -> FastAPI:
-        with nothing_collected():
+        # Garbage collection would take a quarter of the start-up time and find no garbage. Afterwards, `freeze` exempts
+        # the objects of the loaded model from it.
+        gc.disable()
+        try:
             return make_app()
+        finally:
+            gc.freeze()
+            gc.enable()
 
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -155,15 +151,3 @@ def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: soc
     server.run(sockets=[listener])
     if loading.error is not None:
         raise loading.error
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Disable garbage collection during imports and model loading. Afterwards, exempt all existing objects from it."""
-    # Garbage collection would take a quarter of the start-up time and find no garbage.
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

@@ -1,4 +1,4 @@
-"""The object that all endpoints share: it checks limits, manages sessions, generates, counts metrics and logs."""
+"""The object that all endpoints share. It starts generations, locks and deletes sessions, and records metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..utils.private_files import make_private_folder, open_private
 from ..utils.small_files import read_small
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
-from .errors import RefusedError, ending, refused
+from .errors import RefusedError, bad_request, shutting_down
 from .log import logger
 from .metrics import Metrics, Usage
 from .openai.requests import RequestBody, SampledBody
@@ -57,9 +57,9 @@ class Service:
         self.responses = ResponseStore(self._documents("responses", ResponseStore.FIELDS))
         self._locked: set[str] = set()
         self._salt_key = _salt_key(options.documents)
-        self._salts_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
-        self._forgetting: set[asyncio.Task[None]] = set()
-        self.names = options.served_model_names or (_called(engine.llm.name),)
+        self._separate_keys = len(set(options.api_keys)) > 1 and not options.share_prefixes
+        self._deletions: set[asyncio.Task[None]] = set()
+        self.names = options.served_model_names or (_default_name(engine.llm.name),)
         self.name = self.names[0]
         self.created = int(time.time())
         self.limits = limits = TokenLimits(engine.llm.geometry.max_positions, engine.llm.max_model_len, options)
@@ -79,8 +79,8 @@ class Service:
             code="model_not_found",
         )
 
-    def admit(self, body: RequestBody, request: Request) -> None:
-        """Check the model name of a request. Record unknown fields for the log and for the response header."""
+    def check_request(self, body: RequestBody, request: Request) -> None:
+        """Check the model name of a request. Record its unknown fields for the log and the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -88,26 +88,28 @@ class Service:
     def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
         """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
-            raise refused("exact differs from the server's setting, which requests cannot change: remove it", "exact")
+            raise bad_request(
+                "exact differs from the server's setting, which requests cannot change: remove it", "exact"
+            )
         salt = self.salt(request, body.cache_salt)
         if body.session is None:
             return EngineArguments(body.policy, body.policy_options, None, trace, salt)
-        if not self.remembers:
-            raise refused(
+        if not self.stores_sessions:
+            raise bad_request(
                 "this server does not store sessions: remove session, or start the server with its own --store folder",
                 "session",
             )
         if body.policy is not None:
-            raise refused("a session always uses the server's policy: remove policy or session", "policy")
+            raise bad_request("a session always uses the server's policy: remove policy or session", "policy")
         session = session_of(request.state.owner, body.session)
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the cache salt of a request, derived from its field `cache_salt` (`given`).
+        """Return the engine's cache salt for the field `cache_salt` of a request (`given`).
 
         If the server has several API keys, the salt also depends on the request's key.
         """
-        owner = request.state.owner if self._salts_keys else ""
+        owner = request.state.owner if self._separate_keys else ""
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
@@ -120,7 +122,7 @@ class Service:
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open a document store whose heads have the given fields. Raises ConfigError if the folder cannot be used."""
+        """Open the store of one kind of documents. Raises ConfigError if its folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)
@@ -128,7 +130,7 @@ class Service:
             raise ConfigError(f"cannot store conversations in {str(folder)!r}: {error.strerror or error}") from error
 
     @property
-    def remembers(self) -> bool:
+    def stores_sessions(self) -> bool:
         """Whether the engine stores sessions, so that conversations can continue later."""
         return self.options.documents is not None
 
@@ -168,19 +170,19 @@ class Service:
                 self.responses.delete(name)
 
     async def _delete_kv(self, session: str) -> bool:
-        return self.remembers and await self.engine.delete_session(session)
+        return self.stores_sessions and await self.engine.delete_session(session)
 
-    def forget(self, sessions: Sequence[str]) -> None:
+    def delete_in_background(self, sessions: Sequence[str]) -> None:
         """Delete the KV of evicted conversations in the background.
 
         A session that a request uses now is skipped, because the request will store its conversation again.
         """
-        for session in [name for name in sessions if self.remembers and not self.is_locked(name)]:
-            task = asyncio.ensure_future(self._forget(session))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+        for session in [name for name in sessions if self.stores_sessions and not self.is_locked(name)]:
+            task = asyncio.ensure_future(self._delete_quietly(session))
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
-    async def _forget(self, session: str) -> None:
+    async def _delete_quietly(self, session: str) -> None:
         try:
             await self.engine.delete_session(session)
         except OffloadError as error:
@@ -208,7 +210,7 @@ class Service:
             copies, params = params.n, replace(params, n=1)
         try:
             async with (
-                self.engines.under(arguments.policy, arguments.policy_options) as engine,
+                self.engines.engine_for(arguments.policy, arguments.policy_options) as engine,
                 aclosing(engine.generate(list(ids), params, **given)) as states,
             ):
                 while last is None or not last.finished:
@@ -216,10 +218,10 @@ class Service:
                         last = _copied(await anext(states), copies)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
-                        self.metrics.began(first - begun)
+                        self.metrics.record_first_token(first - begun)
                     reasons = [each.finish_reason for each in last.outputs]
                     if "abort" in reasons:
-                        raise ending()
+                        raise shutting_down()
                     if last.finished:
                         reason = reasons[0] or "abort"
                     yield last
@@ -231,21 +233,18 @@ class Service:
             raise
         finally:
             now = time.perf_counter()
-            usage = Usage(len(ids)) if last is None else Usage.of(last)
-            self.metrics.ended(reason, usage, now - begun, now - first if first else 0.0)
-            self._note(request, ids, last, usage, reason, first - begun if first else None)
+            usage = Usage(len(ids)) if last is None else Usage.from_output(last)
+            self.metrics.record_request(reason, usage, now - begun, now - first if first else 0.0)
+            self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return the message of an error for the client.
-
-        It reveals neither the model's folder nor how much memory other sessions use.
-        """
+        """Return the message of an error, without the model's folder and the memory that other sessions use."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
         return str(error).replace(self.engine.llm.name, self.name)
 
-    def _note(
+    def _log_statistics(
         self,
         request: Request,
         ids: Sequence[int],
@@ -254,7 +253,7 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of a request to its log record. Several prompts of one request are summed.
+        """Add the statistics of one prompt to the log record of its request. Token counts are added up.
 
         Args:
             ids: Token ids of the prompt.
@@ -279,12 +278,12 @@ class Service:
     async def close(self) -> None:
         """Abort running requests and stop all threads."""
         self.prompts.close()
-        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        await asyncio.gather(*self._deletions, return_exceptions=True)
         await self.engines.close()
 
 
 def _copied(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return `output`, which has one completion, with `copies` copies of this completion."""
+    """Return an output with `copies` copies of its only completion."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
@@ -312,10 +311,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """Write a file unless it exists.
-
-    If several processes do this at the same time, the file of one of them is kept. Raises OSError.
-    """
+    """Write a file unless it exists. Of several processes that do this at once, one succeeds. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -328,7 +324,7 @@ def _write_once(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _called(name: str) -> str:
+def _default_name(name: str) -> str:
     """Return the default served model name: the hub id, or the last part of a path, so that folders stay private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name

@@ -44,14 +44,14 @@ class CancelledError(Exception):
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _TokenizerSteps:
     """The steps of a fast tokenizer before its BPE model: all normalizers and all pre-tokenizers, in order."""
 
     normalizers: list[Mapping[str, Any]]
     pre_tokenizers: list[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, backend: Any) -> _Steps:
+    def from_backend(cls, backend: Any) -> _TokenizerSteps:
         return cls(list(_flat(backend.normalizer)), list(_flat(backend.pre_tokenizer)))
 
     @property
@@ -72,10 +72,7 @@ class _Steps:
 
     @property
     def local(self) -> bool:
-        """Whether a text may be split before a space between two letters.
-
-        It may if all steps give the same words for the two parts together and for the whole text.
-        """
+        """Whether all steps give the same words if a text is split before a space between two letters."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # A pre-tokenizer that splits at spaces would split after the space, unless a normalizer has replaced all
         # spaces.
@@ -176,11 +173,10 @@ class TextTokenizer:
         yield text[start:]
 
     @cached_property
-    def _bpe(self) -> tuple[Any, _Steps] | None:
-        """Return the tokenizer's backend and its normalisation and pre-tokenisation steps.
+    def _bpe(self) -> tuple[Any, _TokenizerSteps] | None:
+        """Return the tokenizer's backend and its steps before the BPE model.
 
-        Return None if text cannot be tokenized in independent pieces. It can if the tokenizer is a BPE tokenizer and no
-        added token strips whitespace or must be a whole word.
+        Return None unless the tokenizer uses BPE, and no added token strips whitespace or must be a whole word.
         """
         # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -189,7 +185,7 @@ class TextTokenizer:
         added = self._tokenizer.added_tokens_decoder.values()
         if any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None
-        return backend, _Steps.of(backend)
+        return backend, _TokenizerSteps.from_backend(backend)
 
     @cached_property
     def most_bytes(self) -> int | None:

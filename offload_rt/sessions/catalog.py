@@ -54,10 +54,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the size in bytes of the blocks that were last used before `time`.
-
-        A time to live would remove these blocks.
-        """
+        """Return the size of the blocks last used before `time`, which a time to live would remove."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -77,12 +74,12 @@ class DamagedSession:
 
     @property
     def space(self) -> str:
-        """Digest of the namespace. It is shown in place of the model name, which is unknown."""
+        """Digest of the namespace, shown in place of the unknown model name."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the document. It is shown in place of the session name, which is unknown."""
+        """Name of the document, shown in place of the unknown session name."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -114,28 +111,28 @@ def read_catalog(folder: Path) -> Catalog:
         StoreError: An earlier version wrote the store.
     """
     _check_folder(folder)
-    documents = DiskStore(folder, "", 0, read_only=True).documents()
-    files = {(space.name, key): file for space in spaces(folder) for key, file in _files(block_paths(space))}
-    told = {name: file.used for name in documents for _, file in _files([folder / f"{name}{DOCUMENTS}"])}
+    documents = DiskStore(folder, "", 0, read_only=True).documents.read_all()
     histories, damaged = dict[str, History](), []
-    for name, document in documents.items():
+    for path, document in documents.items():
         history = None if document is None else History.from_bytes(document.data)
-        kind = name.partition("/")[2]
-        if history is not None and document_name(history.name) == kind:
-            histories[name] = history
-        elif not kind.startswith(SINKS):
-            damaged.append(DamagedSession(name))
-    users = Counter((name.partition("/")[0], key) for name, one in histories.items() for key in set(one.keys))
+        name = path.partition("/")[2]
+        if history is not None and document_name(history.name) == name:
+            histories[path] = history
+        elif not name.startswith(SINKS):
+            damaged.append(DamagedSession(path))
+    files = {(space.name, key): file for space in spaces(folder) for key, file in _files(block_paths(space))}
+    users = Counter((path.partition("/")[0], key) for path, history in histories.items() for key in set(history.keys))
     sessions = []
-    for name, history in histories.items():
-        space, document = name.partition("/")[0], documents[name]
+    for path, history in histories.items():
+        space, document = path.partition("/")[0], documents[path]
         blocks = {key: files[space, key] for key in history.keys if (space, key) in files}
         own = sum(block.bytes for key, block in blocks.items() if users[space, key] == 1)
-        used = max([told.get(name, 0.0), *(block.used for block in blocks.values())])
+        written = [file.used for _, file in _files([folder / f"{path}{DOCUMENTS}"])]
+        used = max([*written, *(block.used for block in blocks.values())], default=0.0)
         damage = "" if document is None else document.damage
-        sessions.append(StoredSession(name, history, tuple(blocks.values()), own, used, damage))
-    sessions.sort(key=lambda one: (one.history.name, one.document))
-    return Catalog(tuple(sessions), tuple(sorted(damaged, key=lambda one: one.document)))
+        sessions.append(StoredSession(path, history, tuple(blocks.values()), own, used, damage))
+    sessions.sort(key=lambda session: (session.history.name, session.document))
+    return Catalog(tuple(sessions), tuple(sorted(damaged, key=lambda session: session.document)))
 
 
 def _check_folder(folder: Path) -> None:
@@ -152,34 +149,29 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the stored session `name`.
-
-    Args:
-        folder: Folder of the store.
-        name: Name of the session.
-        model: Name of the model. Needed only if several models have a session of this name.
+    """Return the stored session `name`. `model` is needed only if several models have a session of this name.
 
     Raises:
         InputError: No session or several sessions match.
         StoreError: The history of the session cannot be read.
     """
-    one = _find(folder, name, model)
-    if isinstance(one, DamagedSession):
+    found = _find(folder, name, model)
+    if isinstance(found, DamagedSession):
         raise StoreError(
-            f"the history of session {name!r} cannot be read ({one.document}{DOCUMENTS} in the store): "
+            f"the history of session {name!r} cannot be read ({found.document}{DOCUMENTS} in the store): "
             "put a copy of the file back, or delete the session"
         )
-    return one
+    return found
 
 
 def _find(folder: Path, name: str, model: str | None) -> StoredSession | DamagedSession:
     catalog = read_catalog(folder)
-    whole = [one for one in catalog.sessions if one.is_called(name, model)]
-    damaged = [one for one in catalog.damaged if one.is_called(name, model)]
-    found: list[StoredSession | DamagedSession] = [*whole] or [*damaged]
+    found: list[StoredSession | DamagedSession]
+    found = [session for session in catalog.sessions if session.is_called(name, model)]
+    found = found or [session for session in catalog.damaged if session.is_called(name, model)]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(f"{one.history.name!r} of {one.history.model}" for one in catalog.sessions) or "none"
+    known = ", ".join(f"{session.history.name!r} of {session.history.model}" for session in catalog.sessions) or "none"
     if found:
         raise InputError(f"more than one session {name!r} in {str(folder)!r}: choose one with --model (there: {known})")
     raise InputError(f"no session {name!r} in {str(folder)!r} (there: {known})")
@@ -189,10 +181,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 class Deleted:
     """Result of deleting a stored session.
 
-    Attributes:
-        name: Name of the session, or of its document if the history was unreadable.
-        model: Name of the model, or the digest of the namespace if the history was unreadable.
-        removed: Removed blocks and unreadable documents.
+    For an unreadable history, `name` is the document and `model` is the digest of the namespace.
     """
 
     name: str
@@ -213,23 +202,20 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
         InputError: No session or several sessions match.
         StoreError: Another process writes to the store, or a file cannot be deleted.
     """
-    one = _find(folder, name, model)
-    space, _, document = one.document.partition("/")
+    found = _find(folder, name, model)
+    space, _, document = found.document.partition("/")
     store = DiskStore(folder, "", 0)
     try:
         removed = remove_session(store, space, document)
     finally:
         store.close()
-    if isinstance(one, DamagedSession):
-        return Deleted(one.name, one.space, removed)
-    return Deleted(one.history.name, one.history.model, removed)
+    if isinstance(found, DamagedSession):
+        return Deleted(found.name, found.space, removed)
+    return Deleted(found.history.name, found.history.model, removed)
 
 
 def clear_prompts(folder: Path) -> int:
-    """Delete all KV that belongs to no session, which is the KV of requests without a session name.
-
-    Returns:
-        The number of freed bytes.
+    """Delete the KV of requests without a session name. Return the number of freed bytes.
 
     Raises:
         InputError: The folder does not exist.

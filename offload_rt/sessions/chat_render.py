@@ -69,15 +69,9 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Tokenize a text that already contains its special tokens.
+    """Tokenize a text that already contains its special tokens, or add them if `special_tokens`.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        text: Text to tokenize.
-        special_tokens: Add special tokens. Use this for a text that does not contain them.
-
-    Raises:
-        InputError: The text has a lone surrogate, for example from a string that was cut within a character.
+    Raises InputError if the text has a lone surrogate, for example from a string that was cut within a character.
     """
     try:
         text.encode()
@@ -110,10 +104,7 @@ def _part(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` as variables for the template.
-
-    Raise InputError if a variable has the name of a parameter of `apply_chat_template`.
-    """
+    """Return `given` as template variables. Raise InputError for names of parameters of `apply_chat_template`."""
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")

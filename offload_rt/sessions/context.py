@@ -1,15 +1,15 @@
-"""State shared by the sessions of one store: the runner, the storage tier and the measured rates."""
+"""State shared by the sessions of one store: the runner, the files and the measured rates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..engine.runner import Runner
-from ..storage.block_store import StorageTier
+from ..storage.disk_store import DiskStore
 from ..storage.loader import read_buffer_layers
 from ..storage.options import StoreOptions
 from ..storage.saver import Saver
-from ..storage.state_blocks import StateBlocks
+from .stored_states import StoredStates
 
 SEGMENT_SECONDS = 2.0
 """Target duration of a prefill segment in seconds. A request that ends early loses at most the KV of one segment."""
@@ -21,20 +21,19 @@ class SessionContext:
 
     Attributes:
         runner: Runner of the model.
-        storage: Storage tier below host memory, normally a disk, with the blocks and histories of the sessions.
-        saver: Writes blocks to the storage tier in the background.
-        states: Reads and writes snapshots of recurrent state in the storage tier. None if the runner keeps no
-            snapshots.
+        storage: Blocks and histories of the sessions on disk.
+        saver: Writes blocks to the disk in the background.
         options: Options of the store.
-        load_rate: Measured seconds to load one byte from the tier. 0 before the first measurement.
+        states: Reads and writes snapshots of recurrent state on disk. None if the runner keeps no snapshots.
+        load_rate: Measured seconds to load one byte from the disk. 0 before the first measurement.
         compute_rate: Measured seconds to prefill one token. 0 before the first measurement.
     """
 
     runner: Runner
-    storage: StorageTier
+    storage: DiskStore
     saver: Saver
     options: StoreOptions
-    states: StateBlocks | None = None
+    states: StoredStates | None = None
     load_rate: float = 0.0
     compute_rate: float = 0.0
 
@@ -68,8 +67,8 @@ class SessionContext:
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).
 
-        While the remaining layers load, the turn computes. If no rates have been measured yet, return the number of all
-        layers.
+        While the remaining layers load, the turn computes. All layers are loaded first if no rates have been measured
+        yet.
 
         Args:
             loaded_bytes: Number of bytes to load for the turn.

@@ -1,7 +1,7 @@
 """Delete a session from a store: its documents, its blocks and its sinks, except blocks and sinks with another owner.
 
 A stored block is owned by each session whose history contains its key. Prompts without a session name are one common
-owner: they own a block if one of them has claimed it (`StorageTier.claim`). Blocks without an owner are deleted.
+owner: they own a block if one of them has claimed it (`DiskStore.claim`). Blocks without an owner are deleted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..storage.block_store import StorageTier, Summary
+from ..storage.disk_store import DiskStore
+from ..storage.documents import Summary
 from .history import SINKS, History, document_name
 
 
@@ -38,7 +39,7 @@ class Removed:
         )
 
 
-def remove_session(store: StorageTier, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
+def remove_session(store: DiskStore, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
     """Delete a session, and all blocks of its namespace that have no other owner.
 
     Unused blocks of all sessions are deleted at the same time. Edits, regenerated responses, truncations, crashes and
@@ -46,7 +47,7 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
     versions have no claims, so all blocks without a session are deleted from them.
 
     Args:
-        store: Storage tier.
+        store: Store, open for writing.
         space: Digest of the namespace.
         document: Name of the session's history document.
         held: Keys of blocks that open sessions need.
@@ -57,10 +58,9 @@ def remove_session(store: StorageTier, space: str, document: str, held: Iterable
     Raises:
         StoreError: A file cannot be deleted.
     """
-
     removed = _remove_unowned(store, space, document, held, claimed=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
-    store.delete(f"{space}/{document}", summary_of)
+    store.documents.delete(f"{space}/{document}", summary_of)
     return removed
 
 
@@ -72,26 +72,21 @@ def summary_of(data: bytes) -> Summary | None:
     return Summary(document_name(history.name), tuple(history.block_keys), history.sinks_document)
 
 
-def remove_claims(store: StorageTier, space: str) -> Removed:
+def remove_claims(store: DiskStore, space: str) -> Removed:
     """End the claims of all prompts without a session name. Delete the blocks that then have no owner.
 
-    Args:
-        store: Storage tier. No prompt may be running.
-        space: Digest of the namespace.
-
-    Raises:
-        StoreError: A file cannot be changed.
+    No prompt may be running. Raises StoreError if a file cannot be changed.
     """
     return _remove_unowned(store, space, "", (), claimed=False)
 
 
-def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
+def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
     """Delete all blocks and sink documents without an owner, except the blocks `held`.
 
-    The session `document` does not count as an owner.
+    The session `document` does not count as an owner, and neither do claims unless `claimed`.
     """
     keys, sinks, unreadable = set(held), set[str](), []
-    documents = store.summaries(space, summary_of)
+    documents = store.documents.summaries(space, summary_of)
     for other, summary in documents.items():
         if summary is None and other != document and not other.startswith(SINKS):
             unreadable.append(other)
@@ -101,5 +96,5 @@ def _remove_unowned(store: StorageTier, space: str, document: str, held: Iterabl
     freed = store.retain(keys, space, claimed=claimed)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:
-            store.delete(f"{space}/{other}")
+            store.documents.delete(f"{space}/{other}")
     return Removed(freed, tuple(unreadable))

@@ -91,11 +91,11 @@ class History:
             history = cls(**fields)
             history.decoded = [(int(a), int(b)) for a, b in history.decoded]
             history.turns = [(str(role), str(text)) for role, text in history.turns]
-            return history if history._possible() else None
+            return history if history._is_valid() else None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
-    def _possible(self) -> bool:
+    def _is_valid(self) -> bool:
         # The document may have been edited or damaged. Some fields become file names, so they are checked.
         texts = (self.name, self.model, self.truncation_id, self.tail, self.system, self.salt)
         counts = (self.computed, self.shift, self.sinks, self.sink_shift, self.floor, *self.starts, *self.tokens)

@@ -7,7 +7,8 @@ written there, so eviction needs no copy. If KV is evicted from the disk, it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -74,10 +75,9 @@ class HostTier:
       are the next L_pw = C_free / S_kv sessions of the queue.
     """
 
-    def __init__(self, context: SessionContext, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the tier of a store. `clock` returns the time in seconds."""
+    def __init__(self, context: SessionContext) -> None:
         self._runner, self._pool, self._storage = context.runner, context.runner.pool, context.storage
-        self._options, self._clock = context.options, clock
+        self._options, self._clock = context.options, time.monotonic
         self._order = EvictionOrder[SessionKV](context.options.policy)
         self._since: dict[SessionKV, float] = {}
         self._waiting: tuple[SessionKV, ...] = ()
@@ -114,19 +114,28 @@ class HostTier:
     def park(self, kv: SessionKV) -> None:
         """Mark a session as idle, so that its KV may be evicted from host memory."""
         if kv.sequence is not None:
-            self._order.enter(kv)
+            self._order.add(kv)
             self._since[kv] = self._clock()
-            self._order.window(self._waiting)
+            self._order.set_window(self._waiting)
 
-    def take(self, kv: SessionKV) -> None:
+    def unpark(self, kv: SessionKV) -> None:
         """Remove a session from the parked sessions, if it is parked.
 
         Call this before the session is used or closed.
         """
         if self._since.pop(kv, None) is not None:
-            self._order.leave(kv)
+            self._order.remove(kv)
         if self._fetching is kv:
             self._fetching = None
+
+    @contextmanager
+    def unparked(self, kv: SessionKV) -> Iterator[None]:
+        """Unpark a session in the body of the `with` statement, and park it afterwards."""
+        self.unpark(kv)
+        try:
+            yield
+        finally:
+            self.park(kv)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """Call `action` and return its result. While the call raises PoolFullError, evict a parked session and retry.
@@ -142,7 +151,7 @@ class HostTier:
             try:
                 return action()
             except PoolFullError:
-                self._evict(self._order.victim())
+                self._evict(self._order.first())
         return self._runner.retry_after_reclaim(action)
 
     def reclaim(self) -> bool:
@@ -172,28 +181,28 @@ class HostTier:
         spared = tuple(waiting[:sparing])
         if spared != self._waiting:
             self._waiting = spared
-            self._order.window(spared)
+            self._order.set_window(spared)
             self._storage.expect([key for kv in spared for key in kv.history.block_keys])
         self._keep_free(waiting[:fetching])
         self._fetch(waiting[:fetching])
 
     def _evict(self, kv: SessionKV) -> None:
-        self.take(kv)
-        kv.leave_host()
+        self.unpark(kv)
+        kv.evict()
         self.stats.evicted += 1
 
     def _expire(self) -> None:
         if self._options.ttl is not None:
             horizon = self._clock() - self._options.ttl
             for kv in [kv for kv, since in self._since.items() if since < horizon]:
-                if not self._order.wants(kv):
+                if not self._order.in_window(kv):
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
         """Evict parked sessions other than `soon` until the share `options.free_host` of the pool is free."""
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
-            if (gone := self._order.victim()) in soon:
+            if (gone := self._order.first()) in soon:
                 return
             self._evict(gone)
 

@@ -7,7 +7,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from typing import Self
+from contextlib import contextmanager
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ..engine.checks import check_sampling_params
 from ..engine.engine import Engine
@@ -20,10 +22,34 @@ from .history import History
 from .host_tier import HostTier
 from .names import check_name
 from .session_kv import SessionKV
-from .siblings import Siblings, in_turn
 from .truncate import SINKS, truncate
-from .turn import Turn, WholeTurn, said
-from .turn_tokens import check_fits, tokens_of_turn
+from .turn import Turn, WholeTurn, check_fits, prompt_text, tokens_of_turn
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class SessionRegistry(Protocol):
+    """The methods of `SessionStore` that a session calls. The store imports this module, not vice versa."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def open_history(self, history: History) -> Session: ...
+
+    def delete_stored(self, name: str) -> Removed: ...
+
+    def session_closed(self, session: Session) -> None: ...
+
+
+def pool_locked(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """Decorate a method of `Session` to hold the lock of the KV pool while it runs."""
+
+    @wraps(method)
+    def locked(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
+        with session.kv.runner.pool.lock:
+            return method(session, *args, **named)
+
+    return locked
 
 
 class Session:
@@ -36,9 +62,9 @@ class Session:
     Not thread-safe. Use a `TurnQueue` to compute turns of several sessions in one batch.
     """
 
-    def __init__(self, kv: SessionKV, host: HostTier, siblings: Siblings[Session]) -> None:
+    def __init__(self, kv: SessionKV, host: HostTier, store: SessionRegistry) -> None:
         self.context, self.kv, self.host = kv.context, kv, host
-        self._siblings = siblings
+        self._store = store
         self._answers: weakref.WeakSet[Generator[TokenOutput]] = weakref.WeakSet()
         self._ids = itertools.count()
         self._closed = False
@@ -66,7 +92,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the conversation, without truncated tokens."""
+        """Tokens of the conversation, except truncated ones."""
         return list(self.history.tokens)
 
     @property
@@ -92,9 +118,6 @@ class Session:
 
     def instruct(self, system: str) -> None:
         """Set the system message.
-
-        Args:
-            system: Text of the system message. It can change only before the first turn.
 
         Raises:
             InputError: The session already has a turn with another system message, or the model has no chat template.
@@ -123,13 +146,9 @@ class Session:
         If the iterator is closed early, the response ends, and the tokens generated until then are kept.
 
         Args:
-            prompt: Message of the user. A text is rendered with the tokenizer's chat template if there is one. Token
-                ids are used unchanged.
+            prompt: Message of the user: a text, which is rendered with the chat template if there is one, or token ids.
             params: Sampling parameters, or None for the model's defaults.
             on_prefill: Called with the number of finished layers of the prefill.
-
-        Returns:
-            An iterator over the generated tokens.
 
         Raises:
             InputError, PoolFullError: See `LLM.stream`.
@@ -143,12 +162,7 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """Tokenize a turn and check it.
-
-        Raises:
-            InputError: A parameter is not supported in sessions, or the prompt is invalid.
-            ModelError, PoolFullError: The turn with `max_tokens` generated tokens does not fit.
-        """
+        """Tokenize a turn and check it. For the errors, see `tokens_of_turn` and `check_fits`."""
         tokens = tokens_of_turn(self.kv, prompt)
         check_fits(self.kv, tokens, params)
         return tokens
@@ -159,7 +173,7 @@ class Session:
         self.check_idle()
         if tokens.held != len(self.history.tokens):  # another turn ran between the call of `send` and the first event
             tokens = self.encode(prompt, params)
-        yield from self._run(Turn(self.kv, self.host, next(self._ids), said(prompt), tokens, params), on_prefill)
+        yield from self._run(Turn(self.kv, self.host, next(self._ids), prompt_text(prompt), tokens, params), on_prefill)
 
     def extend(
         self,
@@ -177,9 +191,8 @@ class Session:
         Args:
             tokens: Token ids to append, at least one.
             params: Sampling parameters.
-            replaced: Number of tokens to remove from the end first, 0 or 1. The last token of a session has no KV yet,
-                so a turn must compute it. To continue the text unchanged, pass 1, and begin `tokens` with the last
-                token.
+            replaced: Number of tokens to remove from the end first, 0 or 1. To continue the text unchanged, pass 1 and
+                begin `tokens` with the last token, because this token has no KV yet.
             on_prefill: Called with the number of finished layers of the prefill.
 
         Raises:
@@ -208,28 +221,23 @@ class Session:
             finally:
                 self.busy = False
 
-    @in_turn
+    @pool_locked
     def prefetch(self) -> None:
-        """Start to load the session's KV from disk into host memory, for a turn that will come soon.
+        """Start to load the session's KV from disk into the read buffer, for a turn that will come soon.
 
-        As many layers are loaded as the read buffer holds.
-
-        Raises:
-            PoolFullError: The KV does not fit in the pool.
+        Raises PoolFullError if the KV does not fit in the pool.
         """
         self.check_idle()
-        self.host.take(self.kv)
-        self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
-        self.host.park(self.kv)
+        with self.host.unparked(self.kv):
+            self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
 
     # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
 
-    @in_turn
+    @pool_locked
     def save(self) -> None:
         """Write the whole session to disk and wait for the writes. Warn if part of the KV cannot be stored.
 
-        Raises:
-            StoreError: The session cannot be written.
+        Raises StoreError if the session cannot be written.
         """
         self.check_idle()
         self._save()
@@ -239,43 +247,38 @@ class Session:
         missing = kv.write_out() if kv.sequence is not None and kv.loader is None else []
         kv.save()
         if missing:
-            limit = (
-                "the store has no room within its limit" if self.context.options.limit is not None else "not written"
-            )
+            limited = self.context.options.limit is not None
+            limit = "the store has no room within its limit" if limited else "not written"
             reason = self.context.storage.last_error or limit
             warnings.warn(
                 f"session {self.name!r} is not saved completely ({reason}): the missing KV will be computed again",
                 stacklevel=3,
             )
 
-    @in_turn
+    @pool_locked
     def fork(self, name: str) -> Session:
         """Return a new session `name` with the same history. Both share their KV until one of them changes it.
 
-        Raises:
-            InputError: A turn of the session is running, or the name is invalid or in use.
+        Raises InputError if a turn of the session is running, or if the name is invalid or in use.
         """
         self.check_idle()
         check_name(name)
-        if self._siblings.exists(name):
+        if self._store.exists(name):
             raise InputError(f"there is a session {name!r} already: choose another name")
         kv, runner, host, forked = self.kv, self.kv.runner, self.host, None
         if kv.sequence is not None and kv.loader is None and runner.continues(kv.sequence):
             sequence, size = kv.sequence, len(self.history.tokens)
-            host.take(kv)
-            try:
+            with host.unparked(kv):
                 forked = host.retry_after_reclaim(lambda: runner.fork(sequence, size))
-            finally:
-                host.park(kv)
         if runner.states is not None:
             self.context.saver.flush()  # The fork finds snapshots of recurrent state only on disk.
-        twin = self._siblings.enter(self.history.fork(name))
+        twin = self._store.open_history(self.history.fork(name))
         twin.kv.sequence = forked
         twin.kv.save()
         self.host.park(twin.kv)
         return twin
 
-    @in_turn
+    @pool_locked
     def truncate(self, *, keep_last: int | None = None, sinks: int = SINKS, drop: Seq[int] | None = None) -> int:
         """Remove tokens from the conversation without computing the KV of the other tokens again.
 
@@ -295,18 +298,15 @@ class Session:
             PoolFullError: The KV does not fit in the pool.
         """
         self.check_idle()
-        self.host.take(self.kv)
-        try:
+        with self.host.unparked(self.kv):
             gone = truncate(self.kv, self.host, keep_last=keep_last, sinks=sinks, drop=drop)
-        finally:
-            self.host.park(self.kv)
         if gone:
             self.kv.save()
         return gone
 
-    @in_turn
+    @pool_locked
     def undo(self) -> str:
-        """Remove the last turn, which is the user's message and the response. Return the user's message.
+        """Remove the last turn, and return its user message.
 
         The KV of earlier turns is kept. Tokens that the turn has truncated are not restored. A turn that has replaced
         earlier tokens cannot be removed, and neither can the turns before it.
@@ -319,20 +319,17 @@ class Session:
         history = self.history
         if not history.starts:
             raise InputError(f"session {self.name!r} has no turn that can be undone")
-        self.host.take(self.kv)
-        try:
+        with self.host.unparked(self.kv):
             self.kv.drop()
             text = history.undo()
-        finally:
-            self.host.park(self.kv)
         self.kv.save()
         return text
 
-    @in_turn
+    @pool_locked
     def close(self) -> None:
-        """Save the session and free its memory. It can be opened again later.
+        """Save the session and free its memory. A response that is being streamed ends.
 
-        If a response is being streamed, it ends. A second call has no effect.
+        The session can be opened again later. A second call has no effect.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -340,25 +337,16 @@ class Session:
         """
         if self._closed:
             return
-        self._end_answers()
-        self._closed = True
-        self.host.take(self.kv)
-        try:
+        with self._closing():
             self._save()
-        finally:
-            self._leave()
 
-    @in_turn
+    @pool_locked
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Its text is deleted, and every block that no other session and no prompt without a session name uses. This
-        includes blocks that edits, truncations and crashes of any session have left. If a response is being streamed,
-        it ends. If the session is already closed, it is not deleted. Warns if other sessions of the store cannot be
-        read.
-
-        Returns:
-            The deleted data.
+        Its text is deleted, and all blocks that no other session and no prompt without a session name uses. If a
+        response is being streamed, it ends. If the session is already closed, it is not deleted. Warns if other
+        sessions of the store cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -366,30 +354,30 @@ class Session:
         """
         if self._closed:
             return Removed()
-        self._end_answers()
-        self._closed = True
-        self.host.take(self.kv)
-        try:
-            self.kv.give_up()
-            removed = self._siblings.forget(self.name)
-        finally:
-            self._leave()
+        with self._closing():
+            self.kv.discard()
+            removed = self._store.delete_stored(self.name)
         if removed.note:
             warnings.warn(f"session {self.name!r} was deleted; {removed.note}", stacklevel=3)
         return removed
 
-    def _end_answers(self) -> None:
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """End running responses, and free the session's memory after the body of the `with` statement."""
         for events in list(self._answers):
             events.close()
         self.check_idle()
-
-    def _leave(self) -> None:
-        self.kv.drop()
-        self.kv.unpin()
-        self._siblings.left(self)
+        self._closed = True
+        self.host.unpark(self.kv)
+        try:
+            yield
+        finally:
+            self.kv.drop()
+            self.kv.blocks.unpin_all()
+            self._store.session_closed(self)
 
     def check_idle(self) -> None:
-        """Raise InputError if the session is closed or a turn of it is running."""
+        """Raise InputError if the session is closed or computes a turn."""
         if self._closed:
             raise InputError(f"session {self.name!r} is closed: open it again with llm.session")
         if self.busy:

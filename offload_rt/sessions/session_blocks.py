@@ -1,4 +1,4 @@
-"""Name the stored blocks of one session, and find them in host memory and on disk."""
+"""Name the stored blocks of one session, and find them on disk."""
 
 from __future__ import annotations
 
@@ -7,46 +7,55 @@ from collections.abc import Sequence as Seq
 from functools import cache
 
 from ..core import BLOCK_SIZE, BlockTable
-from ..storage.block_store import NamedBlock, PlacedBlock, StoredBlock
-from ..storage.naming import SessionProvenance, name_blocks, window_blocks
+from ..storage.block_file import StoredBlock
+from ..storage.loader import PlacedBlock
+from ..storage.naming import NamedBlock, SessionProvenance, name_blocks, window_blocks
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
-from .session_states import SessionStates
 
 
 class SessionBlocks:
-    """Names of the blocks of one session, and their locations in the prefix tree or the store."""
+    """Names of the blocks of one session, and their files in the store.
+
+    Attributes:
+        pinned: Keys of the blocks that the session protects from eviction.
+        damaged: Keys of the blocks that could not be read. They are not loaded again.
+    """
 
     def __init__(self, context: SessionContext, history: History) -> None:
-        self.context, self.runner, self.history = context, context.runner, history
-        self._recurrent, snapshots = context.runner.states is not None, context.runner.snapshots
-        self._states = None if snapshots is None else SessionStates(context, snapshots)
-        self._pinned: set[bytes] = set()
-        self._broken: set[bytes] = set()
+        self._context, self._runner, self._history = context, context.runner, history
+        self.pinned: set[bytes] = set()
+        self.damaged: set[bytes] = set()
 
     def names(self, stop: int) -> list[NamedBlock]:
         """Return the names of the blocks of tokens [0, stop)."""
-        return name_blocks(self._provenance, self.history.tokens, stop, self.history.decoded)
+        return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
-    def _shown(self, stop: int) -> list[NamedBlock]:
-        """Return the sliding-window blocks that the token at index `stop` attends to."""
-        return window_blocks(self.runner.pool.groups, self.names(stop), stop, self.history.floor)
+    def full_names(self, stop: int) -> list[NamedBlock]:
+        """Return `names`, or no names if the model has no full-attention layers."""
+        return self.names(stop) if self._runner.pool.groups.full else []
 
-    def stored(self, stop: int) -> list[NamedBlock]:
-        return self.names(stop) if self.runner.pool.groups.full else []
+    def window_names(self, stop: int) -> list[NamedBlock]:
+        """Return the names of the sliding-window blocks that the token at index `stop` attends to."""
+        return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
+
+    def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
+        """Return the names of the blocks of `tokens[:stop]`, of which tokens from `start` on were decoded.
+
+        The history does not contain the decoded tokens yet.
+        """
+        return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
     @property
     def _provenance(self) -> SessionProvenance:
-        context, history = self.context, self.history
+        context, history = self._context, self._history
         owner = history.id if context.private else ""
-        return SessionProvenance(context.storage.root, self.runner.provenance_key, history.provenance, owner)
+        return SessionProvenance(context.storage.root, self._runner.provenance_key, history.provenance, owner)
 
-    def _match(self) -> BlockTable:
-        """Return the blocks of the session that are in the prefix tree."""
-        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
+    # --------------------------------------------------------------------------------------------------------- finding
 
-    def _find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
+    def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
         """Find blocks on disk that continue `blocks`.
 
         If the snapshot at the end of `blocks` is evicted meanwhile, `blocks` is shortened to an earlier snapshot.
@@ -56,50 +65,52 @@ class SessionBlocks:
             known: Number of tokens whose KV will be available when these blocks are loaded.
             snapshot: Slot with the recurrent state after these tokens. None if no state was read from disk.
         """
+        states, snapshots = self._context.states, self._runner.snapshots
         while True:
             found, known = self._find_blocks(blocks)
-            if self._states is None or known == blocks.length:
+            if states is None or snapshots is None or known == blocks.length:
                 return found, known, None
             name = self.names(known)[-1].state()
-            snapshot = self._states.take()
-            if snapshot is None:  # The file is intact, and a later turn can read it.
+            if (slot := snapshots.take()) is None:  # The file is intact, and a later turn can read it.
                 return [], blocks.length, None
-            if self._states.load(name, snapshot):
-                self._pin([name.key])
-                return found, known, snapshot
-            self._broken.add(name.key)
+            if states.load(name, slot):
+                self.pin([name.key])
+                return found, known, slot
+            snapshots.give_back(slot)
+            self.damaged.add(name.key)
             self._shorten(blocks)
 
     def _shorten(self, blocks: BlockTable) -> None:
         """Shorten `blocks` to the last place that has a snapshot.
 
-        Reserving a slot for a state from disk may have evicted the snapshot that `_match` found. An earlier place needs
-        other sliding-window blocks than those in `blocks`, so nothing is kept of a model with sliding-window layers.
+        Reserving a slot for a state from disk may have evicted the snapshot at the end of `blocks`. An earlier place
+        needs other sliding-window blocks than those in `blocks`, so nothing is kept of a model with sliding-window
+        layers.
         """
-        pool = self.runner.pool
+        pool = self._runner.pool
         assert pool.cached.snapshots is not None
         count = pool.cached.snapshots.usable(blocks.ids)
         if count < len(blocks.ids):
             pool.truncate(blocks, 0 if blocks.windows else count * BLOCK_SIZE)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find blocks on disk that continue `blocks`.
+        """Find blocks on disk that continue `blocks`. Return them, and the number of tokens whose KV is then available.
 
         All sliding-window blocks that the next token attends to are among the found blocks or in `blocks`. For models
-        with recurrent state, there is a snapshot of the state after the last token whose KV will then be available.
+        with recurrent state, there is a snapshot of the state after the last of these tokens.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
         known = self._with_state(names, blocks.length, known)
         while known > blocks.length:
             names = names[: -(-known // BLOCK_SIZE)]
-            shown = window_blocks(self.runner.pool.groups, names, known, self.history.floor)
+            shown = window_blocks(self._runner.pool.groups, names, known, self._history.floor)
             stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
             missing = [name.index for name, block in stored if block is None]
             if not missing:
                 found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
                 found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
-                self._pin(placed.block.key for placed in found)
+                self.pin(placed.block.key for placed in found)
                 return found, known
             known = self._with_state(names, blocks.length, max(missing) * BLOCK_SIZE)
         return [], blocks.length
@@ -109,14 +120,14 @@ class SessionBlocks:
 
         For models with recurrent state, these are the tokens before the last snapshot, and otherwise all.
         """
-        if self._states is not None:
-            return self._states.last(names, start, known, self._broken)
-        return start if self._recurrent else known
+        if self._context.states is not None:
+            return self._context.states.last(names, start, known, self.damaged)
+        return known if self._runner.states is None else start
 
     def _find_one(self, name: NamedBlock) -> StoredBlock | None:
-        block = self.context.storage.find(name.parent, name.provenance_key, name.tokens)
-        right = block is not None and block.layer_bytes == layer_bytes(self.runner.pool, name.count)
-        return block if right and name.key not in self._broken else None
+        block = self._context.storage.find(name)
+        right = block is not None and block.layer_bytes == layer_bytes(self._runner.pool, name.count)
+        return block if right and name.key not in self.damaged else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find consecutive blocks of full-attention layers on disk, from token `known` on.
@@ -124,11 +135,11 @@ class SessionBlocks:
         Return the blocks, and the number of tokens whose KV will then be available. The last block may be partly
         filled. At least one token is left to compute.
         """
-        history = self.history
+        history = self._history
         # A prefill attends to new KV before rounding it. With a rounded (quantised) format, the stored KV of an
         # unfinished turn differs from the KV that the repeated prefill attends to. Therefore these blocks are not used.
-        stop = min(len(history.tokens) - 1, history.computed) if self.context.private else len(history.tokens) - 1
-        if not self.runner.pool.groups.full:
+        stop = min(len(history.tokens) - 1, history.computed) if self._context.private else len(history.tokens) - 1
+        if not self._runner.pool.groups.full:
             # The model has only sliding-window layers. The prefix tree may contain more tokens than this session has
             # computed.
             return [], max(known, min(stop, history.computed))
@@ -147,16 +158,17 @@ class SessionBlocks:
                 break
         return found, known
 
-    def unpin(self) -> None:
-        self.context.storage.unpin(self._pinned)
-        self._pinned.clear()
+    # --------------------------------------------------------------------------------------------------------- pinning
 
-    def _pin(self, keys: Iterable[bytes]) -> None:
-        fresh = set(keys) - self._pinned
-        self.context.storage.pin(fresh)
-        self._pinned |= fresh
+    def pin(self, keys: Iterable[bytes]) -> None:
+        fresh = set(keys) - self.pinned
+        self._context.storage.pin(fresh)
+        self.pinned |= fresh
 
-    def _unpin(self, keys: Iterable[bytes]) -> None:
-        unneeded = set(keys) & self._pinned
-        self.context.storage.unpin(unneeded)
-        self._pinned -= unneeded
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        unneeded = set(keys) & self.pinned
+        self._context.storage.unpin(unneeded)
+        self.pinned -= unneeded
+
+    def unpin_all(self) -> None:
+        self.unpin(self.pinned)

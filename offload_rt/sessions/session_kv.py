@@ -9,35 +9,39 @@ from ..core import BLOCK_SIZE, BlockTable
 from ..errors import DiskError, StoreError
 from ..model_runner.sequence import Sequence
 from ..outputs import Stats
-from ..storage.block_store import STATE, NamedBlock, read_through
 from ..storage.loader import BlockLoader, DamagedBlockError
-from ..storage.naming import name_blocks
+from ..storage.naming import STATE, NamedBlock
 from ..storage.saver import layer_bytes
 from .context import SessionContext
 from .history import History
 from .session_blocks import SessionBlocks
 
 
-class SessionKV(SessionBlocks):
+class SessionKV:
     """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
     New KV is written to disk in the background. An eviction from host memory therefore waits only for blocks that are
     not written yet.
 
     Attributes:
+        blocks: Names of the blocks, and their files on disk.
         sequence: The session's sequence in host memory, or None if there is none. Blocks of the session may still be in
             the prefix tree.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether the session's blocks must be claimed in the store (`StorageTier.claim`), because no history
+        claims: Whether the session's blocks must be claimed in the store (`DiskStore.claim`), because no history
             lists them.
+        keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.
     """
 
     claims = False
+    keeps_decoded = True
 
     def __init__(self, context: SessionContext, history: History) -> None:
-        super().__init__(context, history)
+        self.context, self.runner, self.history = context, context.runner, history
+        self.blocks = SessionBlocks(context, history)
+        self._recurrent = context.runner.states is not None
         self.sequence: Sequence | None = None
         self.loader: BlockLoader | None = None
         self.loaded_tokens = 0
@@ -56,8 +60,7 @@ class SessionKV(SessionBlocks):
     def ready(self, capacity: int) -> Sequence:
         """Return the session's sequence, with room for `capacity` tokens. Start to load its KV from disk if necessary.
 
-        Raises:
-            PoolFullError: The sequence does not fit in the pool.
+        Raises PoolFullError.
         """
         if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
@@ -66,19 +69,16 @@ class SessionKV(SessionBlocks):
             return self.sequence
         sequence = self.sequence
         self.runner.pool.reserve(sequence.blocks, capacity)
-        self.recheck()
+        self.cancel_replaced()
         sequence.tokens = list(self.history.tokens)
         sequence.trace = sequence.trace.restart(reused=sequence.position)
         sequence.trace.prompt_tokens = 0
         return sequence
 
     def fetch(self, *, whole: bool) -> None:
-        """Start to load the session's KV from disk into host memory.
+        """Start to load the session's KV from disk: all layers if `whole`, else as many as the read buffer holds.
 
-        `whole` loads all layers. Otherwise, as many layers are loaded as the read buffer holds.
-
-        Raises:
-            PoolFullError: The sequence does not fit in the pool.
+        Raises PoolFullError.
         """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, whole=whole)
@@ -86,19 +86,19 @@ class SessionKV(SessionBlocks):
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises:
-            DamagedBlockError: A block on disk is damaged. The next load skips it, so its tokens will be computed again.
+        Raises DamagedBlockError if a block on disk is damaged. The next load skips it, so its tokens will be computed
+        again.
         """
         if self.loader is None:
             return
         try:
             self.loader.wait(layer)
         except DamagedBlockError as damage:
-            self._broken.add(damage.key)
+            self.blocks.damaged.add(damage.key)
             raise
 
     def load_all(self) -> None:
-        """Wait until the KV of all layers is in host memory. Raise DamagedBlockError if a block is damaged."""
+        """Wait until the KV of all layers is in host memory. Raises DamagedBlockError (see `wait`)."""
         if self.loader is not None and self.sequence is not None:
             for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
@@ -151,7 +151,7 @@ class SessionKV(SessionBlocks):
     def relearn(self) -> None:
         """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
 
-        Drop the sequence if its KV cannot be read back, or if its recurrent state is incomplete.
+        Drop the sequence if its KV cannot be read, or if its recurrent state is incomplete.
         """
         assert self.sequence is not None
         if self._recurrent:
@@ -163,24 +163,28 @@ class SessionKV(SessionBlocks):
             self.drop()
 
     def end_turn(self) -> None:
-        """Prepare the sequence for the time until the next turn. The history must already contain this turn."""
+        """Prepare the sequence for the next turn. The history must already contain this turn."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
             self.runner.suspend(self.sequence)
-            self.recheck()
+            self.cancel_replaced()
         elif self.sequence.interrupted:
             self.relearn()
+
+    def _match(self) -> BlockTable:
+        """Return the blocks of the session that are in the prefix tree."""
+        return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
         """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
         with runner.cache_manager.released_on_error(blocks):
-            found, known, snapshot = self._find(blocks)
-            self._host_tokens = blocks.length  # `_find` may have shortened the blocks
+            found, known, snapshot = self.blocks.find(blocks)
+            self._host_tokens = blocks.length  # `find` may have shortened the blocks
             if known < history.computed:
-                self._lose_from(known)
+                self._forget_from(known)
         sequence = self.adopt(blocks, capacity, known, snapshot)
         self.loaded_tokens = known - self._host_tokens
         if found:
@@ -201,64 +205,58 @@ class SessionKV(SessionBlocks):
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
-        history = self.history
+        history, runner = self.history, self.runner
         try:
-            sequence = self.runner.adopt(
+            sequence = runner.adopt(
                 history.tokens, blocks, capacity=capacity, known=known, exact=min(history.exact, known),
                 shift=history.shift, provenance=history.provenance, snapshot=snapshot,
             )  # fmt: skip
         except BaseException:
-            if self._states is not None and snapshot is not None:
-                self._states.release(snapshot)
+            if runner.snapshots is not None and snapshot is not None:
+                runner.snapshots.give_back(snapshot)
             raise
         if snapshot is not None:
             sequence.snapshots[known] = snapshot  # published with the blocks
-        sequence.keeps_decoded = self._recurrent and self._keeps_decoded
+        sequence.keeps_decoded = self._recurrent and self.keeps_decoded
         return sequence
 
-    @property
-    def _keeps_decoded(self) -> bool:
-        """Whether later turns reuse the KV of decoded tokens, even if this KV is approximate."""
-        return True
-
-    def _lose_from(self, known: int) -> None:
+    def _forget_from(self, known: int) -> None:
         """Mark the KV from token `known` on as lost, so that the next turn computes it again."""
         history, stop = self.history, len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE
         history.forget_from(known)
         if history.truncation_id and not known:
             history.restart(history.tokens)
         # If one block is damaged, later ones may be damaged too. Check them, so that damaged blocks are stored again.
-        for name in self.stored(stop)[known // BLOCK_SIZE :]:
-            read_through(self.context.storage, name)
+        for name in self.blocks.full_names(stop)[known // BLOCK_SIZE :]:
+            self.context.storage.verify(name)
 
     # --------------------------------------------------------------------------------------------------------- saving
 
     def all_names(self) -> list[NamedBlock]:
         """Return the names of all blocks with KV of computed tokens."""
         computed = self.history.computed
-        names, states = self.stored(computed), list[NamedBlock]()
-        if self._states is not None:
-            states = self._states.needed(names, self.sequence, start=max(self.history.starts, default=0))
-        return [*names, *self._shown(computed), *states]
+        names, states = self.blocks.full_names(computed), list[NamedBlock]()
+        if self.context.states is not None:
+            states = self.context.states.needed(names, self.sequence, start=max(self.history.starts, default=0))
+        return [*names, *self.blocks.window_names(computed), *states]
 
-    def fresh(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
+    def unsaved(self, names: Iterable[NamedBlock]) -> list[NamedBlock]:
         """Return the blocks of `names` that are neither on disk nor queued for writing."""
         return [name for name in names if name.key not in self.context.storage and name.key not in self._enqueued]
 
     def mark_enqueued(self, names: Iterable[NamedBlock]) -> None:
-        """Record that the blocks `names` are queued for writing."""
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
         """Queue the blocks that are not on disk for writing. Return True if the write buffer was too small for all."""
-        fresh = self.fresh(names)
+        fresh = self.unsaved(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
         rows = [name for name in fresh if name.group != STATE]
         accepted = rows[: self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)]
-        if self._states is not None:
+        if self.context.states is not None:
             states = [name for name in fresh if name.group == STATE]
-            accepted += self._states.save(self.sequence, states, claim=self.claims)
+            accepted += self.context.states.save(self.sequence, states, claim=self.claims)
         self.mark_enqueued(accepted)
         return len(accepted) < len(fresh)
 
@@ -268,14 +266,14 @@ class SessionKV(SessionBlocks):
         Tokens from index `start` on were decoded in the current turn. The history does not contain them yet.
         """
         if self.runner.pool.groups.full:
-            self.enqueue(name_blocks(self._provenance, tokens, stop, self.history.decoded_with(start, stop)))
+            self.enqueue(self.blocks.decoded_names(tokens, start, stop))
 
-    def recheck(self) -> None:
+    def cancel_replaced(self) -> None:
         """Cancel the writes of blocks that are no longer in the sequence.
 
         Call this after any operation that may replace a block of the sequence.
         """
-        self._enqueued -= self.context.saver.recheck()
+        self._enqueued -= self.context.saver.cancel_replaced()
 
     def write_out(self) -> list[NamedBlock]:
         """Write all blocks in host memory to disk and wait until this is done.
@@ -283,23 +281,23 @@ class SessionKV(SessionBlocks):
         Return the names of blocks that could not be written.
         """
         names = self.all_names()
-        self._arrived()  # another session may have removed a shared block after it was queued
-        while fresh := self.fresh(names):
+        self._flush()  # another session may have removed a shared block after it was queued
+        while fresh := self.unsaved(names):
             waiting = self.enqueue(names)
-            self._arrived()
-            missing = self.fresh(names)
+            self._flush()
+            missing = self.unsaved(names)
             if not missing or not waiting or len(missing) == len(fresh):  # all blocks were tried, or no progress
                 return missing
         return []
 
-    def _arrived(self) -> None:
+    def _flush(self) -> None:
         try:
             self.context.saver.flush()
         finally:
             self._enqueued.clear()
 
-    def enter_names(self, names: Seq[NamedBlock]) -> None:
-        """Record `names`, those of all blocks, in the history. Remove the previous partly filled block from disk."""
+    def _record_names(self, names: Seq[NamedBlock]) -> None:
+        """Record the names of all blocks in the history. Remove the previous partly filled blocks from disk."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -312,16 +310,17 @@ class SessionKV(SessionBlocks):
         states = [name.key.hex() for name in names if name.group == STATE]
         self._drop_states(states, shared=shared)
         history.states = states
-        self._pin(name.key for name in names)
+        self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Drop snapshots that the session does not need any more, all but `needed`. `shared`: a fork may need them."""
+        """Unpin or remove the session's snapshots except `needed`. If `shared`, a fork may need the others."""
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:
             return
         # Other sessions and prompts may need snapshots of the remaining text, so only eviction deletes these.
-        remaining = {name.state().key for name in self.stored(self.history.computed) if name.count == BLOCK_SIZE}
-        self._unpin(dropped & remaining)
+        names = self.blocks.full_names(self.history.computed)
+        remaining = {name.state().key for name in names if name.count == BLOCK_SIZE}
+        self.blocks.unpin(dropped & remaining)
         if not shared:
             self._remove(list(dropped - remaining))
 
@@ -333,21 +332,20 @@ class SessionKV(SessionBlocks):
 
     def save(self) -> None:
         """Queue all unsaved blocks for writing, and write the history. Raise StoreError if this fails."""
-        self.hand_over()
+        self.enqueue_all()
         self.persist()
 
-    def hand_over(self) -> None:
-        """Enqueue all unsaved blocks and take a snapshot of the history for `persist`."""
+    def enqueue_all(self) -> None:
+        """Queue all unsaved blocks for writing, and record the history for `persist`."""
         names = self.all_names()
         self.enqueue(names)
-        self.enter_names(names)
+        self._record_names(names)
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:
-        """Write the snapshot taken by `hand_over`, if there is one.
+        """Write the history that `enqueue_all` recorded, if it is not written yet.
 
-        Raises:
-            StoreError: The history cannot be written. The next turn or `close` tries again.
+        Raises StoreError. The next turn or `close` then tries again.
         """
         # No lock is needed. Only the session's owner calls this method, before the next turn starts. During the call,
         # other sessions can only remove blocks, and missing blocks are computed again. The store writes documents one
@@ -355,44 +353,40 @@ class SessionKV(SessionBlocks):
         if (data := self._unwritten) is None:
             return
         try:
-            self.context.storage.put(self.history.document, data)
+            self.context.storage.documents.put(self.history.document, data)
         except StoreError:
             self._unwritten = None
             raise
         self._unwritten = None
         self.context.storage.touch(self.history.block_keys)
 
-    def replace(self, sequence: Sequence | None) -> None:
-        """Replace the sequence with another one. No block of the new sequence counts as queued for writing."""
+    def set_sequence(self, sequence: Sequence | None) -> None:
+        """Set the sequence. None of its blocks counts as queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
 
-    def needed(self, *, answering: bool) -> set[bytes]:
+    def keys_in_use(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.
 
-        `answering` tells whether a turn is running. If so, the result includes its blocks, which are not in the history
-        yet.
+        If a turn is running (`answering`), this includes its blocks, which are not in the history yet.
         """
         if answering:
-            return {*self.history.block_keys, *self._pinned, *self._enqueued}
-        self._arrived()
+            return {*self.history.block_keys, *self.blocks.pinned, *self._enqueued}
+        self._flush()
         return set(self.history.block_keys)
 
-    def give_up(self) -> None:
-        """Drop the sequence without saving it, and wait for pending writes. Called before the session is deleted."""
+    def discard(self) -> None:
+        """Drop the sequence without saving it, and wait for pending writes, so that the session can be deleted."""
         self._unwritten = None
         self.drop()
-        self._arrived()
+        self._flush()
 
-    def leave_host(self) -> None:
-        """Write unsaved blocks to disk, and free the session's host memory.
-
-        The session's blocks on disk are no longer protected from eviction (pins).
-        """
+    def evict(self) -> None:
+        """Write unsaved blocks to disk, and free the session's host memory. Its blocks on disk may then be evicted."""
         if self.sequence is not None:
             self.write_out()
             self.drop()
-        self.unpin()
+        self.blocks.unpin_all()
 
     def check_integrity(self) -> None:
         if self.sequence is not None:

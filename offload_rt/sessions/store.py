@@ -1,29 +1,29 @@
-"""Store of the sessions of one model: open, restore and delete sessions by name."""
+"""Stores of the sessions of one model: open, restore and delete sessions by name."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
 from ..config import DType, KVFormatName
 from ..engine.cache_manager import Holding
+from ..engine.checks import check_folder_path
 from ..engine.runner import Runner
-from ..errors import ConfigError, InputError, StoreError
+from ..errors import ConfigError, InputError, OffloadError, StoreError
 from ..kv_cache.prefix_tree import root_key
 from ..storage.block_file import LAYOUT_VERSION
-from ..storage.block_store import StorageTier
 from ..storage.disk_store import DiskStore
 from ..storage.index import DOCUMENTS
 from ..storage.options import StoreOptions
 from ..storage.saver import Saver
-from ..storage.state_blocks import StateBlocks
+from ..utils.config_fields import configured
 from .context import SessionContext
 from .deletion import Removed, remove_session
 from .history import History, document_name
@@ -31,9 +31,7 @@ from .host_tier import HostTier
 from .names import check_name
 from .session import Session
 from .session_kv import SessionKV
-
-OpenTier = Callable[[str, int], StorageTier]
-"""Function that opens a storage tier, given a namespace (model, number format and layout) and the number of layers."""
+from .stored_states import StoredStates
 
 
 @dataclass(frozen=True)
@@ -78,66 +76,50 @@ class StoreUser(Protocol):
     """An object that uses a store even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
-        """End all running work, and stop using the store."""
+        """End all work and stop using the store."""
         ...
 
 
 class SessionStore:
     """Sessions of one model, by name.
 
-    All sessions share a storage tier on disk, and a saver thread that writes to it (`context`). Open sessions stay in
+    All sessions share the files of a folder, and a saver thread that writes them (`context`). Open sessions stay in
     host memory (`host`) while there is room. The prefix tree also keeps blocks of closed sessions.
     """
 
-    def __init__(self, runner: Runner, open_tier: OpenTier, options: StoreOptions | None = None) -> None:
-        """Open a store.
-
-        Args:
-            runner: Runner of the model.
-            open_tier: Opens the storage tier. It is called once. The store closes the tier.
-            options: Store options, or None for the defaults.
-
-        Raises:
-            ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
-            ModelError: The model's weights were changed after loading.
-            StoreError: The storage tier cannot be opened.
-        """
-        _check_restorable(runner)
-        runner.model.check_weights_unchanged()
-        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
-        storage = open_tier(str(space), runner.pool.groups.layers)
-        saver = Saver(storage, runner.pool, runner.transfer.storage)
-        states = None
-        if runner.snapshots is not None and runner.pool.states is not None:
-            states = StateBlocks(storage, saver, runner.pool.states)
-        self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
-        self.host = HostTier(self.context)
-        self.closed = False
-        self._namespace = space
-        self._folder: Path | None = None
-        self.read_only = False
-        self._open: dict[str, Session] = {}
-        self._holders: set[StoreUser] = set()
-        runner.reclaimables.append(self)
-
-    @classmethod
-    def on_disk(
-        cls, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
-    ) -> Self:
+    def __init__(
+        self, runner: Runner, folder: Path, options: StoreOptions | None = None, *, read_only: bool = False
+    ) -> None:
         """Open the store in `folder`. Unless `read_only`, no other process can write to the folder until `close`.
 
         A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
+        Args:
+            runner: Runner of the model.
+            folder: Folder of the store.
+            options: Store options, or None for the defaults.
+            read_only: Whether the store only reads.
+
         Raises:
-            ConfigError, ModelError, StoreError: See `__init__`.
+            ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
+            ModelError: The model's weights were changed after loading.
+            StoreError: The folder cannot be used.
         """
-        store = cls(
-            runner,
-            lambda namespace, layers: DiskStore(folder, namespace, layers, options, read_only=read_only),
-            options,
-        )
-        store._folder, store.read_only = folder, read_only
-        return store
+        _check_restorable(runner)
+        runner.model.check_weights_unchanged()
+        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
+        storage = DiskStore(folder, str(space), runner.pool.groups.layers, options, read_only=read_only)
+        saver = Saver(storage, runner.pool, runner.transfer.storage)
+        states = None
+        if runner.snapshots is not None and runner.pool.states is not None:
+            states = StoredStates(storage, saver, runner.pool.states, runner.snapshots)
+        self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
+        self.host = HostTier(self.context)
+        self.closed, self.read_only = False, read_only
+        self._namespace, self._folder = space, folder
+        self._open: dict[str, Session] = {}
+        self._holders: set[StoreUser] = set()
+        runner.reclaimables.append(self)
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
         """Open a stored session, or create a new one.
@@ -161,14 +143,12 @@ class SessionStore:
             if not prompts_are_whole:
                 self._check_number_format(name)
             history = History(name, self.context.runner.model.name)
-        return self.enter(history)
+        return self.open_history(history)
 
     def _check_number_format(self, name: str) -> None:
         """Raise StoreError if the session `name` of this model was stored with another number format."""
         # A changed default or option must not silently start the session again with an empty history.
-        if (folder := self._folder) is None:
-            return
-        file, siblings = document_name(name) + DOCUMENTS, self._namespace.siblings()
+        folder, file, siblings = self._folder, document_name(name) + DOCUMENTS, self._namespace.siblings()
         if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
             raise StoreError(
@@ -177,13 +157,10 @@ class SessionStore:
             )
 
     def _history(self, name: str) -> History | None:
-        """Return the stored history of the session `name`, or None if there is none.
-
-        Raise StoreError if the history is damaged or invalid.
-        """
+        """Return the stored history of a session, or None. Raise StoreError if the history is damaged or invalid."""
         mend = "put a copy of the file back, or delete the session"
         try:
-            document = self.context.storage.get(document_name(name))
+            document = self.context.storage.documents.get(document_name(name))
         except StoreError as error:
             raise StoreError(f"session {name!r} cannot be opened, and nothing was changed: {error}; {mend}") from error
         if document is None:
@@ -208,7 +185,8 @@ class SessionStore:
             )
         return history
 
-    def enter(self, history: History) -> Session:
+    def open_history(self, history: History) -> Session:
+        """Return a new open session with this history."""
         session = Session(SessionKV(self.context, history), self.host, self)
         self._open[history.name] = session
         return session
@@ -220,7 +198,7 @@ class SessionStore:
 
     def exists(self, name: str) -> bool:
         try:
-            return name in self._open or self.context.storage.get(document_name(name)) is not None
+            return name in self._open or self.context.storage.documents.get(document_name(name)) is not None
         except StoreError:
             return True
 
@@ -235,19 +213,16 @@ class SessionStore:
         if (session := self._open.get(name)) is not None:
             return session.discard()
         with self.context.runner.pool.lock:
-            return self.forget(name)
+            return self.delete_stored(name)
 
-    def forget(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks without another owner.
-
-        Raises StoreError if a file cannot be deleted.
-        """
+    def delete_stored(self, name: str) -> Removed:
+        """Delete a stored session, and all blocks without another owner. Raises StoreError (see `delete`)."""
         self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
-        held = {key for session in others for key in session.kv.needed(answering=session.busy)}
+        held = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
         return remove_session(storage, storage.root.hex(), document_name(name), held)
 
-    def left(self, session: Session) -> None:
+    def session_closed(self, session: Session) -> None:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
@@ -278,12 +253,9 @@ class SessionStore:
             self.close()
 
     def close(self) -> None:
-        """Close all queues and sessions, the saver and the storage tier. A second call has no effect.
+        """Close all queues and sessions, the saver and the files. A second call has no effect.
 
-        After that, another process may open the store.
-
-        Raises:
-            StoreError: A session cannot be saved. All other sessions are saved, and the store is closed.
+        Raises StoreError if a session cannot be saved, after all others are saved and the store is closed.
         """
         with ExitStack() as ends:
             ends.callback(self._close)
@@ -300,6 +272,56 @@ class SessionStore:
             ends.callback(self.context.runner.reclaimables.remove, self)
             for session in list(self._open.values()):
                 ends.callback(session.close)
+
+
+class OpenStores:
+    """Opens session stores for a runner. A folder that is already open keeps its store."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._stores: dict[Path, SessionStore] = {}
+
+    def __iter__(self) -> Iterator[SessionStore]:
+        return iter(self._stores.values())
+
+    def open(
+        self, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], *, read_only: bool = False
+    ) -> SessionStore:
+        """Return the store in the folder `store`. For the arguments and errors, see `LLM.session_store`."""
+        folder = check_folder_path("store", store).resolve()
+        known = self._stores.get(folder)
+        if known is None or known.closed:
+            chosen = configured(StoreOptions, options, fields)
+            known = self._stores[folder] = SessionStore(self._runner, folder, chosen, read_only=read_only)
+        elif known.read_only is not read_only:
+            kind = "for reading only" if known.read_only else "for writing"
+            raise InputError(f"the store {str(folder)!r} is already open {kind}: close its sessions and engines first")
+        return known
+
+    def open_session(
+        self, name: str, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], system: str | None
+    ) -> Session:
+        """Open or create a session. If that fails, close its store, unless it is in use. See `LLM.session`."""
+        with self._runner.pool.lock:
+            known = self.open(store, options, fields)
+            try:
+                session = known.open(name)
+            except OffloadError:
+                known.close_if_idle()
+                raise
+        if system is not None:
+            try:
+                session.instruct(system)
+            except OffloadError:
+                session.close()
+                raise
+        return session
+
+    def close(self) -> None:
+        """Close all stores. Raise StoreError if a session could not be saved, after all other sessions were saved."""
+        with ExitStack() as ends:
+            for store in self:
+                ends.callback(store.close)
 
 
 def _check_restorable(runner: Runner) -> None:

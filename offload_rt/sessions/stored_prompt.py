@@ -18,7 +18,7 @@ from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder
 from ..sampling_params import SamplingParams
-from ..storage.block_store import NamedBlock
+from ..storage.naming import NamedBlock
 from .context import SessionContext
 from .history import History
 from .host_tier import HostTier
@@ -32,6 +32,7 @@ class PromptKV(SessionKV):
     """KV cache of one prompt. The KV stays in host memory until its blocks are on disk."""
 
     claims = True
+    keeps_decoded = False
 
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
@@ -44,18 +45,12 @@ class PromptKV(SessionKV):
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
-    @property
-    def _keeps_decoded(self) -> bool:
-        return False
-
     def claim(self) -> None:
-        """Queue a claim of all stored blocks of the prompt for writing.
-
-        Claimed blocks are kept if a session with the same text is deleted.
-        """
-        names, groups = self.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE), self.runner.pool.groups.groups
+        """Queue a claim of all stored blocks of the prompt, so that deletions of other sessions do not remove them."""
+        names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
+        groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
-        states = (name.state() for name in names if self._states is not None)
+        states = (name.state() for name in names if self.context.states is not None)
         keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
         self.context.saver.notify(lambda: storage.claim(keys))  # opens a file per block, so not on this thread
 
@@ -67,15 +62,15 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token attends to for writing.
+        """Queue the sliding-window blocks that the next token attends to for writing, at the end of a full block.
 
-        The blocks stay in memory until `drop`, even after they leave the windows. Call this at the end of a full block.
+        They stay in memory until `drop`, even if the windows move past them.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
             self._windows = pool.fork(sequence.blocks)
             pool.shrink(self._windows, 0)
-            shown = self.fresh(self._shown(sequence.position))
+            shown = self.unsaved(self.blocks.window_names(sequence.position))
             self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown, claim=True)])
 
     @property
@@ -111,7 +106,7 @@ class PromptKV(SessionKV):
     def persist(self) -> None:
         """Record the use of the blocks on disk."""
         self.claim()  # also blocks that a session has written since the start
-        self.context.storage.touch([name.key for name in self.names(self.history.computed)])
+        self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 
 class StoredPrompt(StoredRequest):
@@ -131,7 +126,6 @@ class StoredPrompt(StoredRequest):
         recorder: Recorder | None,
         cache_salt: str,
     ) -> None:
-        """Create a request. See `WholePrompts.turn` for the arguments."""
         kv = PromptKV(context, cache_salt)
         super().__init__(kv, host, Prompt(number, tuple(prompt), cache_salt), params, recorder)
         self.kv: PromptKV = kv
@@ -139,7 +133,7 @@ class StoredPrompt(StoredRequest):
     def _prepare(self, runner: Runner) -> None:
         runner.check_fits(self.expected_tokens)
 
-    def _set_back(self) -> None: ...
+    def _undo_prepare(self) -> None: ...
 
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         diverged_at = self.kv.runner.cache_manager.first_uncached(tokens, self.kv.history.provenance)
@@ -159,16 +153,16 @@ class StoredPrompt(StoredRequest):
 
     def resume(self, sequence: Sequence) -> None:
         super().resume(sequence)
-        self.kv.replace(sequence)
+        self.kv.set_sequence(sequence)
 
     def _after_reclaim(self, action: Callable[[], T]) -> T:
         return self.kv.runner.retry_after_reclaim(action)
 
-    def _leave(self, *, untouched: bool) -> None:
+    def _after_drop(self, *, untouched: bool) -> None:
         self.kv.drop()
-        self.kv.unpin()
+        self.kv.blocks.unpin_all()
 
-    def _keep(self, runner: Runner) -> None:
+    def _store_kv(self, runner: Runner) -> None:
         sequence = self.sequence
         if sequence is None:
             return
@@ -181,21 +175,19 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def release(self) -> bool:
-        """Free the memory of an ended request whose blocks are written. The caller must hold the lock of the pool.
+        """Free the memory of an ended request when its blocks are written. The caller must hold the lock of the pool.
 
-        Returns:
-            True if blocks that did not fit in the write buffer before are still to be written. The memory is then still
-            in use.
+        Return True if the memory is still in use, because blocks that did not fit in the write buffer are now queued.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True
-        self.leave_host(write=False)
+        self.free_memory(write=False)
         return False
 
-    def leave_host(self, *, write: bool) -> None:
+    def free_memory(self, *, write: bool) -> None:
         """Free the memory of an ended request. Wait for its pending writes, and `write` blocks that are left over."""
-        self._host.take(self.kv)
+        self._host.unpark(self.kv)
         if write:
-            self.kv.leave_host()
+            self.kv.evict()
         self.kv.drop()
-        self.kv.unpin()
+        self.kv.blocks.unpin_all()

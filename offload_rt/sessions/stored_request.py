@@ -18,7 +18,7 @@ from ..model_runner.trace import Recorder, Trace
 from ..outputs import FinishReason, TokenOutput
 from ..sampling_params import SamplingParams
 from ..storage.loader import DamagedBlockError
-from ..storage.saver import Saving
+from ..storage.saver import SaveHandle
 from .host_tier import HostTier
 from .session_kv import SessionKV
 
@@ -31,8 +31,8 @@ class StoredRequest(SampledRequest):
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
 
-    Subclasses define what happens to the history: `_prepare` changes it before a start, `_set_back` undoes this after a
-    failed start, `_leave` is called when the request is dropped, and `_keep` when it ends.
+    Subclasses define what happens to the history: `_prepare` changes it before a start, `_undo_prepare` reverts this
+    after a failed start, `_after_drop` is called when the request is dropped, and `_store_kv` when it ends.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StoredRequest(SampledRequest):
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
         self.kv, self._host = kv, host
         self._prefill: Prefill | None = None
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
         self._start = self._stop = 0
         self._seconds = 0.0
         self._known = 0, 0
@@ -65,7 +65,7 @@ class StoredRequest(SampledRequest):
         """Check that the request fits, and make room for its tokens in the history."""
 
     @abstractmethod
-    def _set_back(self) -> None:
+    def _undo_prepare(self) -> None:
         """Undo `_prepare` after a failed start."""
 
     @abstractmethod
@@ -80,14 +80,14 @@ class StoredRequest(SampledRequest):
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
-    def _leave(self, *, untouched: bool) -> None:
+    def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        `untouched` tells that its KV is complete and that the prefill has not begun.
+        If `untouched`, its KV is complete and no layer of the prefill was computed.
         """
 
     @abstractmethod
-    def _keep(self, runner: Runner) -> None:
+    def _store_kv(self, runner: Runner) -> None:
         """Enqueue the KV of an ended request for writing, and leave its memory to the host tier."""
 
     def start(self, runner: Runner) -> Prefill:
@@ -100,7 +100,7 @@ class StoredRequest(SampledRequest):
         assert self.sequence is None
         kv = self.kv
         runner.model.check_weights_unchanged()
-        self._host.take(kv)
+        self._host.unpark(kv)
         in_memory = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:
             self._prepare(runner)
@@ -110,7 +110,7 @@ class StoredRequest(SampledRequest):
             kv.history.tokens = list(tokens)
             self.sequence = sequence = self._ready(runner, len(self.tokens) + 1)
         except BaseException:
-            self._set_back()
+            self._undo_prepare()
             raise
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
         diverged_at = self._diverged_at(tokens, sequence.position)
@@ -142,7 +142,7 @@ class StoredRequest(SampledRequest):
         self._count_arrived(self._trace)
         untouched = self._untouched and not damaged
         self._give_up_prefill()
-        self._leave(untouched=untouched)
+        self._after_drop(untouched=untouched)
         self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
@@ -151,7 +151,7 @@ class StoredRequest(SampledRequest):
         if self.sequence is not None:
             self._count_arrived(self.sequence.trace)
             self._final = self.stats(runner)
-        self._keep(runner)
+        self._store_kv(runner)
 
     def persist(self) -> None:
         """Record the end of the request in the store. Raise StoreError if that fails; the KV stays usable."""
@@ -160,14 +160,9 @@ class StoredRequest(SampledRequest):
     def _begin_prefill(
         self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, shared_tokens: int
     ) -> Prefill:
-        """Begin the prefill of `sequence` up to token `stop`.
+        """Begin the prefill of `sequence` up to token `stop`. `in_memory`: no reused KV is loaded from disk.
 
-        Args:
-            runner: Runner of the sequence.
-            stop: Number of tokens to prefill.
-            in_memory: Whether all reused KV is in host memory, so that no KV is loaded from disk.
-            diverged_at: See `Stats`.
-            shared_tokens: Number of tokens at the start whose KV was computed before.
+        `diverged_at` and `shared_tokens` are the results of `_diverged_at` and `_shared_tokens`.
         """
         sequence = self.sequence
         assert sequence is not None
@@ -191,12 +186,11 @@ class StoredRequest(SampledRequest):
                 sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
             )
         )
-        fresh = kv.fresh(kv.stored(stop // BLOCK_SIZE * BLOCK_SIZE))
+        fresh = kv.unsaved(kv.blocks.full_names(stop // BLOCK_SIZE * BLOCK_SIZE))
         self._saving = kv.context.saver.begin(sequence.blocks, fresh, claim=kv.claims)
         return self._prefill
 
     def _segment_stop(self, start: int) -> int:
-        """Return the end of the prefill segment that begins at token `start`."""
         return self.kv.context.segment_stop(start, self._stop)
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
@@ -210,7 +204,6 @@ class StoredRequest(SampledRequest):
 
     @property
     def _prefilling(self) -> bool:
-        """Whether the prefill has begun and is not complete yet."""
         return self._prefill is not None or (self.sequence is not None and self.sequence.position < self._stop)
 
     @property
@@ -234,7 +227,7 @@ class StoredRequest(SampledRequest):
             return
         assert self.sequence is not None and self._prefill is not None
         kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
-        kv.recheck()
+        kv.cancel_replaced()
         if kv.loader is not None:
             stalled = kv.end_loading()
             kv.runner.reload(self.sequence)
@@ -247,7 +240,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the time per token, including prefills that are cancelled before their first segment is complete."""
+        """Record the prefill time per token, also if the prefill is cancelled in its first segment."""
         layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
@@ -261,20 +254,14 @@ class StoredRequest(SampledRequest):
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slot of the next token, and evict idle KV if necessary.
-
-        Raises PoolFullError if there is still no room.
-        """
+        """Reserve the slot of the next token. Evict idle KV if necessary, or raise PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))
-        self.kv.recheck()
+        self.kv.cancel_replaced()
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Sample the next token from `logits`.
-
-        If decoding has just filled a block, queue the block for writing first.
-        """
+        """Sample the next token from `logits`. If decoding has just filled a block, queue the block for writing."""
         assert self.sequence is not None
         position, prompt = self.sequence.position, len(self.prompt.token_ids)
         if position % BLOCK_SIZE == 0 and position > prompt:

@@ -36,13 +36,12 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
     """Return the indices of the tokens that a truncation keeps, in ascending order.
 
     Args:
-        computed: Number of tokens in the session whose KV was computed.
+        computed: Number of tokens whose KV was computed.
         sinks: Number of tokens at the start to keep, with `keep_last`.
         keep_last: Number of tokens at the end to keep, or None.
         drop: Indices of the tokens to drop, or None.
 
-    Raises:
-        InputError: Not exactly one of `keep_last` and `drop` is given, or `drop` is invalid.
+    Raises InputError unless exactly one of `keep_last` and `drop` is given, and `drop` is valid.
     """
     if (keep_last is None) == (drop is None):
         raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")
@@ -203,20 +202,18 @@ def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
         history.sinks = sinks
-        kv.context.storage.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
+        kv.context.storage.documents.put(history.sinks_document, originals.view(torch.uint8).numpy().tobytes())
 
 
 def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
-    """Read the original keys of the sinks from the store.
+    """Read the original keys of the sinks from the store: `[L, Hkv, sinks, width]`, as in `read_sinks`.
 
-    Returns:
-        Keys `[L, Hkv, sinks, width]` of the L full-attention layers, in the pool's storage format, or None if the
-        document is missing or has an unexpected size.
+    Return None if the document is missing or has an unexpected size.
     """
     history, pool = kv.history, kv.runner.pool
     shape = (len(pool.groups.layers_of(0)), kv.runner.adapter.geometry.kv_heads, -1, pool.format.width)
     try:
-        document = kv.context.storage.get(history.sinks_document)
+        document = kv.context.storage.documents.get(history.sinks_document)
     except StoreError:
         return None
     one_sink = shape[0] * shape[1] * shape[3] * pool.format.storage.itemsize
@@ -227,12 +224,9 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens. The caller will copy the KV of the first `known` tokens into it.
+    """Allocate a block table for `size` tokens, into which the KV of the first `known` tokens will be copied.
 
-    `floor` is the index of the first token that sliding layers may attend to.
-
-    Raises:
-        PoolFullError: The pool has too few free blocks.
+    `floor` is the first token that sliding layers may attend to. Raises PoolFullError.
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):
@@ -241,17 +235,14 @@ def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
 
 
 def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTable) -> Sequence:
-    """Copy the KV of the tokens `kept` to `blocks`.
-
-    Return a new sequence of the session with these tokens and blocks.
-    """
+    """Copy the KV of the tokens `kept` to `blocks`. Return the session's new sequence with these blocks."""
     runner = kv.runner
     runner.transfer.storage.settle(sequence.blocks)
     copy_rows(runner.pool, sequence.blocks, blocks, kept)
-    kv.replace(None)
+    kv.set_sequence(None)
     runner.free(sequence)
     adopted = kv.adopt(blocks, len(kv.history.tokens), len(kept))
-    kv.replace(adopted)
+    kv.set_sequence(adopted)
     return adopted
 
 
@@ -271,10 +262,9 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 
 
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
-    """Return a copy of the keys of the first `sinks` tokens (fewer than 64), in the pool's storage format.
+    """Return a copy of the keys of the first `sinks` tokens (fewer than 64) in the L full-attention layers.
 
-    Returns:
-        Keys `[L, Hkv, sinks, width]` of the L full-attention layers.
+    The shape is `[L, Hkv, sinks, width]`, in the pool's storage format.
     """
     return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in pool.groups.layers_of(0)])
 
@@ -282,14 +272,9 @@ def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
 def write_rotated_sinks(
     pool: HostPool, adapter: ModelAdapter, blocks: BlockTable, originals: torch.Tensor, offset: int
 ) -> None:
-    """Rotate the sinks' keys by `offset` positions, and write them to the first slots of the full-attention layers.
+    """Rotate the sinks' original keys by `offset` positions, and write them to the first slots of `blocks`.
 
-    Args:
-        pool: Host pool.
-        adapter: Adapter of the model, which rotates the keys.
-        blocks: Block table. No other table may share its first block, because the block is changed.
-        originals: Original keys `[L, Hkv, sinks, width]` of the L full-attention layers, in the storage format.
-        offset: Number of positions to rotate by.
+    `originals` has the format of `read_sinks`. No other block table may share the first block, because it is changed.
     """
     for layer, stored in zip(pool.groups.layers_of(0), originals, strict=True):
         keys = adapter.rotate_keys(layer, pool.format.decode(stored), offset)

@@ -9,33 +9,76 @@ from typing import TypeVar
 
 from ..core import Prompt
 from ..engine.logits_processors import check_answerable
+from ..engine.prompts import token_ids
 from ..engine.runner import Runner
-from ..errors import InputError
+from ..errors import InputError, ModelError
 from ..model_runner.trace import Recorder
 from ..models.loading import LoadedModel
 from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
-from .chat_template import TurnTokens
+from .chat_template import TurnTokens, turn_tokens
 from .host_tier import HostTier
 from .session_kv import SessionKV
 from .stored_request import StoredRequest
-from .truncate import close_gap, truncate_for
+from .truncate import close_gap, tokens_after, truncate_for
 
 T = TypeVar("T")
 
 
-def said(prompt: str | Seq[int]) -> str:
+def prompt_text(prompt: str | Seq[int]) -> str:
     """Return the text of a prompt, or "" if the prompt is given as token ids."""
     return prompt if isinstance(prompt, str) else ""
 
 
 def check_turn(params: SamplingParams, model: LoadedModel) -> None:
-    """Raise InputError if a sampling parameter is not supported in sessions."""
     if params.n > 1 or params.num_beams > 1:
         raise InputError("a session has one response per turn: n and num_beams must be 1")
     if params.prompt_logprobs is not None:
         raise InputError("prompt_logprobs would need a session's earlier turns again: use it without a session")
     check_answerable(params, model)
+
+
+def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
+    """Return the tokens that `prompt` adds to a session. Raise InputError if the prompt is invalid."""
+    model = kv.runner.model
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise InputError(f"{model.name} has no tokenizer: give token ids, or pass tokenizer=")
+        return turn_tokens(model.tokenizer, kv.history, prompt, model.eos_token_ids)
+    added, vocab = token_ids(prompt), kv.runner.adapter.geometry.vocab
+    if not added or any(not 0 <= token < vocab for token in added):
+        raise InputError(f"a turn needs at least one token id, each from 0 to {vocab - 1}")
+    return TurnTokens(len(kv.history.tokens), 0, tuple(added))
+
+
+def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
+    """Check whether a turn with these tokens and `max_tokens` generated tokens fits.
+
+    Raises:
+        InputError: A parameter is not supported in sessions, or a turn that rewrites earlier turns must be truncated.
+        ModelError, PoolFullError: The turn does not fit.
+    """
+    check_turn(params, kv.runner.model)
+    new = len(tokens.added) + params.max_tokens
+    _check_overflow(kv, new - tokens.dropped)
+    left = tokens_after(kv, new - tokens.dropped)
+    if tokens.dropped > 1 and left < tokens.held:
+        raise InputError(
+            f"the chat template rewrites earlier turns of session {kv.history.name!r}, which would outgrow the model's "
+            "positions and cannot be truncated and rewritten at once: use another template, or a new session"
+        )
+    kv.runner.check_fits(left + new)
+
+
+def _check_overflow(kv: SessionKV, new: int) -> None:
+    """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
+    most, held = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
+    if kv.context.options.overflow == "error" and held + new > most:
+        raise ModelError(
+            f"session {kv.history.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
+            f"and {kv.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
+            "store with overflow='truncate'"
+        )
 
 
 class Turn(StoredRequest):
@@ -92,7 +135,7 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Truncate the conversation if necessary, so that it fits the model's positions together with this turn."""
+        """Truncate the conversation if it would exceed the model's positions in this turn."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
@@ -131,17 +174,14 @@ class Turn(StoredRequest):
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
         return len(self._kept)
 
-    def _leave(self, *, untouched: bool) -> None:
-        """Restore the session after the turn is dropped.
-
-        The session's KV stays in memory only if `untouched`, which tells that the turn has not changed it.
-        """
+    def _after_drop(self, *, untouched: bool) -> None:
+        """Restore the session after the turn is dropped. Its KV stays in memory only if the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
-        self._set_back()
+        self._undo_prepare()
 
-    def _set_back(self) -> None:
+    def _undo_prepare(self) -> None:
         """Restore the session to its state before the turn, and park it in the host tier."""
         kv = self.kv
         self._forget(self._before)
@@ -150,7 +190,7 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens to `tokens`. If its sequence has more tokens than these, drop the sequence."""
+        """Set the session's tokens. Drop its sequence if it has computed more tokens than these."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -160,7 +200,7 @@ class Turn(StoredRequest):
         else:
             kv.sequence.tokens = list(tokens)
 
-    def _keep(self, runner: Runner) -> None:
+    def _store_kv(self, runner: Runner) -> None:
         """Add the turn to the history, and park the session."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
@@ -178,16 +218,15 @@ class Turn(StoredRequest):
             if taken_in or self.new_tokens:
                 # A turn removes at most the token that ended the last response, unless it rewrites the conversation.
                 history.add_turn(len(self._kept), self._text, self.text, rewritten=self._tokens.dropped > 1)
-                kv.hand_over()
+                kv.enqueue_all()
         finally:
             self._host.park(kv)
 
     def _undo(self, interrupted: bool, progressed: bool) -> None:
         """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
-        Args:
-            interrupted: Whether the prefill had begun.
-            progressed: Whether a segment of the prefill was complete. The prefix tree and the store keep its KV.
+        `interrupted`: the prefill had begun. `progressed`: a segment was complete, so the prefix tree and the store
+        keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()

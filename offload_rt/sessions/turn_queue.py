@@ -15,7 +15,7 @@ from .host_tier import TierStats
 from .session import Session
 from .session_kv import SessionKV
 from .store import SessionStore
-from .turn import Turn, said
+from .turn import Turn, prompt_text
 
 
 class QueuedTurn:
@@ -102,7 +102,7 @@ class TurnQueue:
     def step(self) -> list[TokenOutput]:
         """Compute one step of all running turns.
 
-        Raises the errors of `Engine.step`. The failed turn is then removed, and the next call continues with all other
+        Raises the errors of `Engine.step`. The failed turn is then removed, and the next call continues with the other
         turns.
         """
         try:
@@ -136,8 +136,7 @@ class TurnQueue:
     def close(self) -> None:
         """End all turns, and save and close the sessions. A second call has no effect.
 
-        Raises:
-            StoreError: A session cannot be saved. All other sessions are saved and closed.
+        Raises StoreError if a session cannot be saved, after all others are closed.
         """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)
@@ -158,7 +157,9 @@ class TurnQueue:
             except OffloadError:
                 queued.cancel()
                 raise
-            queued.turn = Turn(session.kv, session.host, queued.number, said(queued.prompt), tokens, queued.params)
+            queued.turn = Turn(
+                session.kv, session.host, queued.number, prompt_text(queued.prompt), tokens, queued.params
+            )
             session.busy = True
             self._running.append(queued)
             self._engine.submit(queued.turn)
@@ -172,14 +173,12 @@ class TurnQueue:
                 self._engine.cancel(queued.turn)
 
     def _settle(self) -> None:
-        """Mark the sessions of ended turns as idle."""
         for queued in list(self._running):
             if queued.finish_reason is not None:
                 queued.session.busy = False
                 self._running.remove(queued)
 
     def _waiting(self) -> list[SessionKV]:
-        """Return the sessions with waiting turns, in the order of their turns, without duplicates."""
         turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
         behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)

@@ -27,7 +27,9 @@ from typing import Any
 
 import xxhash
 
-from ..kv_cache.disk.direct_file import write_all
+from ..core import BLOCK_SIZE
+from ..kv_cache.disk.direct_file import BlockFile, write_all
+from ..kv_cache.disk.extents import StoredExtent
 
 LAYOUT_VERSION = 2
 """Version of block keys and histories. It is part of the namespace, so blocks of other versions are not found."""
@@ -75,10 +77,7 @@ class BlockHeader:
         return self.data_offset - len(CLAIM)
 
     def encode(self, *, claimed: bool = False) -> bytes:
-        """Return the header as bytes, zero-padded up to the beginning of layer 0.
-
-        If `claimed`, `CLAIM` is at the end.
-        """
+        """Return the header with zero padding up to layer 0. If `claimed`, `CLAIM` is at the end."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))
@@ -93,12 +92,12 @@ class BlockHeader:
         if magic != MAGIC or len(body) != size or xxhash.xxh3_64_intdigest(body) != digest:
             return None
         try:
-            return cls._of(json.loads(body))
+            return cls._from_fields(json.loads(body))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     @classmethod
-    def _of(cls, fields: Any) -> BlockHeader | None:
+    def _from_fields(cls, fields: Any) -> BlockHeader | None:
         key, layer_bytes = bytes.fromhex(fields["key"]), fields["layer_bytes"]
         checksums = tuple(int(checksum, 16) for checksum in fields["checksums"])
         possible = len(key) == KEY_BYTES and type(layer_bytes) is int and layer_bytes > 0
@@ -106,7 +105,7 @@ class BlockHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return the size of the header in bytes, given the first bytes of a file, or 0 if the header is not valid."""
+    """Return the size of the header, given the first bytes of a file, or 0 if the header is not valid."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -134,8 +133,8 @@ def _body(key: bytes, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
 
 
 @dataclass(frozen=True)
-class FileBlock:
-    """A KV block in a file (`block_store.StoredBlock`).
+class StoredBlock:
+    """A KV block that was found in a store. Reading its layers may still fail.
 
     Attributes:
         key: Key of the block.
@@ -145,6 +144,7 @@ class FileBlock:
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for reading and returns its descriptor. Raises OSError.
         damaged: Called if a layer does not match its checksum.
+        own_file: Whether the file contains only this block. Then a KV pool on disk can read it in place.
     """
 
     key: bytes
@@ -154,9 +154,13 @@ class FileBlock:
     offset: int
     open: Callable[[], int]
     damaged: Callable[[], None]
+    own_file: bool = False
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Read one layer into a buffer of `layer_bytes` bytes. Return False if the layer is damaged."""
+        """Read one layer `[Hkv, n, 2 (K, V), d]` into a buffer of `layer_bytes` bytes.
+
+        Return False if the layer is damaged. Thread-safe.
+        """
         if len(into) != self.layer_bytes:
             return False
         try:
@@ -179,9 +183,26 @@ class FileBlock:
         self.damaged()
         return False
 
+    def extent(self) -> StoredExtent | None:
+        """Open the file, so that a KV pool on disk can read KV directly from it.
 
-class FileBlockWriter:
-    """Write one KV block to a part of a file (`block_store.BlockWriter`).
+        The file can be read even after the block is evicted. Return None for a partial block, if the file contains
+        other blocks, or if it cannot be opened.
+        """
+        # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
+        if self.count < BLOCK_SIZE or not self.own_file:
+            return None
+        try:
+            return StoredExtent(BlockFile(self.open()), self.offset, self.layer_bytes)
+        except OSError:
+            return None
+
+
+class BlockWriter:
+    """Write one KV block to a part of a file.
+
+    Call `write` once per layer, in any order and from one thread at a time. Then call `commit` or `abort`. The block
+    cannot be found in the store before `commit`.
 
     Args:
         layers: Number of layers of the block.
@@ -190,6 +211,7 @@ class FileBlockWriter:
         open: Opens the file for writing and returns its descriptor. Raises OSError.
         finish: Completes the block, so that it can be found, given the checksums of its layers. Raises OSError.
         give_up: Called instead of `finish` if the block is discarded. Gets the error of a failed write, or None.
+        own_file: Whether the file contains only this block.
     """
 
     def __init__(
@@ -200,9 +222,11 @@ class FileBlockWriter:
         open: Callable[[], int],
         finish: Callable[[Sequence[int]], None],
         give_up: Callable[[OSError | None], None],
+        *,
+        own_file: bool = False,
     ) -> None:
         self.layers, self.layer_bytes, self.offset = layers, layer_bytes, offset
-        self._file, self._finish, self._give_up = open, finish, give_up
+        self._file, self._finish, self._give_up, self._own_file = open, finish, give_up, own_file
         self._checksums: dict[int, int] = {}
         self._open = True
 
@@ -225,7 +249,23 @@ class FileBlockWriter:
         """Record the checksum of a layer that other code writes to the file."""
         self._checksums[layer] = checksum(block)
 
+    def extent(self) -> StoredExtent | None:
+        """Open the file, so that a KV pool on disk can write layers directly to it. `write` is not called then.
+
+        The file can be read even after the block is evicted. Return None if it contains other blocks, or if disk space
+        cannot be allocated.
+        """
+        if not self._own_file:
+            return None
+        try:
+            file = BlockFile(self._file())
+            file.allocate(0, self.offset + self.layers * self.layer_bytes)
+        except OSError:
+            return None
+        return StoredExtent(file, self.offset, self.layer_bytes, self.note)
+
     def commit(self) -> bool:
+        """Complete the block, so that it can be found. Return False if a write failed or a layer is missing."""
         if len(self._checksums) < self.layers:
             self.abort()
         if self._open:
@@ -237,6 +277,7 @@ class FileBlockWriter:
         return done
 
     def abort(self) -> None:
+        """Discard the block. This has no effect after `commit`."""
         if self._open:
             self._end(None)
 

@@ -1,7 +1,4 @@
-"""Disk tier that stores each KV block in a file.
-
-Files are found by key, verified by checksum and written atomically.
-"""
+"""Disk store of sessions. Each KV block is a file, found by key, verified by checksum and written atomically."""
 
 from __future__ import annotations
 
@@ -11,54 +8,19 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..core import BLOCK_SIZE
-from ..kv_cache.disk.direct_file import BlockFile, write_all
-from ..kv_cache.disk.extents import StoredExtent
-from ..kv_cache.prefix_tree import TOKEN_BYTES, block_key, root_key
+from ..kv_cache.disk.direct_file import write_all
+from ..kv_cache.prefix_tree import root_key
 from ..utils.private_files import open_private
-from .block_file import BlockHeader, FileBlock, FileBlockWriter, data_offset
-from .documents import NamespaceDocuments
+from .block_file import BlockHeader, BlockWriter, StoredBlock, data_offset
+from .documents import DocumentStore
 from .files import open_regular, read_header
 from .folder import BLOCKS, StoreFolder, block_paths
+from .naming import NamedBlock
 from .options import StoreOptions
 
 
-class DiskBlock(FileBlock):
-    """A KV block stored as one file."""
-
-    def extent(self) -> StoredExtent | None:
-        """Open the file, so that a KV pool on disk can read KV directly from it.
-
-        The file can be read even after the block is evicted. Return None for a partial block, or if the file cannot be
-        opened.
-        """
-        # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
-        if self.count < BLOCK_SIZE:
-            return None
-        try:
-            return StoredExtent(BlockFile(self.open()), self.offset, self.layer_bytes)
-        except OSError:
-            return None
-
-
-class DiskBlockWriter(FileBlockWriter):
-    """Write one KV block as one file."""
-
-    def extent(self) -> StoredExtent | None:
-        """Open the file, so that a KV pool on disk can write layers directly to it. `write` is not called then.
-
-        The file can be read even after the block is evicted. Return None if its disk space cannot be allocated.
-        """
-        try:
-            file = BlockFile(self._file())
-            file.allocate(0, self.offset + self.layers * self.layer_bytes)
-        except OSError:
-            return None
-        return StoredExtent(file, self.offset, self.layer_bytes, self.note)
-
-
-class DiskStore(NamespaceDocuments):
-    """Store KV blocks and small documents in a folder of at most `options.limit` bytes (`block_store.StorageTier`).
+class DiskStore:
+    """Store KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes.
 
     Each namespace (model, KV data type, layout) has a subfolder, which is named by the digest of the namespace. The
     file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
@@ -71,10 +33,14 @@ class DiskStore(NamespaceDocuments):
     Args:
         folder: Root folder of the store.
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Number of layers per block.
+        layers: Number of layers per block: of the model, or of a layer group (`kv_cache.layer_groups`).
         options: Limit, eviction policy and time to live.
         read_only: Open the folder without the write lock. No file is written or evicted.
         clock: Returns the time in nanoseconds since 1970.
+
+    Attributes:
+        root: Parent key of the first block of every sequence. It depends on the namespace.
+        documents: Documents of the namespace, such as session histories.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -91,58 +57,64 @@ class DiskStore(NamespaceDocuments):
         read_only: bool = False,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.options = options or StoreOptions()
-        self.namespace, self.layers = namespace, layers
-        self.root = root_key(namespace)
-        store = StoreFolder(folder, self.options, read_only=read_only, clock=clock)
-        self._index = store.index
-        super().__init__(store, folder / self.root.hex(), self.options)
+        options = options or StoreOptions()
+        self.namespace, self.layers, self.root = namespace, layers, root_key(namespace)
+        self._own = folder / self.root.hex()
+        self._folder = StoreFolder(folder, options, read_only=read_only, clock=clock)
+        self._index = self._folder.index
+        self.documents = DocumentStore(self._folder, self._own, options.limit)
 
     @property
     def bytes_used(self) -> int:
+        """Size in bytes of all stored data. A file that is being written counts with its full size."""
         return self._index.bytes_used
 
     @property
     def last_error(self) -> str:
+        """Message about the last failed write, or "" if none failed."""
         return self._folder.last_error
 
     def __contains__(self, key: bytes) -> bool:
         return self._path(key) in self._index
 
-    # ---------------------------------------------------------------------------------------------------------- blocks
-
-    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> DiskBlock | None:
-        key = block_key(parent, provenance_key, tokens)
-        path = self._path(key)
+    def find(self, name: NamedBlock) -> StoredBlock | None:
+        path = self._path(name.key)
         if not self._folder.read_only and path not in self._index:
             return None
         header = read_header(path)
         # Check the header too: the file may have been renamed, or written for another number of layers.
-        if header is None or header.key != key or len(header.checksums) != self.layers:
+        if header is None or header.key != name.key or len(header.checksums) != self.layers:
             self._folder.discard(path)
             return None
-        count, opened = len(tokens) // TOKEN_BYTES, partial(open_regular, path)
-        damaged = partial(self._folder.discard, path)
-        return DiskBlock(key, count, header.layer_bytes, header.checksums, header.data_offset, opened, damaged)
+        return StoredBlock(
+            name.key, name.count, header.layer_bytes, header.checksums, header.data_offset,
+            partial(open_regular, path), partial(self._folder.discard, path), own_file=True,
+        )  # fmt: skip
 
-    def begin(
-        self,
-        parent: bytes,
-        provenance_key: str,
-        tokens: bytes,
-        layer_bytes: int,
-        cost: int = 0,
-        *,
-        claim: bool = False,
-    ) -> DiskBlockWriter | None:
+    def verify(self, name: NamedBlock) -> bool:
+        """Read all layers of a block, so that damage is detected. Return whether the block is stored and intact."""
+        if (block := self.find(name)) is None:
+            return False
+        buffer = memoryview(bytearray(block.layer_bytes))
+        return all(block.read_layer(layer, buffer) for layer in range(self.layers))
+
+    def begin(self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, claim: bool = False) -> BlockWriter | None:
         """Reserve space for a block and create its file.
 
-        Returns None if the block is already stored, the limit leaves no space, the file cannot be created
-        (`last_error`), or the store is read-only.
+        Args:
+            name: Name of the block.
+            layer_bytes: Number of bytes per layer.
+            cost: Number of tokens to compute again if the block is lost (`policies.recomputation_cost`). It determines
+                the order of eviction.
+            claim: Whether a prompt without a session name uses the block (see `claim`).
+
+        Returns:
+            A writer, or None if the block is already stored, the limit leaves no space, the file cannot be created
+            (`last_error`), or the store is read-only.
         """
         if self._folder.read_only:
             return None
-        key, offset = block_key(parent, provenance_key, tokens), data_offset(self.layers)
+        key, offset = name.key, data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
         temporary = self._folder.reserve(path, size, cost, claim=claim)
         if temporary is None:
@@ -165,16 +137,36 @@ class DiskStore(NamespaceDocuments):
             give_up(error)
             return None
         opened = partial(os.open, temporary, os.O_RDWR | os.O_CLOEXEC)
-        return DiskBlockWriter(self.layers, layer_bytes, offset, opened, finish, give_up)
+        return BlockWriter(self.layers, layer_bytes, offset, opened, finish, give_up, own_file=True)
 
     def remove(self, keys: Iterable[bytes]) -> None:
+        """Remove blocks. Unknown keys are ignored."""
         for key in keys:
             self._folder.discard(self._path(key))
 
     def claim(self, keys: Iterable[bytes]) -> None:
+        """Record that a prompt without a session name uses the blocks `keys`. Blocks that are not stored are ignored.
+
+        The blocks that sessions use are listed in their histories. Prompts without a session name have no history, so
+        the claim is stored in the block. It ends when the block is evicted or removed, or by a call of `retain`.
+        """
         self._folder.claim(self._path(key) for key in keys)
 
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
+        """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
+
+        Args:
+            keys: Keys of the blocks to keep.
+            space: Digest of the namespace. None is the store's own namespace.
+            claimed: Whether to keep claimed blocks (see `claim`). If False, they are removed, and claims of the blocks
+                `keys` end.
+
+        Returns:
+            The number of freed bytes.
+
+        Raises:
+            StoreError: A block cannot be removed.
+        """
         own, folder = self._own if space is None else self._folder.path / space, self._folder
         others = (path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
         if claimed:
@@ -184,15 +176,16 @@ class DiskStore(NamespaceDocuments):
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks `keys` as used now (`StorageTier.touch`). The policy "fifo" ignores uses."""
+        """Mark the blocks `keys` of a sequence as used now (see `DiskIndex.mark_used`)."""
         if not self._folder.read_only:
-            self._index.use([self._path(key) for key in keys])
+            self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys that waiting turns will use (`StorageTier.expect`). Only the policy "lookahead" uses them."""
-        self._index.window([self._path(key) for key in keys])
+        """Set the keys of all blocks that waiting turns will use, soonest first. The blocks need not be stored."""
+        self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
+        """Protect the blocks `keys` from eviction, also if they are not stored yet. Each pin needs one `unpin`."""
         self._index.pin(self._path(key) for key in keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
@@ -203,6 +196,7 @@ class DiskStore(NamespaceDocuments):
         return self._own / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
+        """Release the write lock. A second call has no effect."""
         self._folder.close()
 
     def check_integrity(self) -> None:

@@ -9,30 +9,103 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from ..errors import StoreError
 from ..utils.units import format_size
-from .block_store import Document, Summarise, Summary
 from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
-from .options import StoreOptions
-from .summary_cache import SummaryCache
+
+_SETTLED_NS = 2 * 10**9
+"""Minimum age of a change, in nanoseconds, before a summary is cached. A later change then has another time."""
 
 
-class NamespaceDocuments:
-    """Documents of one namespace, in the folder `own`.
+@dataclass(frozen=True)
+class Document:
+    """Content of an intact document.
 
-    They implement the document methods of `block_store.StorageTier`.
-
-    The size of documents counts towards the limit of the store's `folder`.
+    Attributes:
+        data: Content of the document.
+        damage: Why the newest generation cannot be read, or "" if it can. If it cannot, `data` is the generation before
+            it.
     """
 
-    def __init__(self, folder: StoreFolder, own: Path, options: StoreOptions) -> None:
-        self._folder, self._own, self._options = folder, own, options
+    data: bytes
+    damage: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Properties of a session history that a deletion needs.
+
+    Attributes:
+        document: Name of the document that the history belongs to. A renamed file keeps it.
+        blocks: Keys of the blocks that the session uses.
+        sinks: Name of the document with the keys of its attention sinks.
+    """
+
+    document: str
+    blocks: tuple[bytes, ...]
+    sinks: str
+
+
+Summarise = Callable[[bytes], Summary | None]
+"""Function that parses the content of a document. It returns None if the content is not a valid session history."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The summary of an intact file. None means that the file is not a session history."""
+
+    summary: Summary | None
+
+
+class SummaryCache:
+    """Summaries of document files, kept as long as the files do not change.
+
+    A deletion needs the block keys of all sessions. Without this cache, it would read all histories again each time.
+    Thread-safe, because each entry is replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], Known]] = {}
+
+    def get(self, path: Path, summarise: Summarise) -> Known | None:
+        """Return the summary of a file, or None if the file is damaged or does not exist."""
+        try:
+            status = path.lstat()
+        except OSError:
+            self._known.pop(path, None)
+            return None
+        # Copying or restoring a file can preserve its mtime, but not its ctime.
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        before, known = self._known.get(path, ((), None))
+        if before == identity and known is not None:
+            return known
+        data = read_document(path).data
+        if data is None:
+            self._known.pop(path, None)
+            return None
+        known = Known(summarise(data))
+        if time.time_ns() - status.st_ctime_ns > _SETTLED_NS:
+            self._known[path] = identity, known
+        return known
+
+
+class DocumentStore:
+    """Documents of one namespace, in the folder `own`. Thread-safe.
+
+    The name of a document consists of a kind and a digest (`folder.NAME`). It never contains text chosen by a user.
+    Documents are never evicted. Their size counts towards the limit of the store's `folder`, of `limit` bytes.
+    """
+
+    def __init__(self, folder: StoreFolder, own: Path, limit: int | None) -> None:
+        self._folder, self._own, self._limit = folder, own, limit
         self._writing = threading.Lock()
         self._summaries = SummaryCache()
 
@@ -68,16 +141,13 @@ class NamespaceDocuments:
             sync_folder(self._own)
 
     def _take_room(self, newest: Path, size: int) -> Path:
-        """Reserve space for a new generation of `newest`. Return the temporary file to write.
-
-        Raises StoreError if the store is full.
-        """
+        """Reserve space for a new generation of `newest`. Return the temporary file to write. Raises StoreError."""
         folder = self._folder
         with folder.mutex:
             if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
                 raise StoreError(
                     f"the store {str(folder.path)!r} is full: {format_size(size)} do not fit within "
-                    f"{format_size(self._options.limit or 0)}; raise the limit or delete sessions"
+                    f"{format_size(self._limit or 0)}; raise the limit or delete sessions"
                 )
             return folder.hold(newest, size)
 
@@ -103,10 +173,16 @@ class NamespaceDocuments:
         os.replace(temporary, before)
         # `os.replace` does nothing if a crash left both names linked to the same file.
         temporary.unlink(missing_ok=True)
-        self._folder.index.enter(before, len(record))
+        self._folder.index.add(before, len(record))
 
     def get(self, name: str) -> Document | None:
-        """Return the newest intact generation of a document (`StorageTier.get`). No file is changed."""
+        """Return the newest intact generation of a document, or None if the document does not exist.
+
+        No file is changed.
+
+        Raises:
+            StoreError: The document exists, but no generation is intact.
+        """
         newest, before = self._paths(name)
         first, second = read_document(newest), read_document(before)
         if first.data is not None:
@@ -115,43 +191,59 @@ class NamespaceDocuments:
             return Document(second.data, f"{str(newest)!r} {first.damage or 'is missing'}")
         if not (first.damage or second.damage):
             return None
-        said = [f"{str(newest)!r} {first.damage or 'is missing'}"]
+        reasons = [f"{str(newest)!r} {first.damage or 'is missing'}"]
         if second.damage:
-            said.append(f"{str(before)!r}, the one before it, {second.damage}")
-        raise StoreError(" and ".join(said))
+            reasons.append(f"{str(before)!r}, the one before it, {second.damage}")
+        raise StoreError(" and ".join(reasons))
 
-    def documents(self) -> dict[str, Document | None]:
-        """Return the newest intact generation of all documents by "namespace digest/name".
+    def read_all(self) -> dict[str, Document | None]:
+        """Return the newest intact generation of all documents of all namespaces, by "namespace digest/name".
 
         The value is None if no generation of a document is intact.
         """
         names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
-        for space, name in sorted(names):
+        for name in sorted(f"{space.name}/{name}" for space, name in names):
             try:
-                found[f"{space.name}/{name}"] = NamespaceDocuments(self._folder, space, self._options).get(name)
+                found[name] = self.get(name)
             except StoreError:
-                found[f"{space.name}/{name}"] = None
+                found[name] = None
         return found
 
     def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
+        """Return the summary of the newest intact generation of each document of a namespace, by name.
+
+        The value is None if there is no intact generation, or if `summarise` returns None.
+        """
         files = {path for path in self._files(self._folder.path / space) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}
         for name in sorted({path.stem for path in files}):
             generations = [path for path in self._paths(f"{space}/{name}") if path in files]
-            known = (self._summaries.of(path, summarise) for path in generations)
+            known = (self._summaries.get(path, summarise) for path in generations)
             found[name] = next((one.summary for one in known if one is not None), None)
         return found
 
     def delete(self, name: str, summarise: Summarise | None = None) -> bool:
-        """Delete all generations and damaged copies of a document (`StorageTier.delete`).
+        """Delete all generations and copies of a document.
 
         The newest generation is deleted last. If the process is killed before that, the document still exists.
+
+        Args:
+            name: Name of the document, or "namespace digest/name".
+            summarise: Finds from the content of a file to which document it belongs. It is applied to every file of the
+                namespace, because files may have been renamed. If it returns None or the file is unreadable, the file
+                name decides.
+
+        Returns:
+            False if the document did not exist.
+
+        Raises:
+            StoreError: A file cannot be removed.
         """
         newest, _ = self._paths(name)
         doomed = []
         for path in self._files(newest.parent):
-            known = None if summarise is None else self._summaries.of(path, summarise)
+            known = None if summarise is None else self._summaries.get(path, summarise)
             summary = None if known is None else known.summary
             if newest.stem == (path.stem if summary is None else summary.document):
                 doomed.append(path)

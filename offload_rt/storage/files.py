@@ -38,10 +38,7 @@ class Reading:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor.
-
-    Raises OSError if it cannot be opened or is not a regular file.
-    """
+    """Open a regular file for reading and return its descriptor. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -50,7 +47,7 @@ def open_regular(path: Path) -> int:
 
 
 def seal(data: bytes) -> bytes:
-    """Return the content to write to a document file: a checksum followed by `data`."""
+    """Return the content of a document file: a checksum followed by `data`."""
     return xxhash.xxh3_64(data).digest() + data
 
 
@@ -68,7 +65,6 @@ def write_document(path: Path, record: bytes) -> None:
 
 
 def read_document(path: Path) -> Reading:
-    """Read a document file and verify its checksum."""
     try:
         handle = open_regular(path)
     except FileNotFoundError:
@@ -87,10 +83,7 @@ def read_document(path: Path) -> Reading:
 
 
 def read_claim(path: Path) -> bool | None:
-    """Return whether a prompt without a session name uses the block in this file.
-
-    False if the file is damaged, None if it cannot be read.
-    """
+    """Return whether the block in this file is claimed: False if the file is damaged, None if it cannot be read."""
     header = read_header(path)
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:

@@ -97,15 +97,10 @@ class StoreFolder:
     # ---------------------------------------------------------------------------------------------------------- space
 
     def make_room(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
-        """Evict files until `size` more bytes fit within the limit.
+        """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
 
-        Args:
-            size: Number of bytes needed.
-            pinned: Also evict pinned files, if no other files are left.
-            cost: See `DiskIndex.victims`.
-
-        Returns:
-            False if evicting all files would not free enough space. Then no file is evicted.
+        Return False if evicting all files would not free enough space. Then no file is evicted. For `cost`, see
+        `DiskIndex.victims`.
         """
         with self.mutex:
             victims = self.index.victims(size, pinned=pinned, cost=cost)
@@ -116,7 +111,7 @@ class StoreFolder:
     def make_disk_room(self, size: int) -> bool:
         """Remove block files, in eviction order, to free `size` bytes on a full disk.
 
-        Return False if removing all block files would not free enough space. Then no file is removed.
+        Return False, without removing any file, if all block files together are smaller.
         """
         with self.mutex:
             blocks = self.index.blocks()
@@ -129,10 +124,10 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`. `cost` is the number of tokens that need not be computed again.
+        """Reserve `size` bytes for the new file `path`. `cost`: see `DiskStore.begin`.
 
-        Return the temporary file to write, or None if `path` already exists or there is no space. If it exists and
-        `claim` is True, record the claim in the file (see `claim`).
+        Return the temporary file to write, or None if there is no space or `path` already exists. An existing file then
+        gets the claim, if `claim` is True.
         """
         with self.mutex:
             if claim:
@@ -142,10 +137,9 @@ class StoreFolder:
             return self.hold(path, size)
 
     def hold(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes for the file `path`, which may replace an existing one.
+        """Reserve `size` bytes for the file `path`, for which `make_room` has made room.
 
-        The caller must call `make_room` first. Return the temporary file to write. Pass it to `finish` or `give_up`
-        later.
+        Return the temporary file to write. The caller must pass it to `finish` or `give_up`.
         """
         with self.mutex:
             self.index.reserved += size
@@ -159,18 +153,13 @@ class StoreFolder:
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
         """Rename a completely written and synced temporary file to `path`. Raises OSError.
 
-        Args:
-            temporary: The temporary file.
-            path: Final name. An existing file is replaced and keeps its claim.
-            size: Number of reserved bytes.
-            cost: See `reserve`.
-            claimed: Whether the temporary file contains a claim.
+        An existing file is replaced and keeps its claim. `claimed` tells whether the temporary file contains a claim.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
             os.replace(temporary, path)
             self.index.reserved -= size
-            self.index.enter(path, size, cost)
+            self.index.add(path, size, cost)
             self.index.files[path].claimed = claimed
             if was_claimed:
                 self.claim([path])
@@ -209,7 +198,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file, and free its reserved space. If `error` is given, set `last_error`."""
+        """Remove a temporary file, and free its reserved space. If there was an `error`, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -223,9 +212,9 @@ class StoreFolder:
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
             os.replace(path, aside)
-            self.index.forget(path)
+            self.index.remove(path)
             if stat.S_ISREG(status.st_mode):
-                self.index.enter(aside, status.st_size)
+                self.index.add(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
         """Remove a damaged or unneeded file. This has no effect in a read-only store."""
@@ -234,12 +223,12 @@ class StoreFolder:
         with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts towards the limit
             self._check_inside(path)
             path.unlink(missing_ok=True)
-            self.index.forget(path)
+            self.index.remove(path)
 
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
 
-        All files are tried. If any of them cannot be removed, StoreError is raised at the end.
+        Raises StoreError if a file cannot be removed, after all others are removed.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -251,9 +240,9 @@ class StoreFolder:
                     if not stat.S_ISDIR(status.st_mode):  # a folder with the name of a file is not part of the store
                         path.unlink()
                         freed += status.st_size
-                    self.index.forget(path)
+                    self.index.remove(path)
             except FileNotFoundError:
-                self.index.forget(path)
+                self.index.remove(path)
             except OSError as error:
                 refused = f"cannot delete {str(path)!r}: {error.strerror or error}"
         if refused:
@@ -264,10 +253,7 @@ class StoreFolder:
         return freed
 
     def make_subfolder(self, path: Path) -> None:
-        """Create a subfolder that only its owner can read.
-
-        Raises OSError if that fails or if the path is a symbolic link.
-        """
+        """Create a subfolder that only its owner can read. Raises OSError, also if the path is a symbolic link."""
         make_private_folder(path)
         self._check_inside(path / "any")
 
@@ -333,7 +319,6 @@ class StoreFolder:
                         make_private(file)
 
     def _ours(self) -> Iterator[Path]:
-        """Yield all regular files whose names match the patterns of the store."""
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _block_files(space)):

@@ -19,7 +19,7 @@ DOCUMENTS, BEFORE = ".doc", ".before"
 _STAYING = (DOCUMENTS, BEFORE)
 
 NS_PER_TOKEN = 10**9
-"""Nanoseconds by which each token of recomputation cost delays the eviction of a file.
+"""Delay of the eviction of a file in nanoseconds, for each token of recomputation cost.
 
 With one second per token, the KV of a conversation of 5,000 tokens is kept longer than the KV of a request of 300
 tokens, even if the request was used an hour later.
@@ -35,14 +35,14 @@ class _File:
 
     Attributes:
         size: Size in bytes.
-        used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
-        keep: Rank in the eviction order: the time of the last use, plus a delay if the KV is costly to compute again.
-        claimed: Whether the file contains the claim of a prompt (`files.read_claim`). None if this is not known yet.
+        last_used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
+        rank: Rank in the eviction order: `last_used`, plus a delay if the KV is costly to compute again.
+        claimed: Whether the file contains a claim (`files.read_claim`). None if this is not known yet.
     """
 
     size: int
-    used: int
-    keep: int
+    last_used: int
+    rank: int
     claimed: bool | None = None
 
 
@@ -85,10 +85,9 @@ class DiskIndex:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
-        """Add the existing files `found`, given as (modification time, path, size, access time) in any order.
+        """Add the existing files `found`: (modification time, path, size, access time) of each, in any order.
 
-        Files with a modification time in the future count as used now. Return these files; the caller must update their
-        modification times (`write_stamp`).
+        Files from the future count as used now. Return them; the caller must update their times (`write_stamp`).
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -98,27 +97,24 @@ class DiskIndex:
             # A clock that went backwards moves last use and rank alike.
             keep = self._stamp + (min(max(accessed - used, 0), LONGEST_KEEP) if self._weighs else 0)
             self.files[path] = _File(size, self._stamp, keep)
-            self._order.enter(path, keep)
+            self._order.add(path, keep)
             self._stored += size
         return ahead
 
-    def enter(self, path: Path, size: int, cost: int = 0) -> None:
-        """Add a file as used now.
-
-        `cost` is the number of tokens to compute again if it is lost (`recomputation_cost`).
-        """
+    def add(self, path: Path, size: int, cost: int = 0) -> None:
+        """Add a file as used now. `cost` is its recomputation cost in tokens."""
         with self.mutex:
-            self.forget(path)
+            self.remove(path)
             self.files[path] = _File(size, 0, 0)
             self._stored += size
             self._mark(path, cost)
             if path in self._wanted:
                 self._order.expect(path)
 
-    def use(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence as used now. The first block of the sequence comes first.
+    def mark_used(self, paths: Sequence[Path]) -> None:
+        """Mark the block files of a sequence as used now, the first block first. The policy "fifo" ignores uses.
 
-        Within a sequence, later files are evicted before earlier ones. The policy "fifo" ignores uses.
+        Within a sequence, later files are evicted before earlier ones.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -126,20 +122,17 @@ class DiskIndex:
                 if self._renew and path in self.files:
                     self._mark(path, recomputation_cost(tokens, i * BLOCK_SIZE))
 
-    def forget(self, path: Path) -> None:
+    def remove(self, path: Path) -> None:
         with self.mutex:
             if (file := self.files.pop(path, None)) is not None:
                 self._stored -= file.size
-                self._order.leave(path)
+                self._order.remove(path)
 
-    def window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, soonest first.
-
-        With the policy "lookahead", these files are evicted last, beginning with the file that is needed last.
-        """
+    def set_window(self, paths: Sequence[Path]) -> None:
+        """Set the files that waiting requests will use, soonest first (`EvictionOrder.set_window`)."""
         with self.mutex:
             self._wanted = set(paths)
-            for path in self._order.window(paths):
+            for path in self._order.set_window(paths):
                 self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
@@ -180,7 +173,7 @@ class DiskIndex:
             if (
                 limit is None
                 or used <= limit
-                or (rank is not None and file.keep > rank and not self._order.wants(path))
+                or (rank is not None and file.rank > rank and not self._order.in_window(path))
             ):
                 break
             if path.suffix in _STAYING or self._pins[path]:
@@ -197,9 +190,9 @@ class DiskIndex:
     def _expired(self, horizon: int) -> Iterator[Path]:
         """Yield the files that were last used before `horizon` and may be evicted. `files` is sorted by last use."""
         for path, file in self.files.items():
-            if file.used >= horizon:
+            if file.last_used >= horizon:
                 return
-            if path.suffix not in _STAYING and not self._pins[path] and not self._order.wants(path):
+            if path.suffix not in _STAYING and not self._pins[path] and not self._order.in_window(path):
                 yield path
 
     def blocks(self) -> list[tuple[Path, int]]:
@@ -212,9 +205,9 @@ class DiskIndex:
         assert self.limit_bytes is None or self.bytes_used <= self.limit_bytes
         ranked = list(self._order.ranked())
         assert len(ranked) == len(self.files) and set(ranked) == set(self.files)
-        ranks = [self.files[path].keep for path in ranked if not self._order.wants(path)]
+        ranks = [self.files[path].rank for path in ranked if not self._order.in_window(path)]
         assert ranks == sorted(ranks), "not in eviction order"
-        uses = [file.used for file in self.files.values()]
+        uses = [file.last_used for file in self.files.values()]
         assert uses == sorted(uses), "not in order of use"
         assert self._stored == sum(file.size for file in self.files.values())
 
@@ -222,13 +215,13 @@ class DiskIndex:
         self._stamp = max(self._clock(), self._stamp + 1)
         file = self.files.pop(path)
         # If a shorter sequence uses only the first blocks of a longer one, these blocks keep the higher rank.
-        keep = max(file.keep, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
-        self.files[path] = replace(file, used=self._stamp, keep=keep)
-        self._order.enter(path, keep)
+        keep = max(file.rank, self._stamp + cost * NS_PER_TOKEN) if self._weighs else self._stamp
+        self.files[path] = replace(file, last_used=self._stamp, rank=keep)
+        self._order.add(path, keep)
         self.write_stamp(path)
 
     def write_stamp(self, path: Path) -> None:
         """Set the modification time of a file to its last use, and the access time to its rank."""
         file = self.files[path]
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(file.keep, file.used), follow_symlinks=False)
+            os.utime(path, ns=(file.rank, file.last_used), follow_symlinks=False)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,7 @@ from ..kv_cache.disk.direct_file import aligned
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import SlotSpan
-from .block_store import PlacedBlock, StoredBlock
-from .disk_store import DiskBlock
+from .block_file import StoredBlock
 
 READERS = min(4, os.cpu_count() or 1)
 """Number of threads that read, verify and copy the blocks of a layer.
@@ -26,6 +26,14 @@ READERS = min(4, os.cpu_count() or 1)
 One thread is not enough: on an H100 host it reads cached files at 0.86 GB/s, and the GPU computes the KV of 8,192
 tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 """
+
+
+class PlacedBlock(NamedTuple):
+    """A stored block, and where to load it: its index in the block table (`place`), and its layer group."""
+
+    place: int
+    block: StoredBlock
+    group: int = 0
 
 
 class DamagedBlockError(Exception):
@@ -110,15 +118,13 @@ class BlockLoader:
 
     @property
     def ended(self) -> bool:
-        """Whether the loader thread has ended: all layers are loaded, or loading failed."""
+        """Whether the loader thread has ended, because all layers are loaded or because loading failed."""
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
         """Wait until `layer` is loaded. Allow the thread to load layers up to `layer + ahead`.
 
-        Raises:
-            DamagedBlockError: A stored block cannot be read.
-            Exception: Any other error that ended the loader thread.
+        Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
         """
         began = time.perf_counter()
         with self._changed:
@@ -177,14 +183,13 @@ class BlockLoader:
     def _fill(self, block: StoredBlock, layer: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
         """Load and verify one layer of one block. Return False if it is damaged.
 
-        The KV is copied to the pool, unless the pool reads it from the file in the store (`extent`).
+        With `extent`, the pool reads the KV from the file in the store, so it is not copied.
         """
         layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
         buffer = self._buffers.get()
         try:
             own = buffer.numpy().data[: block.layer_bytes]
             if extent is not None:
-                assert isinstance(block, DiskBlock)
                 return block.read_from(extent.file.handle, place, own)
             if not block.read_layer(place, own):
                 return False
@@ -199,10 +204,10 @@ class BlockLoader:
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
     """Let the pool block at `span` use the file of a stored block as its extent, so that KV need not be copied.
 
-    Return the extent, or None if this is not possible.
+    Return None if this is not possible.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
-    if file is None or not isinstance(block, DiskBlock) or span.size < BLOCK_SIZE or not file.blank(number):
+    if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):
         return None
     extent = block.extent()
     return extent if extent is not None and file.attach(number, extent, range(pool.layout.layers)) else None

@@ -5,11 +5,50 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..core import BLOCK_SIZE
 from ..kv_cache.layer_groups import LayerGroups
-from ..kv_cache.prefix_tree import EXACT, block_key, pack_tokens
-from .block_store import NamedBlock
+from ..kv_cache.prefix_tree import EXACT, TOKEN_BYTES, block_key, pack_tokens
+
+STATE = -1
+"""In place of a layer group: the block contains a snapshot of recurrent state (hybrid models)."""
+
+
+@dataclass(frozen=True)
+class NamedBlock:
+    """Name of a stored block: its place in a sequence, and the inputs of its key.
+
+    Attributes:
+        index: Index of the block in the block table.
+        parent: Key of the preceding block.
+        provenance_key: KV provenance key, which describes how the KV was computed.
+        tokens: Token ids of the block as little-endian int64.
+        group: Layer group whose KV the block contains (`kv_cache.layer_groups`), or `STATE`.
+    """
+
+    index: int
+    parent: bytes
+    provenance_key: str
+    tokens: bytes
+    group: int = 0
+
+    @cached_property
+    def key(self) -> bytes:
+        return block_key(self.parent, self.provenance_key, self.tokens)
+
+    @property
+    def count(self) -> int:
+        """Number of tokens in the block, at most 64."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def window(self, group: int) -> NamedBlock:
+        """Return the name of the block with these tokens' KV in the sliding-window layers of `group`."""
+        return NamedBlock(self.index, self.key, f"{self.provenance_key} window {group}", self.tokens, group)
+
+    def state(self) -> NamedBlock:
+        """Return the name of the block with a snapshot of the recurrent state after these tokens."""
+        return NamedBlock(self.index, self.key, f"{self.provenance_key} state", self.tokens, STATE)
 
 
 @dataclass(frozen=True)
@@ -17,7 +56,7 @@ class SessionProvenance:
     """Part of the KV provenance key that all blocks of a sequence have in common.
 
     Attributes:
-        root: Parent key of the first block (`StorageTier.root`).
+        root: Parent key of the first block (`DiskStore.root`).
         policy: KV provenance of decoded tokens (`Runner.provenance_key`).
         suffix: Cache salt and truncations of the session (`History.provenance`).
         owner: Session id if only this session and its forks may use the blocks. "" if all sessions may use them.
@@ -58,9 +97,8 @@ def name_blocks(
             name = f"{provenance.policy}{provenance.suffix}-{mask}"
         if provenance.owner:
             name += f"-{provenance.owner}"
-        key = block_key(parent, name, data)
-        found.append(NamedBlock(i, parent, name, data, key))
-        parent = key
+        found.append(NamedBlock(i, parent, name, data))
+        parent = found[-1].key
     return found
 
 

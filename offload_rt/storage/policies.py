@@ -18,45 +18,34 @@ K = TypeVar("K", bound=Hashable)
 
 
 def prefetch_window(free_bytes: int, mean_bytes: float) -> int:
-    """Return the prefetch window L_pw = C_mem / S_kv (CachedAttention §3.3.1), in requests.
+    """Return the prefetch window L_pw = C_mem / S_kv (CachedAttention §3.3.1).
 
-    The KV of the first L_pw requests in the queue can be prefetched.
-
-    Args:
-        free_bytes: C_mem, the host memory available for prefetching.
-        mean_bytes: S_kv, the mean size of a session's KV.
+    The KV of the first L_pw requests in the queue can be prefetched. C_mem is the host memory available for
+    prefetching, and S_kv the mean size of a session's KV.
     """
     return int(free_bytes / mean_bytes) if mean_bytes > 0 else 0
 
 
 def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
-    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2), in requests.
+    """Return the eviction window L_ew = (C_mem + C_disk) / S_kv (CachedAttention §3.3.2).
 
-    The KV of the first L_ew requests in the queue is evicted last.
-
-    Args:
-        host_bytes: C_mem, the host memory for KV.
-        disk_bytes: C_disk, the size limit of the disk store.
-        mean_bytes: S_kv, the mean size of a session's KV.
+    The KV of the first L_ew requests in the queue is evicted last. C_mem is the host memory for KV, C_disk the size
+    limit of the disk store, and S_kv the mean size of a session's KV.
     """
     return int((host_bytes + disk_bytes) / mean_bytes) if mean_bytes > 0 else 0
 
 
 def recomputation_cost(tokens: int, start: int) -> int:
-    """Return the cost of losing a block, in tokens to compute again.
+    """Return the cost, in tokens to compute again, of losing the block that begins at token `start` of `tokens` tokens.
 
-    A block of a long sequence costs more than a block of a short sequence, such as a request for a title. Within a
-    sequence, an earlier block costs more, because all later blocks are useless without it.
-
-    Args:
-        tokens: Number of tokens in the sequence.
-        start: Index of the first token of the block.
+    A block of a long sequence costs more than a block of a short one, such as a request for a title. Within a sequence,
+    an earlier block costs more, because all later blocks are useless without it.
     """
     return 2 * tokens - start
 
 
 class EvictionOrder(Generic[K]):
-    """The order in which the items of one storage tier are evicted.
+    """The order in which files or sessions are evicted.
 
     The item with the lowest rank is evicted first. By default this is the least recently used item, and with "fifo" the
     oldest item. With "lookahead", items in the eviction window are evicted after all other items, beginning with the
@@ -76,7 +65,7 @@ class EvictionOrder(Generic[K]):
         """Heap of (rank, sequence number of the use, item). Entries that differ from `_others` are outdated."""
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
-    def enter(self, item: K, rank: int = 0) -> None:
+    def add(self, item: K, rank: int = 0) -> None:
         """Add an item, or record that it was used.
 
         An item in the eviction window stays in the window. Items with equal ranks are ordered by their last use.
@@ -92,23 +81,20 @@ class EvictionOrder(Generic[K]):
             self._heap = [(*place, item) for item, place in self._others.items()]
             heapq.heapify(self._heap)
 
-    def leave(self, item: K) -> None:
+    def remove(self, item: K) -> None:
         self._others.pop(item, None)
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Add an item to the end of the eviction window, because a queued request needs it.
-
-        An item that was never added with `enter` is ignored. Without "lookahead", the call has no effect.
-        """
+        """Add an item to the end of the eviction window. Has no effect on unknown items and without "lookahead"."""
         if self._looks_ahead and item in self._others:
             del self._others[item]
             self._wanted[item] = None
 
-    def window(self, items: Sequence[K]) -> list[K]:
+    def set_window(self, items: Sequence[K]) -> list[K]:
         """Set the eviction window to `items`, soonest needed first.
 
-        Return the items that left the window. Their rank is now 0, so they are evicted before items with higher ranks.
+        Return the items that left the window. Their rank is now 0, the lowest.
         """
         now = dict.fromkeys(items)
         left = [item for item in self._wanted if item not in now]
@@ -121,11 +107,8 @@ class EvictionOrder(Generic[K]):
                 self._wanted.move_to_end(item)
         return left
 
-    def wants(self, item: K) -> bool:
-        """Return whether the item is in the eviction window, which means that a queued request needs it.
-
-        The window is empty unless the policy is "lookahead".
-        """
+    def in_window(self, item: K) -> bool:
+        """Return whether the item is in the eviction window. The window is empty unless the policy is "lookahead"."""
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:
@@ -137,6 +120,6 @@ class EvictionOrder(Generic[K]):
                 yield item
         yield from reversed(self._wanted)
 
-    def victim(self) -> K:
+    def first(self) -> K:
         """Return the item to evict next. The order must not be empty."""
         return next(self.ranked())

@@ -18,21 +18,23 @@ from ..kv_cache.disk.file_layout import block_layer_bytes
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import SlotSpan
 from ..transfer.base import KVStorage
-from .block_store import BlockSink, BlockWriter, NamedBlock
-from .disk_store import DiskBlockWriter
+from .block_file import BlockWriter
+from .disk_store import DiskStore
+from .naming import NamedBlock
 from .policies import recomputation_cost
+from .swap_file import SwapFile
 
 WRITE_BUFFER = 1 << 28
 """Maximum number of bytes that wait to be written."""
 
 
 @dataclass(eq=False)
-class Entry:
+class PendingBlock:
     """A block that is being saved.
 
     Attributes:
         block: The block with its key.
-        identity: Id of the block in the pool. It changes if the block table replaces the block.
+        pool_block: Id of the block in the pool. It changes if the block table replaces the block.
         span: Position of the block in the pool.
         cost: Number of tokens to compute again if the block is lost.
         claim: Whether a prompt without a session name uses the block.
@@ -43,7 +45,7 @@ class Entry:
     """
 
     block: NamedBlock
-    identity: int
+    pool_block: int
     span: SlotSpan
     cost: int
     claim: bool
@@ -60,7 +62,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Saving:
+class SaveHandle:
     """Blocks of one block table that are being saved.
 
     Attributes:
@@ -71,7 +73,7 @@ class Saving:
     """
 
     blocks: BlockTable
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[PendingBlock] = field(default_factory=list)
     buffered: int = 0
     ended: bool = False
 
@@ -85,7 +87,7 @@ class Saver:
 
     The pool itself is the write buffer: KV stays in its blocks until it is written, so the owner of the block table
     must keep the blocks until `flush` or `wait_for`. The filled slots of a block never change. If the block table
-    replaces a block, `recheck` cancels its pending writes.
+    replaces a block, `cancel_replaced` cancels its pending writes.
 
     At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
     waits. The caller must pass the remaining blocks again later. Sessions do this at the end of a turn and when they
@@ -106,33 +108,34 @@ class Saver:
     writes to the store.
     """
 
-    def __init__(self, store: BlockSink, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER) -> None:
+    def __init__(
+        self, store: DiskStore | SwapFile, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER
+    ) -> None:
         self._store, self._pool, self._rows, self._file = store, pool, rows, pool.file
         self._last = len(pool.groups.group) - 1
         self._buffer_bytes = buffer_bytes
         self._waiting = 0
-        self._active: list[Saving] = []
+        self._active: list[SaveHandle] = []
         self._failure: BaseException | None = None
         self._mutex = threading.Lock()
-        self._jobs: queue.Queue[tuple[Saving, int] | Callable[[], None] | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[SaveHandle, int] | Callable[[], None] | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
-    def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> Saving | None:
+    def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> SaveHandle | None:
         """Start to save the first blocks of `named`, as many as fit in the write buffer.
 
-        Return a handle for `layer_done`, or None if no block fits. With `claim`, the store records that a prompt
-        without a session name uses the blocks.
+        Return a handle for `layer_done`, or None if no block fits. `claim`: see `DiskStore.begin`.
         """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
-        saving = Saving(blocks)
+        saving = SaveHandle(blocks)
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
             [span] = self._pool.spans(blocks, block.group, tokens)
             # A block table with only sliding-window blocks has capacity 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
-            entry = Entry(block, self._identity(blocks, block), span, cost, claim)
+            entry = PendingBlock(block, self._pool_block(blocks, block), span, cost, claim)
             if not self._attach(saving, entry):
                 if saving.buffered == room:
                     break
@@ -145,7 +148,7 @@ class Saver:
         self._active.append(saving)
         return saving
 
-    def layer_done(self, saving: Saving, layer: int) -> None:
+    def layer_done(self, saving: SaveHandle, layer: int) -> None:
         """Report that the KV of `layer` is complete, so that it can be written. Call this in the order of the layers.
 
         A transfer of the KV to the pool may still be pending. The worker waits for it before it reads the KV.
@@ -157,40 +160,36 @@ class Saver:
                 self._move(self._file, entry)
         self._jobs.put((saving, layer))
 
-    def _attach(self, saving: Saving, entry: Entry) -> bool:
-        """Let the pool write the KV of a block directly to a new store file.
+    def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
+        """Let the pool write a full block whose KV is not computed yet directly to a new store file.
 
-        This is possible only for full blocks whose KV is not computed yet. Return whether it was done.
+        Return whether that is possible.
         """
         file, block = self._file, entry.block
         if (
             file is None
             or block.count < BLOCK_SIZE
-            or entry.identity < 0
+            or entry.pool_block < 0
             or block.index * BLOCK_SIZE < saving.blocks.length
         ):
             return False
-        if file.blank(entry.identity) and (extent := self._begin_extent(entry)) is not None:
-            if file.attach(entry.identity, extent):
+        if file.is_empty(entry.pool_block) and (extent := self._begin_extent(entry)) is not None:
+            if file.attach(entry.pool_block, extent):
                 return True
             entry.give_up()
         return False
 
-    def _move(self, file: FileArena, entry: Entry) -> None:
+    def _move(self, file: FileArena, entry: PendingBlock) -> None:
         """Write a complete block of a pool on disk to a file of the store, if its KV is still in memory."""
-        if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.buffered(entry.identity):
+        if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
         layers = len(self._pool.groups.layers_of(entry.block.group))
-        if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.identity, extent, layers):
+        if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.pool_block, extent, layers):
             entry.give_up()
 
-    def _begin_extent(self, entry: Entry) -> StoredExtent | None:
-        """Create a file of the store that the pool can use for a block.
-
-        Return None if that is not possible.
-        """
-        writer = self._begin_writer(entry)
-        if isinstance(writer, DiskBlockWriter):
+    def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
+        """Create a file of the store that the pool can use for a block. Return None if that is not possible."""
+        if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
             entry.give_up()
@@ -205,42 +204,37 @@ class Saver:
             self.layer_done(saving, layer)
         return len(saving.entries)
 
-    def _identity(self, blocks: BlockTable, block: NamedBlock) -> int:
+    def _pool_block(self, blocks: BlockTable, block: NamedBlock) -> int:
         """Return the id of the pool block with the KV of `block`, or -1 if the block table has released it."""
         held = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return held[0] if held else -1
 
-    def recheck(self) -> set[bytes]:
-        """Stop saving blocks that their block table has replaced or released.
-
-        Return their keys, to save them again later.
+    def cancel_replaced(self) -> set[bytes]:
+        """Stop saving blocks that their block table has replaced or released. Return their keys.
 
         A block is replaced or released in three cases: an equal block is already in the prefix tree, a shared partial
         block is copied before it grows, or the block leaves the sliding window. Call this directly afterwards, before
         the next write to the pool.
         """
-        given_up = set()
+        cancelled = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
                 for entry in saving.entries:
-                    if self._identity(saving.blocks, entry.block) != entry.identity:
+                    if self._pool_block(saving.blocks, entry.block) != entry.pool_block:
                         entry.moved = True
-                        given_up.add(entry.block.key)
-        return given_up
+                        cancelled.add(entry.block.key)
+        return cancelled
 
-    def abort(self, saving: Saving) -> None:
-        """Stop saving blocks whose layers are not all complete. Discard their KV in extents.
-
-        Pending writes are completed first.
-        """
+    def abort(self, saving: SaveHandle) -> None:
+        """Stop saving blocks whose layers are not all complete. Pending writes are completed first."""
         self.flush()
         unfinished = [
-            entry.identity
+            entry.pool_block
             for entry in saving.entries
             if entry.extent is not None
             and (entry.block.index + 1) * BLOCK_SIZE > saving.blocks.length
-            and self._identity(saving.blocks, entry.block) == entry.identity
+            and self._pool_block(saving.blocks, entry.block) == entry.pool_block
         ]
         self._give_up(saving)
         if self._file is not None:
@@ -254,18 +248,12 @@ class Saver:
             raise failure
 
     def wait_for(self, blocks: BlockTable) -> None:
-        """Wait until no pending write reads `blocks`, so that the blocks may be freed.
-
-        Raise the same errors as `flush`.
-        """
+        """Wait until no pending write reads `blocks`, so that they may be freed. Raises the errors of `flush`."""
         if any(saving.blocks is blocks and not saving.ended for saving in self._active):
             self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
-        """Call `written` on the worker thread when all layers that are complete now are written.
-
-        `flush` raises an error of `written`.
-        """
+        """Call `written` on the worker thread after all pending writes. `flush` raises an error of `written`."""
         self._jobs.put(written)
 
     def close(self) -> None:
@@ -288,7 +276,7 @@ class Saver:
         except BaseException as error:  # `flush` raises this error; the worker thread goes on
             self._failure = error
 
-    def _try_to_write(self, saving: Saving, layer: int) -> None:
+    def _try_to_write(self, saving: SaveHandle, layer: int) -> None:
         try:
             self._write(saving, layer)
         except DiskError:  # KV that cannot be read is computed again when it is needed
@@ -297,7 +285,7 @@ class Saver:
             self._failure = error
             self._give_up(saving)
 
-    def _write(self, saving: Saving, layer: int) -> None:
+    def _write(self, saving: SaveHandle, layer: int) -> None:
         """Write one layer of every block, or all layers for a pool on disk. Then commit the blocks, parents first."""
         if saving.ended:
             return
@@ -308,43 +296,37 @@ class Saver:
             elif (writer := self._begin_writer(entry)) is not None:
                 self._write_layers(writer, entry, [layer])
                 if layer == self._last:
-                    self._appear(writer, entry)
+                    self._commit(writer, entry)
         if layer == self._last:
             self._end(saving)
 
-    def _write_stored(self, file: FileArena, entry: Entry) -> None:
+    def _write_stored(self, file: FileArena, entry: PendingBlock) -> None:
         """Commit a block of a pool on disk. If its KV is not in a file of the store yet, copy the KV first."""
         try:
-            if entry.extent is not None and file.extent(entry.identity) is not entry.extent:
+            if entry.extent is not None and file.extent(entry.pool_block) is not entry.extent:
                 entry.give_up()
             if (writer := self._begin_writer(entry)) is not None:
                 if entry.extent is None:
                     self._write_layers(writer, entry, range(self._last + 1))
-                self._appear(writer, entry)
+                self._commit(writer, entry)
         except DiskError:  # KV that cannot be read or was not written is computed again
             entry.give_up()
 
-    def _write_layers(self, writer: BlockWriter, entry: Entry, layers: Iterable[int]) -> None:
-        """Write the layers of `layers` that are in the layer group of the block."""
+    def _write_layers(self, writer: BlockWriter, entry: PendingBlock, layers: Iterable[int]) -> None:
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:
                 writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
 
-    def _begin_writer(self, entry: Entry) -> BlockWriter | None:
-        """Return the writer of a block. Open it if it is not open.
-
-        Return None if the block is already in the store, or the store does not accept it.
-        """
+    def _begin_writer(self, entry: PendingBlock) -> BlockWriter | None:
+        """Return the writer of a block. Return None if the store has the block already or does not accept it."""
         if entry.writer is None and not entry.refused:
-            block, size = entry.block, layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(
-                block.parent, block.provenance_key, block.tokens, size, entry.cost, claim=entry.claim
-            )
+            size = layer_bytes(self._pool, entry.block.count)
+            entry.writer = self._store.begin(entry.block, size, entry.cost, claim=entry.claim)
             entry.refused = entry.writer is None
         return entry.writer
 
-    def _appear(self, writer: BlockWriter, entry: Entry) -> None:
+    def _commit(self, writer: BlockWriter, entry: PendingBlock) -> None:
         """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
         # If a stored block has more layers than its layer group, write zeros for the remaining layers.
         for place in range(len(self._pool.groups.layers_of(entry.block.group)), self._store.layers):
@@ -353,12 +335,12 @@ class Saver:
             moved = entry.moved
         writer.abort() if moved else writer.commit()
 
-    def _give_up(self, saving: Saving) -> None:
+    def _give_up(self, saving: SaveHandle) -> None:
         for entry in saving.entries:
             entry.give_up()
         self._end(saving)
 
-    def _end(self, saving: Saving) -> None:
+    def _end(self, saving: SaveHandle) -> None:
         if not saving.ended:
             saving.ended = True
             for entry in saving.entries:

@@ -81,7 +81,7 @@ class DiskState:
     @property
     def block_tokens(self) -> int:
         """Number of tokens that a `BlockRun` reads at a time. Two such parts are in memory at the same time."""
-        fits = self.file.shares.staged // 2 // self.token_bytes
+        fits = self.file.budget.staged // 2 // self.token_bytes
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
@@ -295,7 +295,7 @@ def _gather(
     if not count:
         return
     wanted, heads = tokens.numpy(), np.arange(kv_heads)[:, None]
-    ids = file.places.ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
+    ids = file.file_layout.ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
     into = heads * (room + count) + np.arange(room, room + count)
     file.gather(place, ids.reshape(-1), staged.view(kv_heads * (room + count), -1), into.reshape(-1))
 

@@ -14,7 +14,7 @@ from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
 NAMES = {"chapter_tokens": "chapter length"}
-"""Names of settings in messages. Other settings are called by their field names."""
+"""Names of settings in messages, where they differ from the names of the fields."""
 
 NOT_SUPPORTED = (
     "n",
@@ -58,10 +58,10 @@ class Draft:
         self._given = {name: value for name, value in given.items() if value}
         self.sampling = dict(sampling or {})
         _check_supported(self.sampling)
-        self.settings = self._begun() if self.new else self._continued()
-        self.written = Written() if self.new else self.folder.written()
+        self.settings = self._new_settings() if self.new else self._stored_settings()
+        self.written = Written() if self.new else self.folder.read_progress()
 
-    def _begun(self) -> Settings:
+    def _new_settings(self) -> Settings:
         given = dict(self._given)
         if self.path.exists() and self.path.stat().st_size:
             if given.get("beginning"):
@@ -75,37 +75,34 @@ class Draft:
             raise InputError("the document has no start: pass a prompt, a beginning or an outline")
         return Settings(**given)
 
-    def _continued(self) -> Settings:
-        known = self.folder.settings()
+    def _stored_settings(self) -> Settings:
+        known = self.folder.read_settings()
         for name, value in self._given.items():
             before = getattr(known, name)
             longer_outline = name == "headings" and tuple(value)[: len(before)] == before
             if before != value and not longer_outline:
-                raise self._differs(NAMES.get(name, name), before, value)
+                raise self._difference(NAMES.get(name, name), before, value)
         for name, value in json.loads(json.dumps(self.sampling)).items():  # convert tuples to lists, as in the file
             if name not in ("max_tokens", "seed") and value != known.sampling.get(name, _default(name)):
-                raise self._differs(name, known.sampling.get(name, _default(name)), value)
+                raise self._difference(name, known.sampling.get(name, _default(name)), value)
         if self.sampling.get("seed") not in (None, known.sampling["seed"]):
-            raise self._differs("seed", known.sampling["seed"], self.sampling["seed"])
+            raise self._difference("seed", known.sampling["seed"], self.sampling["seed"])
         return replace(known, headings=tuple(self._given.get("headings", known.headings)))
 
-    def _differs(self, name: str, before: object, now: object) -> InputError:
+    def _difference(self, name: str, before: object, now: object) -> InputError:
         return InputError(
             f"{str(self.path)!r} was begun with {name} {before!r:.60}, not {now!r:.60}: leave it out to continue the "
             f"document, choose another file, or delete the folder {str(self.folder.path)!r} to continue its text with "
             "other settings"
         )
 
-    def chapters(self, wanted: int = 0) -> int:
-        """Return the number of chapters, which is `wanted` if it is not 0.
-
-        Otherwise there is one chapter per heading, but at least as many as have been begun.
-        """
+    def chapter_count(self, wanted: int = 0) -> int:
+        """Return `wanted`, or by default the number of headings, but at least the number of begun chapters."""
         return wanted or max(len(self.settings.headings), len(self.written.chapters))
 
-    def complete(self, max_tokens: int, chapters: int = 0) -> bool:
+    def is_complete(self, max_tokens: int, chapters: int = 0) -> bool:
         """Return whether the document is already complete, so that no model needs to be loaded."""
-        total = self.chapters(chapters)
+        total = self.chapter_count(chapters)
         enough = len(self.written.chapters) >= total if total else self.written.new_tokens >= max_tokens
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
 

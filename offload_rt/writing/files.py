@@ -19,10 +19,7 @@ FORMAT = 1
 
 
 def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Write a file atomically.
-
-    If the process or the machine stops during the write, the file has either its old or its new content.
-    """
+    """Write a file so that it has either its old or its new content if the machine stops. Raises InputError."""
     temporary = path.with_name(f"{path.name}.part")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -37,26 +34,26 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 
 
 class TextFile:
-    """The text file of a document. Each call of `append` writes one complete piece of text.
+    """The text file of a document.
 
-    The file and the tokens are saved separately. After a restart, the file may therefore be shorter than the text of
+    The text and the tokens are saved separately. After a restart, the file may therefore be shorter than the text of
     the saved tokens, or longer. `restore` appends missing text. While the file is longer, `append` compares new pieces
     with the file instead of writing them.
+
+    Args:
+        path: The text file.
+        session: Folder of the document's session, for messages.
     """
 
     def __init__(self, path: Path, session: Path) -> None:
-        """Create the object. `session` is the folder of the document's session, for messages."""
         self.path, self._session = path, session
         self._ahead = b""
         self._handle: int | None = None
 
     def restore(self, saved: str) -> None:
-        """Open the file, and append text if it ends before the end of `saved`.
+        """Open the file, and append the part of `saved` (the text of the saved tokens) that is missing.
 
-        The file must begin with the text `saved`, or must itself be a beginning of this text.
-
-        Raises:
-            InputError: The file was edited, or cannot be read or written.
+        Raises InputError if the file was edited, or cannot be read or written.
         """
         expected = saved.encode()
         try:
@@ -80,7 +77,7 @@ class TextFile:
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append a piece of text to the file. If the file already has text at this position, compare both."""
+        """Append a piece of text. If the file already has text at this position, compare both instead."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -99,7 +96,7 @@ class TextFile:
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Cut the file at the first difference from the appended text. Make a copy of the file first."""
+        """Copy the file, then cut it at the current position, because its further text differs from the new text."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
@@ -179,26 +176,26 @@ class DocumentFolder:
     def exists(self) -> bool:
         return (self.path / "settings.json").exists()
 
-    def settings(self) -> Settings:
-        """Read the settings from disk. Raise InputError if they are damaged."""
+    def read_settings(self) -> Settings:
+        """Read the settings. Raises InputError if they are damaged."""
         found: Settings = self._read("settings.json", Settings)
         return found
 
-    def written(self) -> Written:
-        """Read the progress from disk. It is empty if the document has not begun. Raise InputError if it is damaged."""
+    def read_progress(self) -> Written:
+        """Read the progress, which is empty for a new document. Raises InputError if it is damaged."""
         if not (self.path / "progress.json").exists():
             return Written()
         found: Written = self._read("progress.json", Written)
         return found
 
-    def begin(self, settings: Settings) -> None:
+    def create(self, settings: Settings) -> None:
         try:
             make_private_folder(self.path)
         except OSError as error:
             raise InputError(f"cannot create the folder {str(self.path)!r}: {error.strerror}") from error
         self._write("settings.json", settings)
 
-    def save(self, written: Written) -> None:
+    def save_progress(self, written: Written) -> None:
         self._write("progress.json", written)
 
     def _write(self, name: str, value: Settings | Written) -> None:
@@ -211,7 +208,7 @@ class DocumentFolder:
             if content.pop("format") != FORMAT or set(content) != {one.name for one in fields(kind)}:
                 raise ValueError
             found = kind(**content)
-            check_fields(found)
+            _check_fields(found)
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise InputError(
                 f"{str(path)!r} is damaged or of another version: delete the folder {str(self.path)!r} to continue "
@@ -220,11 +217,8 @@ class DocumentFolder:
         return found
 
 
-def check_fields(value: Settings | Written) -> None:
-    """Check that each field has the type of its default. Raise ValueError otherwise.
-
-    JSON has no tuples, so lists are converted to tuples if the default is a tuple.
-    """
+def _check_fields(value: Settings | Written) -> None:
+    """Raise ValueError unless each field has the type of its default. Convert lists of JSON to tuples if necessary."""
     for one in fields(value):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         found = getattr(value, one.name)

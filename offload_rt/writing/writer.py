@@ -1,9 +1,8 @@
 """Write a long document in turns of a session. Each turn ends at a fixed token position.
 
 The text after a turn depends only on the stored session, the settings and the seed. Two rules ensure this: the random
-numbers for a token depend on its absolute position, and a turn ends when the session has a multiple of the block size
-plus one tokens. If a turn is interrupted, its tokens are discarded. The next run repeats the turn and gives the same
-text, no matter when the first run was interrupted.
+numbers for a token depend on its absolute position, and each turn ends when the session has full blocks and one more
+token. If a turn is interrupted, its tokens are discarded. The next run repeats the turn and gives the same text.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ SESSION = "document"
 LONGER_TURNS = 16_384
 """Number of context tokens per additional block of a turn.
 
-In long contexts, turns are longer, because each turn begins with a token that attends to the whole context exactly,
-which takes time.
+Turns are longer in long contexts, because the first token of each turn attends to the whole context exactly.
 """
 
 SEPARATOR = "\n\n"
@@ -117,7 +115,7 @@ def write_draft(
             f"or policy than now: use the same model and options, or delete the folder {str(draft.folder.path)!r} to "
             "continue its text"
         )
-    writer = _Writer(llm, draft, max_tokens, draft.chapters(chapters), on_progress)
+    writer = _Writer(llm, draft, max_tokens, draft.chapter_count(chapters), on_progress)
     with closing(writer), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=f"session '{SESSION}' would outgrow")  # see `Document.removed_tokens`
         return writer.run()
@@ -129,7 +127,7 @@ def _fingerprint(llm: LLM) -> str:
 
 
 class _Writer:
-    """Writes one document. `close` saves its progress."""
+    """Write one document. `close` saves its progress."""
 
     def __init__(
         self, llm: LLM, draft: Draft, max_tokens: int, chapters: int, on_progress: Callable[[WritingProgress], None]
@@ -143,11 +141,11 @@ class _Writer:
         self._times: deque[float] = deque(maxlen=RATE_TOKENS)
         self._unfinished: list[int] = []  # generated tokens of the current turn
         self._headings: dict[int, list[int]] = {}
-        draft.folder.begin(draft.settings)
+        draft.folder.create(draft.settings)
         self._session: Session = llm.session(SESSION, draft.folder.kv)
         self._file = TextFile(draft.path, draft.folder.path)
         try:
-            self._written = self._restored()
+            self._written = self._restore()
         except BaseException:
             self._session.close()
             raise
@@ -161,16 +159,16 @@ class _Writer:
 
     def _save(self) -> None:
         self._written.new_tokens = self._new_tokens
-        self._draft.folder.save(self._written)
+        self._draft.folder.save_progress(self._written)
 
     def run(self) -> Document:
         """Write until the document is complete."""
         self._check_fits()
         reason: FinishReason | None = None
         while reason is None and (turn := self._next_turn()) is not None:
-            reason = self._turn(*turn)
+            reason = self._write_turn(*turn)
         if reason is None:
-            reason = "stop" if self._ended else "length"
+            reason = "stop" if self._text_complete else "length"
         if reason == "stop" and self._text.stopped is None:
             self._file.append(self._text.flush())
         self._written.complete = reason
@@ -187,22 +185,22 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------------------ resuming
 
-    def _restored(self) -> Written:
-        """Return the progress of the stored session, and complete the text file accordingly."""
+    def _restore(self) -> Written:
+        """Return the progress of the stored session, and append the text that the file lacks."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
         written.chapters = [place for place in written.chapters if place < len(written.tokens)]
         written.complete = ""
         self._text = TextStream(self._llm.tokenizer, self._params.stop, prompt=written.tokens[: written.given])
-        text = "".join(self._push(token) for token in written.tokens[written.given :])
+        text = "".join(self._decode(token) for token in written.tokens[written.given :])
         self._file.restore(self._settings.beginning + text)
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document. The oldest tokens come from `saved`, and the rest from the session.
+        """Return all tokens of the document: the tokens of the session, preceded by `saved` tokens that it lacks.
 
-        The session may lack the oldest tokens because of truncation. The session and the progress are saved one after
-        the other, so either of them may be one turn ahead.
+        The session lacks the oldest tokens if it was truncated. The session and the progress are saved one after the
+        other, so one of them may be a turn ahead. Raises InputError if they do not belong together.
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
@@ -215,14 +213,14 @@ class _Writer:
             )
         return [*saved[:since], *tail]
 
-    def _push(self, token: int) -> str:
+    def _decode(self, token: int) -> str:
         return "" if token in self._ends else self._text.push(token)
 
     # ------------------------------------------------------------------------------------------------------- progress
 
     @property
     def _new_tokens(self) -> int:
-        """Number of tokens that the model has generated."""
+        """Number of generated tokens, without headings."""
         written = self._written
         lengths = [len(self._heading(number)) for number in range(1, len(written.chapters) + 1)]
         inside = zip(written.chapters, lengths, strict=True)  # leave out the heading that the next turn will add
@@ -234,7 +232,7 @@ class _Writer:
         return self._chapters * self._settings.chapter_tokens if self._chapters else self._max_tokens
 
     @property
-    def _ended(self) -> bool:
+    def _text_complete(self) -> bool:
         """Whether the text is complete: the model ended it, or a stop string was found."""
         tokens = self._written.tokens
         return self._text.stopped is not None or (bool(tokens) and tokens[-1] in self._ends)
@@ -249,10 +247,12 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Raise an error if the document can never be completed.
+        """Check that the document can be completed.
 
-        PoolFullError: the KV would exceed host memory before the context reaches the model's length. ModelError: the
-        context would exceed the length of a model with absolute positions, whose context cannot be truncated.
+        Raises:
+            PoolFullError: The KV would exceed host memory before the context reaches the model's context length.
+            ModelError: The context would exceed the context length of a model with absolute positions, whose context
+                cannot be truncated.
         """
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
@@ -261,11 +261,10 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the first tokens of the next turn as (known tokens, tokens of a new heading), or None at the end.
+        """Return the first tokens of the next turn: tokens without KV and tokens of a new heading. None at the end.
 
-        The known tokens are the whole context for the first turn. For a later turn, they are only the last token, which
-        has no KV yet. An end-of-text token is left out. Before a turn that begins the document or a chapter, the
-        progress is saved.
+        The tokens without KV are the whole context for the first turn, and the last token for a later turn (none if it
+        is an end-of-text token). The progress is saved before a turn that begins the document or a chapter.
         """
         written = self._written
         heading: list[int] = []
@@ -275,7 +274,7 @@ class _Writer:
             if len(written.chapters) >= self._chapters:
                 return None
             heading = self._heading(len(written.chapters) + 1)
-        elif not self._chapters and (self._ended or self._new_tokens >= self._max_tokens):
+        elif not self._chapters and (self._text_complete or self._new_tokens >= self._max_tokens):
             return None
         if written.tokens:
             kept = written.tokens[-1:] if written.tokens[-1] not in self._ends else []
@@ -291,20 +290,17 @@ class _Writer:
 
     def _chapter_over(self) -> bool:
         written = self._written
-        if not written.chapters or self._ended:
+        if not written.chapters or self._text_complete:
             return True
         length = len(written.tokens) - written.chapters[-1] - len(self._heading(len(written.chapters)))
         return length >= self._settings.chapter_tokens
 
-    def _turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
-        """Write one turn, which begins with the known tokens `kept` and the tokens of a heading (`_next_turn`).
-
-        Return the finish reason if the document is complete, else None.
-        """
+    def _write_turn(self, kept: list[int], heading: list[int]) -> FinishReason | None:
+        """Write one turn that begins with the tokens of `_next_turn`. Return the finish reason after the last turn."""
         written, new, added = self._written, self._new_tokens, [*kept, *heading]
         before, replaced = written.tokens[:-1], int(bool(written.tokens))
-        self._file.append("".join(self._push(token) for token in heading))
-        params = replace(self._params, max_tokens=self._room(len(added), replaced), min_tokens=0, stop=())
+        self._file.append("".join(self._decode(token) for token in heading))
+        params = replace(self._params, max_tokens=self._turn_length(len(added), replaced), min_tokens=0, stop=())
         layers = self._llm.geometry.layers
 
         def on_prefill(done: int) -> None:
@@ -315,7 +311,7 @@ class _Writer:
         with closing(self._session.extend(added, params, replaced=replaced, on_prefill=on_prefill)) as events:
             for event in events:
                 self._unfinished.append(event.token_id)
-                self._file.append(self._push(event.token_id))
+                self._file.append(self._decode(event.token_id))
                 self._report(new + len(self._unfinished))
                 if self._text.stopped is not None:
                     reason = "stop"
@@ -327,13 +323,10 @@ class _Writer:
                     return reason
         self._file.sync()
         self._save()
-        return "stop" if reason == "length" and self._ended else reason
+        return "stop" if reason == "length" and self._text_complete else reason
 
-    def _room(self, added: int, replaced: int) -> int:
-        """Return the number of tokens to generate in a turn that appends `added` and removes `replaced` tokens.
-
-        After the turn, the session has full blocks and one more token, which has no KV yet.
-        """
+    def _turn_length(self, added: int, replaced: int) -> int:
+        """Return the number of tokens to generate after a turn has removed `replaced` and appended `added` tokens."""
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -353,10 +346,7 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens of the prompt and the beginning.
-
-        If they are longer than the model's context length, the oldest tokens of the beginning are left out.
-        """
+        """Return the tokens of the prompt and the beginning, without its oldest tokens if they do not fit."""
         llm, settings = self._llm, self._settings
         prompt = self._prompt()
         beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []
@@ -385,6 +375,6 @@ class _Writer:
 
 
 def _to_boundary(length: int) -> int:
-    """Return the number of tokens to add to `length` so that full blocks plus one token result."""
+    """Return the number of tokens to add to `length` tokens, so that there are full blocks and one more token."""
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

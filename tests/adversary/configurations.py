@@ -33,7 +33,7 @@ from support.staged_transfer import staged
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import EngineError, OffloadError, PoolFullError
-from offload_rt.sessions.whole_prompts import WholePrompts
+from offload_rt.sessions.request_factory import StoredRequestFactory
 
 LENGTHS = (1, 2, 30, 63, 64, 65, 100, 127, 128, 129, 192, 200, 300, 600)
 STEPS = 6
@@ -197,7 +197,7 @@ class Case:
     def edits(self, llm: LLM) -> None:
         """Send whole prompts to a session. Each one changes, repeats or continues the previous text."""
         rng, store = self.rng, llm.session_store(self.folder / "edits")
-        whole, engine, prompt = WholePrompts(store, [].append), llm.make_engine(), self.prompt()
+        whole, engine, prompt = StoredRequestFactory(store, [].append), llm.make_engine(), self.prompt()
         try:
             for number in range(rng.randint(2, 4)):
                 self.done["edits"] += 1

@@ -15,7 +15,7 @@ from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.registry import memory_demand
-from offload_rt.sessions.whole_prompts import WholePrompts
+from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.transfer.weights.streamed import BUFFERS
 
 from .architectures import architecture
@@ -154,7 +154,7 @@ def stored(make: Callable[..., LLM], folder: Path) -> Answers:
     found = []
     for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
         llm = make(prefill_chunk_size=64)
-        prompts, engine = WholePrompts(llm.session_store(folder), [].append), llm.make_engine()
+        prompts, engine = StoredRequestFactory(llm.session_store(folder), [].append), llm.make_engine()
         params = SamplingParams(max_tokens=3, temperature=0)
         request = prompts.prompt(engine.next_id(), prompt, params, None, "")
         engine.submit(request)

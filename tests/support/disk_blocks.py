@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
+from offload_rt.storage.block_file import BlockWriter
+from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.naming import NamedBlock
 from offload_rt.storage.options import StoreOptions
 
 from .child_processes import fork_until_killed
@@ -30,18 +32,22 @@ def tokens_of(number: int, count: int = 64) -> bytes:
     return np.arange(number, number + count, dtype="<i8").tobytes()
 
 
+def block_name(store: DiskStore, number: int, parent: bytes | None = None) -> NamedBlock:
+    return NamedBlock(0, parent or store.root, "exact", tokens_of(number))
+
+
 def blocks_of(number: int) -> list[bytes]:
     return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
 
 
 def save(store: DiskStore, number: int, parent: bytes | None = None, *, claim: bool = False) -> bool:
-    writer = store.begin(parent or store.root, "exact", tokens_of(number), LAYER_BYTES, claim=claim)
+    writer = store.begin(block_name(store, number, parent), LAYER_BYTES, claim=claim)
     if writer is None:
         return False
     return fill(writer, number)
 
 
-def fill(writer: DiskBlockWriter, number: int) -> bool:
+def fill(writer: BlockWriter, number: int) -> bool:
     """Write and commit a block."""
     for layer, block in enumerate(blocks_of(number)):
         writer.write(layer, memoryview(block))
@@ -49,7 +55,7 @@ def fill(writer: DiskBlockWriter, number: int) -> bool:
 
 
 def load(store: DiskStore, number: int, parent: bytes | None = None) -> list[bytes] | None:
-    found = store.find(parent or store.root, "exact", tokens_of(number))
+    found = store.find(block_name(store, number, parent))
     if found is None:
         return None
     blocks = []

@@ -41,11 +41,7 @@ class BlockFile:
         self._end = weakref.finalize(self, os.close, handle)
 
     def allocate(self, offset: int, size: int) -> None:
-        """Allocate disk space for the bytes [offset, offset + size), so that later writes find space.
-
-        Raises:
-            OSError: If there is not enough space. The length of the file is unchanged.
-        """
+        """Allocate disk space for the bytes [offset, offset + size). Raises OSError if there is not enough space."""
         try:
             os.posix_fallocate(self.handle, offset, size)
         except OSError as error:
@@ -56,10 +52,7 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write `data` at byte `offset`. `data` is uint8 memory from `aligned` with whole disk blocks.
-
-        Raise OSError.
-        """
+        """Write `data`, uint8 from `aligned` in whole disk blocks, at byte `offset`. Raises OSError."""
         write_all(self.handle, offset, data.numpy().data)
         if not self.direct:
             os.fdatasync(self.handle)

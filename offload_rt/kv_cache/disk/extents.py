@@ -18,7 +18,7 @@ import torch
 
 from .direct_file import BlockFile, DirectFile
 from .file_layout import FileLayout
-from .requests import Offsets, place
+from .requests import Offsets, file_position
 
 SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of the process
 
@@ -51,9 +51,9 @@ class StoredExtent:
 
 @dataclass(eq=False)
 class _Entry:
-    """A stored extent in use, with its file number (`FileTable`) and the layers it contains.
+    """A stored extent in use, with its file number (`FileTable`).
 
-    `places` are the indices, within the block, of layers that are written or queued for writing.
+    `places` are the layers, by index within the block, that are written or queued for writing.
     """
 
     extent: StoredExtent
@@ -75,10 +75,10 @@ class Extents:
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
-        # Position of layer 0 of each block (`requests.place`), and the distance in bytes from one layer to the next.
+        # File position (`requests`) of layer 0 of each block, and the distance in bytes from one layer to the next.
         self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.step, np.int64)
-        self._left: list[_Entry] = []
+        self._released: list[_Entry] = []
         self._reading = 0
         self._mutex = threading.Lock()
         self._most: int | None = None
@@ -97,31 +97,25 @@ class Extents:
         """Return whether the process may open one more file."""
         if self._most is None:
             self._most = most_files() - SPARE_FILES
-        return len(self._stored) + len(self._left) < self._most
+        return len(self._stored) + len(self._released) < self._most
 
-    def enter(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
-        """Let `block`, which has no KV yet, use a stored extent.
-
-        Args:
-            block: Id of the block.
-            extent: The stored extent.
-            places: Indices of the layers, within the extent, whose KV is already in the extent.
-        """
+    def assign(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
+        """Let `block`, which has no KV yet, use a stored extent, which already contains the layers `places`."""
         assert block not in self._stored and extent.layer_bytes == self._layout.layer
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
         self._stored[block] = _Entry(extent, number, set(places))
-        self._base[block], self._step[block] = place(number, extent.offset), extent.layer_bytes
+        self._base[block], self._step[block] = file_position(number, extent.offset), extent.layer_bytes
 
-    def leave(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """Let `block` use its extent in the pool's file again. No KV is copied."""
         if (entry := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.base(block), self._layout.step
             with self._mutex:
-                self._left.append(entry)
-            self._forget_left()
+                self._released.append(entry)
+            self._close_released()
 
-    def takes(self, block: int, place: int) -> bool:
+    def accepts(self, block: int, place: int) -> bool:
         """Return whether the layer at index `place` of `block` may be written to the current extent of the block.
 
         A stored extent accepts each layer once. The extent in the pool's file accepts every write.
@@ -137,7 +131,7 @@ class Extents:
         return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
 
     def layers(self, blocks: Offsets | int, place: Offsets | int) -> Offsets:
-        """Return the position at which the layer at `place` of each block begins (`requests.place`).
+        """Return the position at which the layer at `place` of each block begins (`requests.file_position`).
 
         A position combines a file number and a byte offset. The arguments are broadcast.
         """
@@ -145,7 +139,7 @@ class Extents:
         return found
 
     def entries(self, ids: Offsets, place: int) -> Offsets:
-        """Return the positions at which KV entries of the layer at `place` begin (`requests.place`).
+        """Return the positions at which KV entries of the layer at `place` begin (`requests.file_position`).
 
         `ids` are ids of KV entries (`FileLayout.ids`).
         """
@@ -162,26 +156,25 @@ class Extents:
     def __exit__(self, *exception: object) -> None:
         with self._mutex:
             self._reading -= 1
-        self._forget_left()
+        self._close_released()
 
-    def _forget_left(self) -> None:
-        if not self._left:
+    def _close_released(self) -> None:
+        if not self._released:
             return
         with self._mutex:
             if self._reading:
                 return
-            for entry in self._left:
+            for entry in self._released:
                 self._file.files.remove(entry.number)
-            self._left.clear()
+            self._released.clear()
 
     def check_integrity(self) -> None:
-        """Assert that the maps of blocks and files are consistent."""
         own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
-        numbers = [entry.number for entry in (*self._stored.values(), *self._left)]
+        numbers = [entry.number for entry in (*self._stored.values(), *self._released)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers
         for block, entry in self._stored.items():
-            assert self._base[block] == place(entry.number, entry.extent.offset)
+            assert self._base[block] == file_position(entry.number, entry.extent.offset)
             assert self._file.files.handles[entry.number] == entry.extent.file.handle
 
 

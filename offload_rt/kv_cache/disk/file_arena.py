@@ -11,14 +11,15 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from ...core import BLOCK_SIZE, KVPart, ranges_of
+from ...core import BLOCK_SIZE, KVPart, ModelGeometry, ranges_of
 from ...errors import DiskError, PoolFullError
 from ...utils.allocator import RecycledMemory
 from ...utils.units import format_size
+from ..kv_format import KVFormat
 from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
-from .file_layout import FileLayout, MemoryBudget, round_up_to_page
+from .file_layout import DiskTier, FileLayout, MemoryBudget, disk_limit, round_up_to_page
 from .requests import DISK_PAGE, Offsets, Requests, merged
 from .row_cache import RowCache
 from .row_copy import RowCopies
@@ -78,13 +79,13 @@ class FileArena:
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, file: DirectFile, limit: int) -> None:
         assert dtype.itemsize == layout.itemsize
-        self.layout, self.dtype, self.places = layout, dtype, FileLayout(layout)
+        self.layout, self.dtype, self.file_layout = layout, dtype, FileLayout(layout)
         self.file = file
-        self.shares = MemoryBudget.of(limit, self.places)
+        self.budget = MemoryBudget.divide(limit, self.file_layout)
         self.active, self.use = 0, DiskUse()
-        self._cache = RowCache(self.shares.slots, 2 * layout.head_dim, dtype)
-        self._writer = WriteBehind(file.folder, self.shares.staged)
-        self._extents = Extents(file, self.places)
+        self._cache = RowCache(self.budget.slots, 2 * layout.head_dim, dtype)
+        self._writer = WriteBehind(file.folder, self.budget.staged)
+        self._extents = Extents(file, self.file_layout)
         self._blocks = RecycledMemory(least=0)  # memory for sequential reads
         # Partly filled blocks, uint8 `[layers, layer bytes]` each, least recently filled first.
         self._buffers: OrderedDict[int, torch.Tensor] = OrderedDict()
@@ -93,23 +94,36 @@ class FileArena:
         # one staging buffer per concurrent reader; a thread waits until one is available
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(AT_ONCE):
-            self._staging.put(aligned(self.shares.staged // AT_ONCE // DISK_PAGE * DISK_PAGE))
+            self._staging.put(aligned(self.budget.staged // AT_ONCE // DISK_PAGE * DISK_PAGE))
+
+    @classmethod
+    def create(
+        cls, disk: DiskTier, geometry: ModelGeometry, format: KVFormat, host_bytes: int, slab_tokens: int
+    ) -> FileArena:
+        """Create the file of a KV cache, and use up to `host_bytes` of host memory.
+
+        Raises ConfigError if the folder cannot be used, and MemoryLimitError if a limit is too large or too small.
+        """
+        layout = FileLayout.fit(disk_limit(disk.folder, disk.limit, host_bytes), geometry, format, slab_tokens)
+        MemoryBudget.divide(host_bytes, layout)  # checks the limit before the file is created
+        return cls(layout.arena, format.storage, DirectFile(disk.folder), host_bytes)
 
     @property
     def host_bytes(self) -> int:
         """Size in bytes of KV in host memory: the cache, and the buffers of partly filled blocks."""
-        buffers = len(self._buffers) * (self.shares.blocks // self.shares.block_buffers)
-        return self._cache.used * self.shares.slot_bytes + buffers
+        buffers = len(self._buffers) * (self.budget.blocks // self.budget.block_buffers)
+        return self._cache.used * self.budget.slot_bytes + buffers
 
     def activate(self) -> None:
         """Allocate disk space for the next slab. Raise PoolFullError if there is not enough space."""
         assert self.active < self.layout.slabs
+        slab = self.file_layout.slab
         try:
-            self.file.allocate(self.active * self.places.slab, self.places.slab)
+            self.file.allocate(self.active * slab, slab)
         except OSError as error:
             raise PoolFullError(
-                f"cannot allocate {format_size(self.places.slab)} more for the KV cache on the disk of "
-                f"{str(self.file.folder)!r} ({error.strerror or error}); {format_size(self.active * self.places.slab)} "
+                f"cannot allocate {format_size(slab)} more for the KV cache on the disk of "
+                f"{str(self.file.folder)!r} ({error.strerror or error}); {format_size(self.active * slab)} "
                 f"are in use and remain valid: free space there, lower disk_limit, or shorten the prompts"
             ) from error
         self.active += 1
@@ -124,57 +138,53 @@ class FileArena:
             for block in blocks:
                 self._buffers.pop(block, None)
                 self._forget_all(block)
-                self._extents.leave(block)
+                self._extents.release(block)
             self._written[blocks] = False
-            self._writer.forgive(blocks)
+            self._writer.forget_errors(blocks)
 
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
         """Wait for pending writes of `block`. Return its stored extent, or None if its KV is in the pool's file.
 
-        Raises:
-            DiskError: If a write failed.
+        Raises DiskError if a write failed.
         """
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)
 
-    def blank(self, block: int) -> bool:
+    def is_empty(self, block: int) -> bool:
         """Return whether `block` has no KV yet, so that it can get a stored extent."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.room()
 
-    def buffered(self, block: int) -> bool:
+    def is_buffered(self, block: int) -> bool:
         """Return whether all KV of `block` is in its memory buffer, so that it can get a stored extent."""
         with self._mutex:
             return block in self._buffers and self._extents.room()
 
     def attach(self, block: int, extent: StoredExtent, places: range = range(0)) -> bool:
-        """Assign a stored extent to a `blank` block. The extent already holds the layers with the indices `places`.
+        """Assign a stored extent, which contains the layers `places`, to an empty block.
 
-        Returns:
-            False if the block has KV in the meantime, or if no more files can be opened. The extent is then not
-            assigned.
+        Return False, without assigning it, if the block has KV now or if no more files can be opened.
         """
         with self._mutex:
-            if blank := self.blank(block):
+            if blank := self.is_empty(block):
                 self._forget_all(block)
-                self._extents.enter(block, extent, places)
+                self._extents.assign(block, extent, places)
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Write the first `layers` layers of a full, `buffered` block to a stored extent.
+        """Write the first `layers` layers of a full, buffered block to a stored extent.
 
-        Returns:
-            False if the KV of the block is no longer in its buffer.
+        Return False if the KV of the block is no longer in its buffer.
         """
         with self._mutex:
-            if buffered := self.buffered(block):
+            if buffered := self.is_buffered(block):
                 data = self._buffers.pop(block)
                 self._written[block] = False
-                self._extents.enter(block, extent)
+                self._extents.assign(block, extent)
                 self._write_buffer(block, data[:layers])
             return buffered
 
@@ -189,48 +199,48 @@ class FileArena:
         while done < total:
             slot, first = divmod(offset + done, BLOCK_SIZE)
             block = slab * self.layout.slab_blocks + slot
-            whole = 0 if first else self._taken_whole(block, place, (total - done) // BLOCK_SIZE)
+            whole = 0 if first else self._writable_whole(block, place, (total - done) // BLOCK_SIZE)
             count = whole * BLOCK_SIZE or min(BLOCK_SIZE - first, total - done)
             own_k, own_v = k[:, done : done + count], v[:, done : done + count]
             if whole:
-                data = aligned(whole * self.places.layer).view(whole, -1)
+                data = aligned(whole * self.file_layout.layer).view(whole, -1)
                 rows = torch.stack((own_k, own_v), dim=2).cpu().unflatten(1, (whole, BLOCK_SIZE))
                 self._rows(data)[:] = rows.transpose(0, 1)
                 with self._mutex:
                     for own in range(block, block + whole):
-                        self._cache.forget(self.places.ids_of(own, place))
+                        self._cache.remove(self.file_layout.ids_of(own, place))
                 self._write(range(block, block + whole), place, data)
             else:
                 with self._mutex:
-                    rows = self._rows(self._buffered(block))[place, :, first : first + count]
+                    rows = self._rows(self._buffer_of(block))[place, :, first : first + count]
                     rows[:, :, 0], rows[:, :, 1] = own_k, own_v
                     for slot in range(first, first + count):
-                        self._cache.forget(self.places.ids_of(block, place)[slot::BLOCK_SIZE])
+                        self._cache.remove(self.file_layout.ids_of(block, place)[slot::BLOCK_SIZE])
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""
         with self._mutex:
-            held = self._read_block(source) if source in self._extents else self._buffered(source)
+            held = self._read_block(source) if source in self._extents else self._buffer_of(source)
             rows = self._rows(held)[:, :, :tokens].clone()
-            self._rows(self._buffered(target))[:, :, :tokens] = rows
+            self._rows(self._buffer_of(target))[:, :, :tokens] = rows
             self._forget_all(target)
 
-    def _taken_whole(self, block: int, place: int, most: int) -> int:
-        """Return how many blocks from `block` on, at most `most`, can be written to their extents as a whole.
+    def _writable_whole(self, block: int, place: int, most: int) -> int:
+        """Return how many blocks from `block` on, at most `most`, can store the whole layer at `place` directly.
 
-        The blocks have consecutive ids. Such a block has no buffer, and its extent still accepts the layer at `place`.
+        They have no buffer, and their extents accept the layer.
         """
         with self._mutex:
-            takes = (block + i not in self._buffers and self._extents.takes(block + i, place) for i in range(most))
+            takes = (block + i not in self._buffers and self._extents.accepts(block + i, place) for i in range(most))
             return next((i for i, whole in enumerate(takes) if not whole), most)
 
     def _forget_all(self, block: int) -> None:
-        pairs = self.places.block_pairs
-        self._cache.forget(range(block * pairs, (block + 1) * pairs))
+        pairs = self.file_layout.block_pairs
+        self._cache.remove(range(block * pairs, (block + 1) * pairs))
 
     def _write(self, blocks: range, place: int, data: torch.Tensor) -> None:
-        """Write one layer of full `blocks` of a slab to their extents, asynchronously.
+        """Write one layer of full blocks of a slab to their extents, asynchronously.
 
         `data` is uint8 `[blocks, layer bytes]`. `place` is the index of the layer within a block.
         """
@@ -252,23 +262,22 @@ class FileArena:
         for place, own in enumerate(data):
             self._write(range(block, block + 1), place, own[None])
 
-    def _buffered(self, block: int) -> torch.Tensor:
+    def _buffer_of(self, block: int) -> torch.Tensor:
         """Return the buffer of a block. Read it from the disk if needed. May write the oldest buffers to the disk."""
         if block in self._buffers:
             self._buffers.move_to_end(block)
             return self._buffers[block]
-        while len(self._buffers) >= self.shares.block_buffers:
+        while len(self._buffers) >= self.budget.block_buffers:
             self._write_buffer(*self._buffers.popitem(last=False))
         if self._written[block] or block in self._extents:
             self._buffers[block] = self._read_block(block)
-            self._extents.leave(block)
+            self._extents.release(block)
         else:
-            self._buffers[block] = aligned(self.layout.layers * self.places.layer).view(self.layout.layers, -1)
+            self._buffers[block] = aligned(self.layout.layers * self.file_layout.layer).view(self.layout.layers, -1)
         return self._buffers[block]
 
     def _read_block(self, block: int) -> torch.Tensor:
-        """Read the KV of a block from the disk into a new buffer."""
-        layers, size = self.layout.layers, self.places.layer
+        layers, size = self.layout.layers, self.file_layout.layer
         self._wait(block)
         at = np.arange(layers, dtype=np.int64)
         requests = Requests(self._extents.layers(block, at), np.full(layers, size, np.int64), at * size)
@@ -281,7 +290,7 @@ class FileArena:
 
     def _rows(self, data: torch.Tensor) -> torch.Tensor:
         """View n layers of blocks, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
-        own = data[:, : self.places.layer_pairs * self.places.pair_bytes].view(self.dtype)
+        own = data[:, : self.file_layout.layer_pairs * self.file_layout.pair_bytes].view(self.dtype)
         return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -298,7 +307,7 @@ class FileArena:
                 here = self._buffers.keys() & range(start, start + count)
                 held = {block: self._rows(self._buffers[block])[place].clone() for block in here}
                 there = np.array([i for i in range(count) if start + i not in here], np.int64)
-                self._writer.wait_for(place, start + there)
+                self._writer.wait_layer(place, start + there)
                 offsets = self._extents.layers(start + there, place)
             rows = self._blocks.empty((heads * count, BLOCK_SIZE * 2 * self.layout.head_dim), self.dtype)
             self._read_rows(offsets, there[:, None] + np.arange(heads) * count, rows)
@@ -319,23 +328,23 @@ class FileArena:
         """
         with self._extents:
             with self._mutex:
-                self._cache.pass_time(1 / self.layout.layers)
+                self._cache.advance(1 / self.layout.layers)
                 self.use.wanted += (wanted := len(ids))
-                ids, into = self._from_buffers(*self._cache.take(ids, out, into), out)
-                self._writer.wait_for(place, ids // self.places.block_pairs)
+                ids, into = self._from_buffers(*self._cache.lookup(ids, out, into), out)
+                self._writer.wait_layer(place, ids // self.file_layout.block_pairs)
                 self.use.cached += wanted - len(ids)
                 offsets = self._extents.entries(ids, place)
             if len(ids):
                 self._read_rows(offsets, into[:, None], out)
                 with self._mutex:
-                    self._cache.enter(ids, out, into)
+                    self._cache.insert(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
         """Copy the KV entries of buffered blocks to `out`. Return `ids` and `into` of the other entries."""
-        blocks = ids // self.places.block_pairs
+        blocks = ids // self.file_layout.block_pairs
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block
-            slots = torch.from_numpy(ids[here] % self.places.block_pairs)
+            slots = torch.from_numpy(ids[here] % self.file_layout.block_pairs)
             found = self._rows(self._buffers[block]).flatten(0, 2)[slots]
             out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
             ids, into, blocks = ids[~here], into[~here], blocks[~here]
@@ -377,10 +386,10 @@ class FileArena:
             self._cache.check_integrity()
             self._extents.check_integrity()
             self._blocks.check_integrity()
-            assert len(self._buffers) <= self.shares.block_buffers
+            assert len(self._buffers) <= self.budget.block_buffers
             assert not any(block in self._extents for block in self._buffers)
-            slots = self._cache.held
-            for place, which in self.places.layers(owners := self._cache.owners(slots)):
+            slots = self._cache.occupied
+            for place, which in self.file_layout.layers(owners := self._cache.owners(slots)):
                 kept = self._cache.rows[torch.from_numpy(slots[which])]
                 stored = torch.empty_like(kept)
                 ids, into = self._from_buffers(owners[which], np.arange(len(which)), stored)

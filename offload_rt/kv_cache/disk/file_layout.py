@@ -1,4 +1,4 @@
-"""Layout of the file of a KV cache on disk, and the division of its host memory. Only arithmetic, no I/O.
+"""Options and layout of the file of a KV cache on disk, and the division of its host memory.
 
 The pool's file consists of equal slabs, each
 
@@ -11,9 +11,11 @@ blocks. A file of a session store contains the layers of one block in the same f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -31,6 +33,40 @@ LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
 
+TIMES_HOST = 16  # default limit of the disk space, as a multiple of the host memory limit
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """Options of a KV cache on disk.
+
+    Attributes:
+        folder: Folder on the disk.
+        limit: Maximum size of the file in bytes. None means `TIMES_HOST` times the host memory limit, or half of the
+            free disk space if that is less.
+    """
+
+    folder: Path
+    limit: int | None = None
+
+
+def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
+    """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
+
+    `limit` None is the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk space.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    found = os.statvfs(there)
+    free = found.f_bavail * found.f_frsize
+    if limit is None:
+        return min(free // 2, TIMES_HOST * host_bytes)
+    if limit > free:
+        raise MemoryLimitError(
+            f"disk_limit={format_size(limit)} ({limit} bytes) is more than the {format_size(free)} ({free} bytes) that "
+            f"the disk of {str(folder)!r} has free: lower disk_limit, or free space there"
+        )
+    return limit
+
 
 @dataclass(frozen=True)
 class FileLayout:
@@ -40,12 +76,9 @@ class FileLayout:
 
     @classmethod
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
-        """Return the layout of a file of at most `limit` bytes.
+        """Return the layout of a file of at most `limit` bytes. Raises MemoryLimitError if not even one block fits.
 
         `geometry.head_dim` must be the width of `format`, the stored elements per vector.
-
-        Raises:
-            MemoryLimitError: If not even one block fits.
         """
         own = geometry.kv_heads * BLOCK_SIZE * 2 * geometry.head_dim * format.storage.itemsize
         rows = limit * own // round_up_to_page(own)
@@ -85,17 +118,14 @@ class FileLayout:
     def ids(self, place: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
         """Return the ids of KV entries in the layer at `place`, its index within a block.
 
-        `blocks`, `slots` (index of the token within the block) and `heads` are int64 arrays and are broadcast. All
-        entries in one layer of a block have consecutive ids.
+        `blocks`, `slots` (token within the block) and `heads` are int64 arrays and are broadcast. All entries in one
+        layer of a block have consecutive ids.
         """
         first: Offsets = (blocks * self.arena.layers + place) * self.layer_pairs + slots
         return first + heads * BLOCK_SIZE
 
     def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Group `ids` by layer.
-
-        Yield, for each layer, its index within a block and the positions of its ids in `ids`.
-        """
+        """Yield, for each layer (index within a block) of the entries `ids`, the positions of its entries in `ids`."""
         places = ids // self.layer_pairs % self.arena.layers
         for place in np.unique(places).tolist():
             yield place, np.flatnonzero(places == place)
@@ -126,11 +156,10 @@ class MemoryBudget:
     slot_bytes: int
 
     @classmethod
-    def of(cls, limit: int, layout: FileLayout) -> MemoryBudget:
+    def divide(cls, limit: int, layout: FileLayout) -> MemoryBudget:
         """Divide `limit` bytes: 1/32 for each kind of temporary memory, 1/16 for block buffers, the rest for the cache.
 
-        Raises:
-            MemoryLimitError: If the limit is too small.
+        Raises MemoryLimitError if the limit is too small.
         """
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // DISK_PAGE * DISK_PAGE))
         block = layout.arena.layers * layout.layer

@@ -25,7 +25,7 @@ from .row_copy import RowCopies, address, copy_rows
 DISK_PAGE = 4096  # bytes; direct I/O needs this alignment both in the file and in memory
 DEPTH = 64  # number of concurrent requests with io_uring
 THREADS = 16  # number of concurrent requests without io_uring
-# A `place` is an integer: the low bits are the byte offset in a file (up to 16 TiB), the high bits the file number.
+# A file position is an integer: the low bits are the byte offset (up to 16 TiB), the high bits the file number.
 FILE_BITS = 44
 
 Offsets = NDArray[np.int64]
@@ -59,14 +59,14 @@ class FileTable:
         self._free.append(number)
 
 
-def place(number: int, byte: int = 0) -> int:
+def file_position(number: int, byte: int = 0) -> int:
     return number << FILE_BITS | byte
 
 
 class Requests(NamedTuple):
     """n read requests, as int64 arrays `[n]`.
 
-    Request i reads `size[i]` bytes from `offset[i]` (file number and byte offset, see `place`) to byte `at[i]` of the
+    Request i reads `size[i]` bytes from `offset[i]` (see `file_position`) to byte `at[i]` of the
     buffer.
     """
 
@@ -200,13 +200,12 @@ class ThreadReader:
 Reader = RingReader | ThreadReader
 
 
-def reader(depth: int = DEPTH) -> Reader:
-    """Return the fastest available reader."""
-    return RingReader.open(depth) or ThreadReader()
+def reader() -> Reader:
+    return RingReader.open() or ThreadReader()
 
 
-def _read(files: Handles, place: int, into: memoryview) -> None:
-    number, offset = divmod(place, 1 << FILE_BITS)
+def _read(files: Handles, position: int, into: memoryview) -> None:
+    number, offset = divmod(position, 1 << FILE_BITS)
     file = int(files[number])
     while into:
         count = os.preadv(file, [into], offset)

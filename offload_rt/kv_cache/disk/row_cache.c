@@ -46,7 +46,7 @@ static void ask_for_slot(const struct cache *c, int64_t slot) {
 
 /* Copy the cached rows among the n rows `ids` to the rows `into` of `out`, which has `m` rows, and count them as used.
    Write the other ids to `missing`, and their target rows to `missing` + n. Returns the number of missing rows. */
-int64_t take(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *into,
+int64_t lookup(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *into,
              char *out, int64_t m, int64_t *missing) {
     if (!within(n, into, m)) return -1;
     int64_t gone = 0, slots[NEAR] = {0};
@@ -78,7 +78,7 @@ static int64_t slot_for(const struct cache *c, uint32_t now, int64_t id) {
 }
 
 /* Cache row at[i] of the m `rows` as row ids[i], if there is a slot for it. Returns the number of free slots taken. */
-int64_t enter(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *at,
+int64_t insert(const struct cache *c, float weight, uint32_t now, int64_t n, const int64_t *ids, const int64_t *at,
               const char *rows, int64_t m) {
     if (!within(n, at, m)) return -1;
     int64_t fresh = 0;
@@ -96,7 +96,7 @@ int64_t enter(const struct cache *c, float weight, uint32_t now, int64_t n, cons
 }
 
 /* Remove the rows start, start + step, ... below stop. Returns the number of rows that were cached. */
-int64_t forget(const struct cache *c, int64_t start, int64_t stop, int64_t step) {
+int64_t drop(const struct cache *c, int64_t start, int64_t stop, int64_t step) {
     int64_t here = 0;
     for (int64_t id = start; id < stop; id += step) {
         int64_t slot = find(c, id);

@@ -77,14 +77,14 @@ class RowCache:
         self._arrays = _Arrays(*pointers, width * storage.itemsize, self._sets, self._ways)
 
     @property
-    def held(self) -> Ids:
+    def occupied(self) -> Ids:
         """Return the slots that contain a row, in ascending order."""
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:
         return self._owner[slots] - 1
 
-    def pass_time(self, steps: float) -> None:
+    def advance(self, steps: float) -> None:
         """Advance the clock by `steps` decode steps, which may be a fraction."""
         self._now = (self._now + 1) & 0xFFFFFFFF
         self._weight *= DECAY**-steps
@@ -92,7 +92,7 @@ class RowCache:
             self._score /= np.float32(self._weight)
             self._weight = 1.0
 
-    def take(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
+    def lookup(self, ids: Ids, out: torch.Tensor, into: Ids) -> tuple[Ids, Ids]:
         """Copy the cached rows among `ids` to `out`, and count a use of each.
 
         Args:
@@ -116,13 +116,13 @@ class RowCache:
         ids, into = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(into, np.int64)
         missing = np.empty((2, len(ids)), np.int64)
         lists = (len(ids), address(ids), address(into))
-        count = library.take(
+        count = library.lookup(
             self._arrays, self._weight, self._now, *lists, out.data_ptr(), out.shape[0], address(missing)
         )
         assert count >= 0, "no such row"
         return missing[0, :count], missing[1, :count]
 
-    def enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
+    def insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
         """Insert rows that are not cached. A row is skipped if all slots of its set were used in this step.
 
         Args:
@@ -134,18 +134,18 @@ class RowCache:
         if not len(ids):
             return
         if (library := _library()) is None:
-            self.used += self._enter(ids, rows, at)
+            self.used += self._insert(ids, rows, at)
             return
         ids, at = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(at, np.int64)
         lists = (len(ids), address(ids), address(at))
-        fresh = library.enter(self._arrays, self._weight, self._now, *lists, rows.data_ptr(), rows.shape[0])
+        fresh = library.insert(self._arrays, self._weight, self._now, *lists, rows.data_ptr(), rows.shape[0])
         assert fresh >= 0, "no such row"
         self.used += fresh
 
-    def forget(self, ids: range) -> None:
+    def remove(self, ids: range) -> None:
         """Remove the rows with the given `ids`, because their content has changed."""
         if (library := _library()) is not None:
-            self.used -= library.forget(self._arrays, ids.start, ids.stop, ids.step)
+            self.used -= library.drop(self._arrays, ids.start, ids.stop, ids.step)
             return
         slots = self._find(np.arange(ids.start, ids.stop, ids.step))
         self._owner[slots[slots >= 0]] = 0
@@ -166,7 +166,7 @@ class RowCache:
             found[own][row] = slots[row, way]
         return found
 
-    def _enter(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
+    def _insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
         """Insert rows without C code, in passes that insert at most one row per set.
 
         Return how many slots were empty.
@@ -188,7 +188,7 @@ class RowCache:
 
     def check_integrity(self) -> None:
         """Assert that every row is in its set exactly once."""
-        held = self.held
+        held = self.occupied
         owners = self.owners(held)
         assert len(held) == self.used == len(np.unique(owners))
         assert np.array_equal(self._slots_of(owners)[:, 0], held // self._ways * self._ways)
@@ -200,9 +200,9 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         own: list[Any] = [ctypes.POINTER(_Arrays), ctypes.c_float, ctypes.c_uint32]
-        library.enter.argtypes = [*own, number, pointer, pointer, pointer, number]
-        library.take.argtypes = [*own, number, pointer, pointer, pointer, number, pointer]
-        library.forget.argtypes = [own[0], number, number, number]
-        for code in (library.take, library.enter, library.forget):
+        library.insert.argtypes = [*own, number, pointer, pointer, pointer, number]
+        library.lookup.argtypes = [*own, number, pointer, pointer, pointer, number, pointer]
+        library.drop.argtypes = [own[0], number, number, number]
+        for code in (library.lookup, library.insert, library.drop):
             code.restype = number
     return library

@@ -46,10 +46,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces`, which contain the complete KV of the keys `places`.
-
-        They are written after all earlier pieces.
-        """
+        """Queue `pieces`, the complete KV of the keys `places`. They are written after all earlier pieces."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -66,7 +63,7 @@ class WriteBehind:
             if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
-    def wait_for(self, place: int, blocks: NDArray[np.int64]) -> None:
+    def wait_layer(self, place: int, blocks: NDArray[np.int64]) -> None:
         """Wait until the layer at index `place` of all `blocks` is written. `blocks` may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
@@ -78,7 +75,7 @@ class WriteBehind:
         with self._changed:
             return {block for block, _ in self._lost}
 
-    def forgive(self, blocks: Sequence[int]) -> None:
+    def forget_errors(self, blocks: Sequence[int]) -> None:
         """Ignore past and pending write errors of `blocks`, which have been freed."""
         gone = set(blocks)
         with self._changed:
@@ -102,7 +99,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string if there was none."""
+        """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)

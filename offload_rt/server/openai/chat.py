@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ..chat_stream import ChatJob, Step, collected, prepare, respond_to
-from ..connection import event, json_answer, streamed, until_gone
+from ..chat_stream import ChatJob, Step, collect_steps, generate_steps, prepare
+from ..connection import event, json_response, run_for_client, stream_response
 from ..conversation import from_chat, with_answer
-from ..errors import refused
+from ..errors import bad_request
 from ..metrics import Usage
 from ..parsers.pieces import Arguments, Content, Piece, Reasoning, ToolCall, joined, text_of
 from ..service import CurrentService, EngineArguments, Service
@@ -33,13 +33,13 @@ MAX_SEGMENTS = 1024
 
 
 class TraceEvents:
-    """Create the trace events of one request. They show on the web page which parts of the prompt the model attends to.
+    """Create the trace events of one request, from which the web page shows what the model attends to.
 
-    The first event is `head`, and the following ones are the results of `of`.
+    The first event is `head`. `next_event` returns the following ones.
     """
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
-        """Create `head`.
+        """Create the first event.
 
         Args:
             llm: Engine of the request.
@@ -71,7 +71,7 @@ class TraceEvents:
         cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
 
-    def of(self, output: RequestOutput) -> dict[str, Any] | None:
+    def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return the event with the changes since the last call, or None if there are none.
 
         The entry "selected" has one count per segment of the prompt: how often its tokens were selected since the last
@@ -98,11 +98,11 @@ class TraceEvents:
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, service: CurrentService) -> Response:
     """Handle `/v1/chat/completions`. The response is an event stream if `stream` is true."""
-    service.admit(body, request)
+    service.check_request(body, request)
     if body.trace and not body.stream:
-        raise refused("trace requires stream: true", "trace")
+        raise bad_request("trace requires stream: true", "trace")
     if body.top_logprobs is not None and not body.logprobs:
-        raise refused("top_logprobs requires logprobs: true", "top_logprobs")
+        raise bad_request("top_logprobs requires logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_fields(body) | ({} if top is None else {"logprobs": top})
     structured = structured_outputs(body.response_format, body.structured_outputs)
@@ -110,14 +110,14 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
     conversation = from_chat(body)
     job = await prepare(service, request, conversation, max_tokens, sampling, structured)
     arguments = service.arguments(body, request, trace=bool(body.trace))
-    steps = respond_to(service, request, job, arguments)
+    steps = generate_steps(service, request, job, arguments)
     if body.session is not None:
         steps = _stored(service, body, request, steps, arguments.session, continues=conversation.continues)
     head = response_head(service, request, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         traced = await _traced(service, job, arguments) if body.trace else None
-        return await streamed(request, _events(steps, head, top, body.include_usage, traced))
-    whole = await until_gone(request, collected(steps))
+        return await stream_response(request, _events(steps, head, top, body.include_usage, traced))
+    whole = await run_for_client(request, collect_steps(steps))
     choices = [
         {
             "index": step.index,
@@ -128,7 +128,7 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
         }
         for step in whole
     ]
-    return json_answer(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
+    return json_response(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
 
 
 async def _stored(
@@ -140,7 +140,7 @@ async def _stored(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps` while the session is locked. Store the conversation at the beginning and at the end."""
+    """Yield `steps` while the session is locked. Store the conversation at the first step and at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -149,7 +149,7 @@ async def _stored(
         if pieces:
             answer = {key: value for key, value in _message(joined(pieces)).items() if value is not None}
             messages = with_answer(messages, answer, continues=continues)
-        service.forget(service.conversations.keep(request.state.owner, body.session, messages))
+        service.delete_in_background(service.conversations.store(request.state.owner, body.session, messages))
 
     with service.locked(session):  # locked until the response is stored, because storing would undo a deletion
         try:
@@ -166,8 +166,8 @@ async def _stored(
 
 
 async def _traced(service: Service, job: ChatJob, arguments: EngineArguments) -> TraceEvents:
-    spans = await service.prompts.spans_of(job.text, len(job.ids))
-    async with service.engines.under(arguments.policy, arguments.policy_options) as engine:
+    spans = await service.prompts.token_spans(job.text, len(job.ids))
+    async with service.engines.engine_for(arguments.policy, arguments.policy_options) as engine:
         return TraceEvents(engine.llm, job.text, spans, len(job.ids))
 
 
@@ -205,7 +205,7 @@ async def _events(
         async for step in steps:
             usage = step.usage
             if trace is not None and step.traced is not None:
-                traces.append(trace.of(step.traced))
+                traces.append(trace.next_event(step.traced))
             for new in filter(None, traces):
                 yield event(head | {"choices": [], "trace": new})
             traces.clear()

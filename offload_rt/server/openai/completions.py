@@ -15,9 +15,9 @@ from starlette.responses import Response
 
 from ...outputs import Logprob, Logprobs
 from ...sampling_params import SamplingParams
-from ..chat_stream import ChatStream, Step, collected
-from ..connection import event, json_answer, streamed, until_gone
-from ..errors import refused
+from ..chat_stream import ChatStream, Step, collect_steps
+from ..connection import event, json_response, run_for_client, stream_response
+from ..errors import bad_request
 from ..metrics import Usage
 from ..parsers.pieces import Content, text_of
 from ..prompts import Prompts
@@ -52,17 +52,17 @@ class _Prompt:
 
 
 Choice = Callable[[Step, int], dict[str, Any]]
-"""Function that converts a step to a choice of the response. Its second argument is the length of the earlier text."""
+"""Converts a step to a choice of the response. The second argument is the length of the earlier text in characters."""
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, service: CurrentService) -> Response:
     """Handle `/v1/completions`. The response is an event stream if `stream` is true."""
-    service.admit(body, request)
+    service.check_request(body, request)
     n = body.n or 1
     if (body.best_of or n) != n:
-        raise refused("best_of must equal n, because ranking is not supported", "best_of")
-    prompts = await until_gone(request, _prompts(service, body))
+        raise bad_request("best_of must equal n, because ranking is not supported", "best_of")
+    prompts = await run_for_client(request, _prompts(service, body))
     fields = sampling_fields(body) | structured_outputs(body.response_format, body.structured_outputs)
     if body.logprobs is not None:
         fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
@@ -73,7 +73,7 @@ async def complete(body: CompletionRequest, request: Request, service: CurrentSe
         params.append(service.params(max_tokens=limit, **(fields | ends)))
     arguments = service.arguments(body, request)
     if arguments.session is not None and len(prompts) > 1:
-        raise refused("a request with a session must have one prompt", "session")
+        raise bad_request("a request with a session must have one prompt", "session")
 
     def choice(step: Step, offset: int) -> dict[str, Any]:
         first = prompts[step.index // n].first
@@ -88,28 +88,28 @@ async def complete(body: CompletionRequest, request: Request, service: CurrentSe
     steps = _merged([_one(service, request, *each, arguments) for each in zip(prompts, params, strict=True)], n)
     head = response_head(service, request, "cmpl", "text_completion")
     if body.stream:
-        return await streamed(request, _events(steps, head, choice, body.include_usage))
-    whole = await until_gone(request, collected(steps))
+        return await stream_response(request, _events(steps, head, choice, body.include_usage))
+    whole = await run_for_client(request, collect_steps(steps))
     choices = [choice(step, 0) for step in whole]
-    return json_answer(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
+    return json_response(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[_Prompt]:
     given: Any = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(several) <= MAX_PROMPTS:
-        raise refused(f"prompt must contain 1 to {MAX_PROMPTS} prompts, not {len(several)}", "prompt")
+        raise bad_request(f"prompt must contain 1 to {MAX_PROMPTS} prompts, not {len(several)}", "prompt")
     found = []
     for one in several:
         ends: list[int] = []
         if body.suffix:
             if not isinstance(one, str):
-                raise refused("suffix needs a prompt that is text", "suffix")
+                raise bad_request("suffix needs a prompt that is text", "suffix")
             ids, ends = await fill_in_middle(service.prompts, one, body.suffix)
         else:
-            ids = await service.prompts.of_text(one) if isinstance(one, str) else one
-        echo = "" if not body.echo else one if isinstance(one, str) else await service.prompts.text_of(one)
-        first = await service.prompts.text_of(ids[:1]) if body.echo and body.logprobs is not None else ""
+            ids = await service.prompts.encode(one) if isinstance(one, str) else one
+        echo = "" if not body.echo else one if isinstance(one, str) else await service.prompts.decode(one)
+        first = await service.prompts.decode(ids[:1]) if body.echo and body.logprobs is not None else ""
         found.append(_Prompt(ids, ends, echo, first))
     return found
 
@@ -145,13 +145,15 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
     vocabulary = prompts.tokenizer.get_vocab()
     marks = next((marks for marks in FIM_MARKS if all(token in vocabulary for token, _ in marks)), None)
     if marks is None:
-        raise refused("suffix needs a model with fill-in-the-middle tokens: remove it, or use such a model", "suffix")
+        raise bad_request(
+            "suffix needs a model with fill-in-the-middle tokens: remove it, or use such a model", "suffix"
+        )
     start = prompts.tokenizer.bos_token_id
-    ids = [start] if start in await prompts.of_text("") else []
+    ids = [start] if start in await prompts.encode("") else []
     for token, part in marks:
         ids.append(vocabulary[token])
         if part:
-            ids += await prompts.of_text(prefix if part == "prefix" else suffix, special_tokens=False)
+            ids += await prompts.encode(prefix if part == "prefix" else suffix, special_tokens=False)
     ends = [vocabulary[token] for token in (*FIM_ENDS, *(token for token, _ in marks)) if token in vocabulary]
     return ids, ends
 
@@ -159,15 +161,12 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
 async def _one(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of all completions of one prompt.
-
-    The first step of each completion includes the echoed prompt.
-    """
+    """Yield the steps of all completions of one prompt. The first step of each includes the echoed prompt, if any."""
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
             async for output in outputs:
-                for step in stream.of(output):
+                for step in stream.steps(output):
                     if not prompt.echo or step.index in echoed:
                         yield step
                         continue
@@ -180,10 +179,9 @@ async def _one(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Merge the steps of several prompts, with `n` completions each, into one stream, as they arrive.
+    """Merge the streams of several prompts, with `n` completions each, as their steps arrive.
 
-    In the result, completion indices and token counts refer to the whole request. An error in one stream ends all
-    streams.
+    In the result, completion indices and token counts refer to the whole request. An error in one stream ends all.
     """
     # The queue holds at most one step, so that a client that does not read costs no memory.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
@@ -239,10 +237,7 @@ def response_head(service: Service, request: Request, prefix: str, kind: str) ->
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response.
-
-    For hybrid models it has a field `recomputed_tokens`, which OpenAI lacks.
-    """
+    """Return the usage object of a response. `recomputed_tokens` (hybrid models) is not part of OpenAI's API."""
     recomputed = {"recomputed_tokens": usage.recomputed} if usage.recomputed else {}
     return {
         "prompt_tokens": usage.prompt,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...sampling_params import StructuredOutputs
-from ..errors import refused
+from ..errors import bad_request
 
 INT64 = 2**63 - 1
 Whole = Annotated[int, Field(ge=-INT64, le=INT64)]
@@ -45,10 +45,7 @@ REFUSED_FIELDS = {
     "use_beam_search": "use n",
     "web_search_options": "run the search as a tool in the client",
 }
-"""Unsupported fields that would change the response.
-
-Requests with them are refused, with this advice for the client.
-"""
+"""Unsupported fields that would change the response, with advice for the client. Requests with them are refused."""
 
 UNREPORTED_FIELDS = {
     "include",
@@ -69,7 +66,7 @@ class RequestBody(Body):
     The fields in `REFUSED_FIELDS` are errors, and those in `UNREPORTED_FIELDS` are not reported.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
 
@@ -77,7 +74,7 @@ class RequestBody(Body):
     def _check_fields(self) -> Self:
         for name in (self.model_extra or {}).keys() & REFUSED_FIELDS.keys():
             if (self.model_extra or {})[name] is not None:
-                raise refused(f"{name} is not supported: {REFUSED_FIELDS[name]}", name)
+                raise bad_request(f"{name} is not supported: {REFUSED_FIELDS[name]}", name)
         return self
 
     @property
@@ -97,8 +94,6 @@ class StreamOptions(Body):
 
 class StructuredBody(Body):
     """vLLM's `structured_outputs`. A request may set at most one of the fields."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json", serialization_alias="json")] = None
     regex: str | None = None
@@ -149,7 +144,7 @@ class SampledBody(RequestBody):
 class Message(Body):
     """A chat message. Fields that are not defined here are passed to the chat template."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
     content: str | list[dict[str, Any]] | None = None
@@ -309,14 +304,14 @@ def sampling_fields(body: Body) -> dict[str, Any]:
 def _bias(bias: dict[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdecimal() and len(token) < 19):
-            raise refused(f"logit_bias: {token!r:.80} is not a token id", "logit_bias")
+            raise bad_request(f"logit_bias: {token!r:.80} is not a token id", "logit_bias")
     return {int(token): value for token, value in bias.items()}
 
 
 def structured_outputs(
     requested: ResponseFormat | TextFormat | None, vllm: StructuredBody | None = None
 ) -> dict[str, Any]:
-    """Return {"structured_outputs": ...} for `SamplingParams`, or {} if the request sets no format.
+    """Return the field `structured_outputs` of `SamplingParams`, or {} if the request sets no format.
 
     Args:
         requested: Format in OpenAI's fields.
@@ -330,5 +325,5 @@ def structured_outputs(
         return {}
     schema = requested.schema_ if requested.type == "json_schema" else {"type": "object"}
     if schema is None:
-        raise refused("response_format.json_schema.schema is missing: add the JSON schema", "response_format")
+        raise bad_request("response_format.json_schema.schema is missing: add the JSON schema", "response_format")
     return {"structured_outputs": StructuredOutputs(json=schema)}

@@ -6,13 +6,14 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ..chat_stream import ChatJob, Step, prepare, respond_to
-from ..connection import event, json_answer, streamed, until_gone
+from ..chat_stream import ChatJob, Step, generate_steps, prepare
+from ..connection import event, json_response, run_for_client, stream_response
 from ..conversation import (
     Conversation,
     call_message,
@@ -23,7 +24,7 @@ from ..conversation import (
     with_answer,
 )
 from ..documents import StoredResponse, response_of
-from ..errors import RefusedError, refused
+from ..errors import RefusedError, bad_request
 from ..metrics import Usage
 from ..service import CurrentService, EngineArguments, Service
 from .requests import FlatNamed, ResponsesRequest, sampling_fields, structured_outputs
@@ -38,14 +39,16 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
 
     The response is an event stream if `stream` is true.
     """
-    service.admit(body, request)
+    service.check_request(body, request)
     if body.background:
-        raise refused("background is not supported: remove it, and wait for the response", "background")
+        raise bad_request("background is not supported: remove it, and wait for the response", "background")
     head = _head(service, body, request)
     try:
         json.dumps(head, allow_nan=False)
     except (ValueError, RecursionError):
-        raise refused("tools and metadata must be valid JSON: remove NaN, Infinity and deep nesting", "tools") from None
+        raise bad_request(
+            "tools and metadata must be valid JSON: remove NaN, Infinity and deep nesting", "tools"
+        ) from None
     owner, name = request.state.owner, body.previous_response_id
     before = service.responses.get(name, owner) if name else None
     messages = [*(before.messages if before else ()), *_new_messages(body)]
@@ -53,11 +56,11 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
     conversation = _conversation(body, messages)
     job = await prepare(service, request, conversation, body.max_output_tokens, sampling_fields(body), structured)
     session, continues = None if before is None else before.session, conversation.continues
-    generation = _Generation(service, request, body, job, messages, session, continues=continues)
+    generation = _Generation(service, request, body, job, messages, session, continues)
     events = generation.events(head)
     if body.stream:
-        return await streamed(request, _encoded(events))
-    return json_answer(await until_gone(request, _last_response(events)))
+        return await stream_response(request, _encoded(events))
+    return json_response(await run_for_client(request, _last_response(events)))
 
 
 @router.post("/v1/responses/compact")
@@ -68,7 +71,7 @@ async def compact() -> Response:
 
 @router.get("/v1/responses/{name}")
 async def retrieve(name: str, request: Request, service: CurrentService) -> Response:
-    return json_answer(service.responses.get(name, request.state.owner).response)
+    return json_response(service.responses.get(name, request.state.owner).response)
 
 
 @router.get("/v1/responses/{name}/input_items")
@@ -86,11 +89,11 @@ async def input_items(
         items.reverse()
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        raise refused(f"after: {after!r:.80} is not an item of this response", "after")
+        raise bad_request(f"after: {after!r:.80} is not an item of this response", "after")
     first = 0 if after is None else ids.index(after) + 1
     data = items[first : first + limit]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return json_answer({"object": "list", "data": data, "has_more": first + limit < len(items)} | ends)
+    return json_response({"object": "list", "data": data, "has_more": first + limit < len(items)} | ends)
 
 
 def _input_items(name: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -120,67 +123,61 @@ async def delete(name: str, request: Request, service: CurrentService) -> dict[s
     return {"id": name, "object": "response", "deleted": True}
 
 
+@dataclass(frozen=True)
 class _Generation:
     """Generate one response and store it.
 
-    Args:
-        service: The service.
-        request: HTTP request.
-        body: Body of the request.
+    Attributes:
         job: The rendered and tokenized conversation.
         messages: Messages of the conversation without instructions.
         before: Engine session of the conversation that the request continues, or None for a new conversation.
         continues: Whether the response continues the text of the last message.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        request: Request,
-        body: ResponsesRequest,
-        job: ChatJob,
-        messages: Sequence[Mapping[str, Any]],
-        before: str | None,
-        *,
-        continues: bool,
-    ) -> None:
-        self._service, self._request, self._body, self._job = service, request, body, job
-        self._messages, self._before, self._continues = messages, before, continues
-        self._owner: str = request.state.owner
-        self._stored = body.store is not False
+    service: Service
+    request: Request
+    body: ResponsesRequest
+    job: ChatJob
+    messages: Sequence[Mapping[str, Any]]
+    before: str | None
+    continues: bool
+
+    @property
+    def _stored(self) -> bool:
+        return self.body.store is not False
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock the engine session of the response `name`, and yield the session's id.
+        """Lock an engine session for the response `name`, and yield the session's id.
 
-        If another request continues the same conversation at the same time, the response gets a new session.
+        This is the session of the continued conversation, or a new one if another request is using it.
         """
-        service, own, before = self._service, response_of(self._owner, name), self._before
+        service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before
         try:
             with service.locked(*{own, session}):
                 yield session
         except BaseException:
             if session == own:  # no stored response uses this session
-                service.forget([session])
+                service.delete_in_background([session])
             raise
 
     def _steps(self, session: str) -> AsyncGenerator[Step, None]:
-        service = self._service
+        service = self.service
         arguments = EngineArguments(
-            session=session if service.remembers and self._stored else None,
-            cache_salt=service.salt(self._request, self._body.cache_salt),
+            session=session if service.stores_sessions and self._stored else None,
+            cache_salt=service.salt(self.request, self.body.cache_salt),
         )
-        return respond_to(service, self._request, self._job, arguments)
+        return generate_steps(service, self.request, self.job, arguments)
 
     def _finish(self, head: dict[str, Any], session: str, step: Step, items: Items) -> dict[str, Any]:
         """Return the completed response object. Store it unless `store` is false."""
         response = _done(head, step, items.output)
         if self._stored:
-            messages = with_answer(self._messages, _message(items.output), continues=self._continues)
-            prefill = content_text(self._messages[-1].get("content"), "input") if self._continues else ""
-            stored = StoredResponse(self._owner, response, messages, session, prefill)
-            self._service.forget(self._service.responses.add(head["id"], stored))
+            messages = with_answer(self.messages, _message(items.output), continues=self.continues)
+            prefill = content_text(self.messages[-1].get("content"), "input") if self.continues else ""
+            stored = StoredResponse(self.request.state.owner, response, messages, session, prefill)
+            self.service.delete_in_background(self.service.responses.add(head["id"], stored))
         return response
 
     async def events(self, head: dict[str, Any]) -> AsyncGenerator[Event, None]:
@@ -292,12 +289,12 @@ def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
     """Return the conversation for the chat template: the request's instructions, then `messages`."""
     if not messages:
-        raise refused("input is empty: send a string or at least one item", "input")
+        raise bad_request("input is empty: send a string or at least one item", "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     functions = []
     for i, tool in enumerate(body.tools or ()):
         if tool.type != "function" or not tool.name:
-            raise refused(f"tools.{i}: only tools of type 'function' with a name are supported", f"tools.{i}")
+            raise bad_request(f"tools.{i}: only tools of type 'function' with a name are supported", f"tools.{i}")
         functions.append(tool.model_dump(exclude_none=True, exclude={"type"}))
     named = body.tool_choice.name if isinstance(body.tool_choice, FlatNamed) else None
     return Conversation(
@@ -323,7 +320,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("content") is None:
-            raise refused(f"{where}.content must be a string or a list of content parts", f"{where}.content")
+            raise bad_request(f"{where}.content must be a string or a list of content parts", f"{where}.content")
         content = content_text(item["content"], where)
         messages.append({"role": _string(item, "role", where), "content": content})
     elif kind == "function_call":
@@ -338,11 +335,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
         content = content_text(item.get("output"), where)
         messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content})
     elif kind != "reasoning":  # earlier reasoning is not part of the prompt
-        raise refused(f"{where}: items of type {kind!r} are not supported", where)
+        raise bad_request(f"{where}: items of type {kind!r} are not supported", where)
 
 
 def _string(item: Mapping[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str) or not value:
-        raise refused(f"{where}.{name} must be a non-empty string", f"{where}.{name}")
+        raise bad_request(f"{where}.{name} must be a non-empty string", f"{where}.{name}")
     return value

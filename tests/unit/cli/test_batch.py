@@ -111,7 +111,7 @@ def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
 def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
     monkeypatch.setattr(
-        batch, "_results_of", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
+        batch, "_generate_group", lambda llm, group, defaults: [told.append(one.id) or {"id": one.id} for one in group]
     )
     requests = [BatchRequest(str(i), f"{'AB'[i % 2]} {i}", None, {}) for i in range(6)]
     answers = Results(tmp_path / "out")

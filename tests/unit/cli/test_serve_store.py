@@ -34,12 +34,12 @@ def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: py
     """Start servers with the default store, beside another one, without a store, and with a policy it cannot serve."""
     caplog.set_level(logging.WARNING, "offload_rt.server")
     first = serve()
-    assert first.remembers and (tmp_path / "offload-rt" / "store" / "lock").exists()
+    assert first.stores_sessions and (tmp_path / "offload-rt" / "store" / "lock").exists()
     second = serve()
-    assert not second.remembers and "read-only" in caplog.text
+    assert not second.stores_sessions and "read-only" in caplog.text
     assert second._salt_key != first._salt_key
     without = serve("--no-store")
-    assert not without.remembers and without.engine._sessions is None
+    assert not without.stores_sessions and without.engine._sessions is None
     asyncio.run(first.close())
     again = serve("--store-limit", "1GiB")
     assert again._salt_key == first._salt_key, "salted prompts are found after a restart"
@@ -47,7 +47,7 @@ def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: py
     for service in (second, without, again):
         asyncio.run(service.close())
     other = serve("--eviction", "lru")
-    assert not other.remembers and "nothing is stored on disk" in caplog.text
+    assert not other.stores_sessions and "nothing is stored on disk" in caplog.text
     asyncio.run(other.close())
 
 

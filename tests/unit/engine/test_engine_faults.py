@@ -191,7 +191,7 @@ def test_an_error_of_an_idle_session_fails_no_request(tmp_path: Path, caplog: py
             async for _ in engine.generate(PROMPTS[0], PARAMS[0], session="idle"):
                 pass
             await asyncio.sleep(1.1)
-            with patch.object(SessionKV, "leave_host", side_effect=RuntimeError("a shape is wrong")):
+            with patch.object(SessionKV, "evict", side_effect=RuntimeError("a shape is wrong")):
                 outputs = [output async for output in engine.generate(PROMPTS[1], PARAMS[1])]
             return outputs[-1].outputs[0].token_ids
 

@@ -21,6 +21,7 @@ from support.disk_blocks import (
     LAYER_BYTES,
     LAYERS,
     block_files,
+    block_name,
     blocks_of,
     fork_saver,
     load,
@@ -31,10 +32,10 @@ from support.disk_blocks import (
 )
 
 from offload_rt.errors import StoreError
-from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.storage.block_file import BlockHeader
-from offload_rt.storage.block_store import Document
 from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.documents import Document
+from offload_rt.storage.naming import NamedBlock
 from offload_rt.storage.options import LIVE_POLICIES
 
 
@@ -67,7 +68,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.store = open_store(Path(self.home.name), self.limit, policy=self.policy, clock=lambda: self.now)
 
     def key(self, number: int) -> bytes:
-        return block_key(self.store.root, "exact", tokens_of(number))
+        return block_name(self.store, number).key
 
     def make_room(self) -> None:
         if self.limited and len(self.stamps) == 4:
@@ -118,7 +119,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def abort_one(self, number: int) -> None:
-        writer = self.store.begin(self.store.root, "exact", tokens_of(number), LAYER_BYTES)
+        writer = self.store.begin(block_name(self.store, number), LAYER_BYTES)
         if writer is not None:
             self.make_room()
             writer.write(1, memoryview(bytes(LAYER_BYTES)))
@@ -196,7 +197,7 @@ def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        store._folder.index.enter(path, len(whole))
+        store._folder.index.add(path, len(whole))
         answer = load(store, 1)
         assert answer in (None, right)
         in_padding = used <= bit // 8 < 4096
@@ -231,18 +232,19 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
         (store.root, "exact", tokens_of(2)),
         (store.root, "exact", tokens_of(1, 63)),
     ):
-        disguise = store._path(block_key(parent, provenance_key, tokens))
+        name = NamedBlock(0, parent, provenance_key, tokens)
+        disguise = store._path(name.key)
         disguise.parent.mkdir(exist_ok=True)
         disguise.write_bytes(path.read_bytes())
-        store._folder.index.enter(disguise, FILE_BYTES)
-        assert store.find(parent, provenance_key, tokens) is None and not disguise.exists()
+        store._folder.index.add(disguise, FILE_BYTES)
+        assert store.find(name) is None and not disguise.exists()
     store.close()
     other = DiskStore(tmp_path, "model b", LAYERS)
     assert load(other, 1) is None
-    other._path(block_key(other.root, "exact", tokens_of(1))).parent.mkdir(parents=True)
-    forged = other._path(block_key(other.root, "exact", tokens_of(1)))
+    other._path(block_name(other, 1).key).parent.mkdir(parents=True)
+    forged = other._path(block_name(other, 1).key)
     forged.write_bytes(path.read_bytes())
-    other._folder.index.enter(forged, FILE_BYTES)
+    other._folder.index.add(forged, FILE_BYTES)
     assert load(other, 1) is None
     other.close()
     with monkeypatch.context() as patch:
@@ -271,7 +273,7 @@ def test_eviction_order_survives_a_clock_that_went_back(tmp_path: Path) -> None:
 
 def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
-    writers = [store.begin(store.root, "exact", tokens_of(n), LAYER_BYTES) for n in range(5)]
+    writers = [store.begin(block_name(store, n), LAYER_BYTES) for n in range(5)]
     assert [writer is not None for writer in writers] == [True] * 3 + [False] * 2
     assert store.bytes_used == 3 * FILE_BYTES
     for writer in writers[:3]:
@@ -283,29 +285,28 @@ def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> N
 
 def test_pins_and_documents_are_spared(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES + 100)
-    store.put(named("session"), b"x" * 50)
+    store.documents.put(named("session"), b"x" * 50)
     for number in range(3):
         save(store, number)
-    store.pin([block_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 2)])
+    store.pin([block_name(store, n).key for n in (0, 1, 2)])
     assert not save(store, 7)
-    store.unpin([block_key(store.root, "exact", tokens_of(1))])
+    store.unpin([block_name(store, 1).key])
     assert save(store, 7)
     assert [load(store, n) is not None for n in (0, 1, 2, 7)] == [True, False, True, True]
-    assert store.get(named("session")) == Document(b"x" * 50)
+    assert store.documents.get(named("session")) == Document(b"x" * 50)
     with pytest.raises(StoreError, match="full"):
-        store.put(named("huge"), bytes(5 * FILE_BYTES))
+        store.documents.put(named("huge"), bytes(5 * FILE_BYTES))
 
 
 def test_documents_come_before_blocks_that_are_in_use(tmp_path: Path) -> None:
     """A document evicts even blocks in use, so a session whose blocks fill the store can save its history."""
     store = open_store(tmp_path, 2 * FILE_BYTES)
-    keys = [block_key(store.root, "exact", tokens_of(n)) for n in (0, 1)]
+    keys = [block_name(store, n).key for n in (0, 1)]
     store.pin(keys)
     assert save(store, 0) and save(store, 1) and not save(store, 2)
-    store.put(named("history"), bytes(100))
-    assert [load(store, n) is not None for n in (0, 1)] == [False, True] and store.get(named("history")) == Document(
-        bytes(100)
-    )
+    store.documents.put(named("history"), bytes(100))
+    assert [load(store, n) is not None for n in (0, 1)] == [False, True]
+    assert store.documents.get(named("history")) == Document(bytes(100))
     store.check_integrity()
 
 
@@ -314,7 +315,7 @@ def test_blocks_of_waiting_turns_are_evicted_last_from_the_end(tmp_path: Path) -
         store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
         for number in range(4):
             save(store, number)
-        store.expect([block_key(store.root, "exact", tokens_of(n)) for n in (0, 1, 4, 9, 8)])
+        store.expect([block_name(store, n).key for n in (0, 1, 4, 9, 8)])
         for number in (4, 8, 9):
             save(store, number)
         assert [n for n in range(10) if load(store, n)] == kept, policy
@@ -326,7 +327,7 @@ def test_a_path_is_evicted_from_its_end(tmp_path: Path) -> None:
     keys, parent = [], store.root
     for number in range(4):
         save(store, number, parent)
-        parent = block_key(parent, "exact", tokens_of(number))
+        parent = block_name(store, number, parent).key
         keys.append(parent)
     store.touch(keys)
     save(store, 9)
@@ -359,8 +360,8 @@ def test_time_to_live_of_fifo_counts_from_the_writing(tmp_path: Path) -> None:
         save(store, 1)
     now += 50 * 10**9
     for store in stores.values():
-        assert load(store, 1) and store.find(store.root, "exact", tokens_of(1)) is not None
-        store.touch([block_key(store.root, "exact", tokens_of(1))])
+        assert load(store, 1) and store.find(block_name(store, 1)) is not None
+        store.touch([block_name(store, 1).key])
     now += 20 * 10**9
     for policy, store in stores.items():
         save(store, 2)
@@ -374,7 +375,7 @@ def test_one_writer_and_any_number_of_readers(tmp_path: Path) -> None:
     readers = [open_store(tmp_path, read_only=True) for _ in range(3)]
     save(store, 1)
     assert all(load(reader, 1) == blocks_of(1) for reader in readers)
-    found = readers[0].find(store.root, "exact", tokens_of(1))
+    found = readers[0].find(block_name(store, 1))
     assert found is not None
     store.remove([found.key])
     assert not found.read_layer(0, memoryview(bytearray(LAYER_BYTES)))
@@ -404,12 +405,12 @@ def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path)
     place.rename(tmp_path / "outside")
     place.symlink_to(tmp_path / "outside")
     before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
-    store.remove([block_key(store.root, "exact", tokens_of(1))])
+    store.remove([block_name(store, 1).key])
     store.retain(set())
     save(store, 1)
     if level == "namespace":
         with pytest.raises(StoreError, match="a link is in the place of a folder"):
-            store.put(named("one"), b"text")
+            store.documents.put(named("one"), b"text")
     store.close()
     store = open_store(tmp_path / "store")
     assert load(store, 1) is None
@@ -438,7 +439,7 @@ def test_a_document_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    store.put(named("one"), b"history")
+    store.documents.put(named("one"), b"history")
     assert done == ["bytes", "name", "folder"]
 
 
@@ -462,11 +463,11 @@ def test_a_full_disk_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not save(store, 2) and "No space" in store.last_error
             if name != "pwrite":
                 with pytest.raises(StoreError):
-                    store.put(named("d"), b"x")
+                    store.documents.put(named("d"), b"x")
         store.check_integrity()
         assert load(store, 2) is None
         assert load(store, 1) in (blocks_of(1), None), "a document may have taken its place"
-    store.delete(named("d"))
+    store.documents.delete(named("d"))
     assert save(store, 2)
 
 

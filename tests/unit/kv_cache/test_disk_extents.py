@@ -29,7 +29,6 @@ from offload_rt.kv_cache.disk.extents import StoredExtent
 from offload_rt.kv_cache.disk.file_arena import FileArena
 from offload_rt.model_runner import prefill as prefill_module
 from offload_rt.sessions.session import Session
-from offload_rt.storage.block_store import read_through
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.saver import Saver
 
@@ -42,7 +41,7 @@ class Blocks:
     """Files of blocks. Records writes that are no whole layer, or that repeat one."""
 
     def __init__(self, folder: Path, made: FileArena) -> None:
-        self._folder, self._layer = folder, made.places.layer
+        self._folder, self._layer = folder, made.file_layout.layer
         self.wrong: list[int] = []
 
     def new(self) -> StoredExtent:
@@ -94,11 +93,11 @@ class Model:
 
         Kind 0: an empty file. Kind 1: an empty file for a block with buffered KV. Kind 2: a file with stored KV.
         """
-        if kind == 1 and self.made.buffered(block):
+        if kind == 1 and self.made.is_buffered(block):
             self.made.move_to(block, self.blocks.new(), LAYOUT.layers)
-        elif kind == 0 and self.made.blank(block):
+        elif kind == 0 and self.made.is_empty(block):
             self.made.attach(block, self.blocks.new())
-        elif kind == 2 and self.made.blank(block):
+        elif kind == 2 and self.made.is_empty(block):
             self.rows[:, block] = torch.arange(self.rows[:, block].numel()).view_as(self.rows[:, block]) / 64 - number
             self.known[:, block] = True
             self.made.attach(block, self.blocks.stored(self.rows[:, block]), range(LAYOUT.layers))
@@ -114,7 +113,7 @@ class Model:
         known = self.known[place, blocks, heads, slots].numpy()
         blocks, heads, slots = blocks[known], heads[known], slots[known]
         out = torch.full((len(blocks), WIDTH), -1.0)
-        self.made.gather(place, self.made.places.ids(place, blocks, slots, heads), out, np.arange(len(blocks)))
+        self.made.gather(place, self.made.file_layout.ids(place, blocks, slots, heads), out, np.arange(len(blocks)))
         assert torch.equal(out, self.rows[place, blocks, heads, slots])
 
     def view(self, slab: int, place: int, first: int, count: int) -> None:
@@ -176,7 +175,7 @@ def check(folder: Path, steps: list[Any]) -> None:
         elif kind != "copy" or where[0] != where[1]:
             getattr(model, kind)(*where)
     made.check_integrity()
-    assert made.shares.slots < 25 and made.shares.block_buffers == 1, "otherwise all KV stays in memory"
+    assert made.budget.slots < 25 and made.budget.block_buffers == 1, "otherwise all KV stays in memory"
     assert not model.blocks.wrong
     for place in range(LAYOUT.layers):
         model.gather(place, 0, LAYOUT.blocks * 2 * BLOCK_SIZE)
@@ -323,9 +322,9 @@ def test_a_stored_extent_that_cannot_be_written(at: int, tmp_path: Path, monkeyp
         [wanted] = memory.generate([[*session.tokens, *TURNS[2]]], GREEDY)
         assert say(session, TURNS[2]) == list(wanted.outputs[0].token_ids)
         session.close()
-    store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)  # type: ignore[attr-defined]
+    store = DiskStore(tmp_path / "store", session.context.storage.namespace, 2)
     store.check_integrity()
-    assert all(read_through(store, name) for name in session.kv.names(len(session.tokens) // BLOCK_SIZE * BLOCK_SIZE))
+    assert all(store.verify(name) for name in session.kv.blocks.names(len(session.tokens) // BLOCK_SIZE * BLOCK_SIZE))
 
 
 def test_damage_in_a_stored_extent_is_computed_again(tmp_path: Path) -> None:
@@ -351,7 +350,7 @@ def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         other = DiskStore(tmp_path / "other", "t", 2)
         saver, blocks = Saver(other, pool, llm.runner.transfer.storage), pool.new_block_table(256)
         pool.commit(blocks, 140)
-        saving = saver.begin(blocks, session.kv.names(256))
+        saving = saver.begin(blocks, session.kv.blocks.names(256))
         assert saving is not None and stored_blocks(llm) == 4 + 1
         assert [entry.extent is not None for entry in saving.entries] == [False, False, False, True]
         saver.abort(saving)

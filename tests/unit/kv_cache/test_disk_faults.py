@@ -128,7 +128,7 @@ def test_killed_while_a_context_on_disk_is_read_and_written(
             session = llm.session("s", store)
             assert said.count("t") <= turns_of(session), "complete turns are durable"
             assert session.tokens == right[: len(session.tokens)] and not list(store.rglob("*.tmp"))
-            session.context.storage.check_integrity()  # type: ignore[attr-defined]
+            session.context.storage.check_integrity()
             number += turns_of(session) == len(TURNS)
             session.close()
         assert {"p", "d"} <= last

@@ -32,7 +32,7 @@ from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
-from offload_rt.kv_cache.disk.disk_tier import DiskTier
+from offload_rt.kv_cache.disk.file_layout import DiskTier
 from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merged
 from offload_rt.kv_cache.disk.requests import _merged as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
@@ -202,15 +202,15 @@ def test_cache_replacement_is_equal_with_and_without_a_compiler(steps: list[tupl
                     patch.setattr(row_cache, "_library", lambda: None)
                     patch.setattr(row_copy, "_library", lambda: None)
                 if forget:
-                    cache.forget(range(count, count + 7))
-                cache.pass_time(60.0)
-                found.append(cache.take(ids, out, into))
-                cache.enter(found[-1][0], rows, found[-1][0])
+                    cache.remove(range(count, count + 7))
+                cache.advance(60.0)
+                found.append(cache.lookup(ids, out, into))
+                cache.insert(found[-1][0], rows, found[-1][0])
                 cache.check_integrity()
         here = np.flatnonzero(~np.isin(ids, found[0][0]))
         assert np.array_equal(*found) and torch.equal(given[0], given[1])
         assert torch.equal(given[0, into[here]], rows[ids[here]])
-        assert torch.equal(plain.rows[plain.held], rows[plain.owners(plain.held)])
+        assert torch.equal(plain.rows[plain.occupied], rows[plain.owners(plain.occupied)])
         for name in ("_owner", "_score", "_last", "used"):
             assert np.array_equal(getattr(plain, name), getattr(compiled, name)), name
 
@@ -219,11 +219,11 @@ def test_the_lowest_score_is_evicted_unless_used_in_this_step() -> None:
     """The order does not depend on the age of the scores."""
     cache, rows, out = RowCache(4, 5, torch.float32), torch.randn(60, 5), torch.empty(60, 5)
     for steps, wanted in ((300, [0, 1]), (0.1, [0, 1]), (0.1, [0, 1]), (0.1, [2, 3]), (0.1, [2, 4, 5]), (300, [6])):
-        cache.pass_time(steps)
-        missing, _ = cache.take(ids := np.array(wanted), out, ids)
-        cache.enter(missing, rows, missing)
+        cache.advance(steps)
+        missing, _ = cache.lookup(ids := np.array(wanted), out, ids)
+        cache.insert(missing, rows, missing)
         cache.check_integrity()
-        held = set(cache.owners(cache.held).tolist())
+        held = set(cache.owners(cache.occupied).tolist())
         assert held >= set(wanted)
         assert wanted[0] != 6 or held & {0, 1}, "two uses of three long ago are more than one or two"
 
@@ -231,7 +231,7 @@ def test_the_lowest_score_is_evicted_unless_used_in_this_step() -> None:
 def test_entries_in_use_are_read_from_memory(tmp_path: Path) -> None:
     made = arena(tmp_path)
     made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
-    rows = made.places.ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
+    rows = made.file_layout.ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
     for _ in range(3):
         made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
     assert (made.use.wanted, made.use.cached) == (9, 6)
@@ -293,7 +293,7 @@ def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(pol
                 file = llm.runner.pool.file
                 assert file is not None
                 if llm.runner.pool.format.exact:
-                    assert 8 * file.shares.slots < llm.runner.pool.bytes_peak // file.places.pair_bytes
+                    assert 8 * file.budget.slots < llm.runner.pool.bytes_peak // file.file_layout.pair_bytes
                 assert file.use.bytes_read > 0 and list(tmp_path.iterdir()) == []
                 llm.runner.check_integrity()
     assert said[0] == said[1]
@@ -426,7 +426,7 @@ def test_kv_that_could_not_be_written_is_never_read(
         patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(fault))
         made.fill(0, 0, 64, *rows[:, :, :64])
         made._writer.drain()
-    names = made.places.ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
+    names = made.file_layout.ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
     with pytest.raises(DiskError, match="No space left"):
         made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
     with pytest.raises(DiskError, match="No space left"):

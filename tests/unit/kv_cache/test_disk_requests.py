@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from offload_rt.kv_cache.disk import requests
-from offload_rt.kv_cache.disk.requests import Requests, RingReader, place
+from offload_rt.kv_cache.disk.requests import Requests, RingReader, file_position
 from offload_rt.utils.native_libraries import PACKAGE
 
 SOURCE = """
@@ -60,7 +60,7 @@ def test_a_failed_call_waits_for_reads_in_flight(library: ctypes.CDLL, tmp_path:
     handles = np.asarray([file, reading], np.int32)
     own = RingReader(library, library.ring_open(4))
     sizes = np.full(6, 4096, np.int64)
-    offsets = np.asarray([place(0), place(1), place(0, 4096), place(0, 8192), place(0), place(0, 4096)])
+    offsets = np.asarray([0, file_position(1), 4096, 8192, 0, 4096])
     late = threading.Timer(0.3, lambda: os.write(writing, b"x" * 4096))
     ctypes.c_int.in_dll(library, "calls").value = 0
     ctypes.c_int.in_dll(library, "failing_call").value = 2

@@ -75,7 +75,7 @@ def test_layers_fall_into_groups(
     kind: str, layers: int, group: tuple[int, ...], place: tuple[int, ...], sliding: int
 ) -> None:
     geometry = make(kind).runner.adapter.geometry
-    assert LayerGroups.of(geometry) == LayerGroups(layers, group, place, sliding, WINDOW)
+    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, place, sliding, WINDOW)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
@@ -266,7 +266,7 @@ def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) 
     assert answer(session, TURNS[0]) == expected[0]
     session.close()
     store = make(kind).session("s", tmp_path / "b")
-    lost = store.kv._shown(store.history.computed)[0]
+    lost = store.kv.blocks.window_names(store.history.computed)[0]
     store.close()
     next((tmp_path / "b").glob(f"*/*/{lost.key.hex()}.kv")).unlink()
     session = make(kind).session("s", tmp_path / "b")

@@ -11,7 +11,7 @@ from support.pools import BLOCK_BYTES, append, geometry, kv, make_pool, read
 
 from offload_rt.core import BLOCK_SIZE, BlockTable
 from offload_rt.errors import MemoryLimitError, PoolFullError
-from offload_rt.kv_cache import machine
+from offload_rt.kv_cache import system_memory
 from offload_rt.kv_cache.layout import PAGE, ArenaLayout
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.utils.control_groups import processor_limit
@@ -187,21 +187,21 @@ def test_limits_that_cannot_be() -> None:
 
 
 def test_address_space_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 1 << 61)
+    monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 1 << 61)
     with pytest.raises(MemoryLimitError, match=r"cannot reserve .* of address space .*ulimit"):
         HostPool(geometry(), torch.float32, 1 << 60)
 
 
 def test_the_default_limit_is_half_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 100 * BLOCK_BYTES)
+    monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 100 * BLOCK_BYTES)
     assert HostPool(geometry(), torch.float32, None).block_count == 50
-    monkeypatch.setattr("offload_rt.kv_cache.machine.available_memory", lambda: 1 << 60)
+    monkeypatch.setattr("offload_rt.kv_cache.system_memory.available_memory", lambda: 1 << 60)
     pool = HostPool(geometry(1, 1, 1), torch.float16, None)
     assert pool.block_count == (1 << 24) // BLOCK_SIZE
 
 
-def test_control_groups_limit_the_available_memory(tmp_path: machine.Path) -> None:
-    def group(folder: machine.Path, names: tuple[str, str], limit: str, used: int, cache: str) -> None:
+def test_control_groups_limit_the_available_memory(tmp_path: Path) -> None:
+    def group(folder: Path, names: tuple[str, str], limit: str, used: int, cache: str) -> None:
         folder.mkdir(parents=True)
         (folder / names[0]).write_text(limit + "\n")
         (folder / names[1]).write_text(f"{used}\n")
@@ -213,15 +213,15 @@ def test_control_groups_limit_the_available_memory(tmp_path: machine.Path) -> No
     (tmp_path / "v2/a").joinpath("memory.current").write_text("70\n")
     (tmp_path / "v2/a").joinpath("memory.stat").write_text("inactive_file 10\n")
     (tmp_path / "two").write_text("0::/a/b\n")
-    assert list(machine._cgroup_headroom(tmp_path / "v2", tmp_path / "two")) == [40]
+    assert list(system_memory._cgroup_headroom(tmp_path / "v2", tmp_path / "two")) == [40]
     group(tmp_path / "v1/memory/job", one, "200", 260, "total_inactive_file")
     (tmp_path / "one").write_text("9:name=systemd:/\n4:cpu,memory:/job\n0::/nowhere\n")
-    assert list(machine._cgroup_headroom(tmp_path / "v1", tmp_path / "one")) == [0]
-    assert list(machine._cgroup_headroom(tmp_path, tmp_path / "absent")) == []
-    assert machine.available_memory() > 0
+    assert list(system_memory._cgroup_headroom(tmp_path / "v1", tmp_path / "one")) == [0]
+    assert list(system_memory._cgroup_headroom(tmp_path, tmp_path / "absent")) == []
+    assert system_memory.available_memory() > 0
 
 
-def test_control_groups_limit_processors(tmp_path: machine.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_groups_limit_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     for name, text in {
         "two": "0::/a/b\n", "v2/a/b/cpu.max": "max 100000\n", "v2/a/cpu.max": "250000 100000\n",

@@ -80,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         shape = geometry(self.windows)
-        groups = LayerGroups.of(shape)
+        groups = LayerGroups.from_geometry(shape)
         limit = self.blocks * groups.layers * shape.kv_bytes(BLOCK_SIZE, torch.float32) // shape.layers
         self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * BLOCK_SIZE)
         self.groups = self.pool.groups

@@ -114,7 +114,7 @@ def test_a_leaf_that_was_used_last_goes_last() -> None:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["publish", "match", "end", "evict", "unkey"]), st.integers(0, 2**20)), max_size=60
+    st.tuples(st.sampled_from(["publish", "match", "end", "evict", "remove"]), st.integers(0, 2**20)), max_size=60
 )
 
 
@@ -171,10 +171,10 @@ def test_tree_against_a_dictionary_of_prefixes(steps: list[tuple[str, int]]) -> 
                 assert len(gone) == min(1, len(leaves))
                 assert [used[key] for key, block in known.items() if block in gone] == sorted(leaves.values())[:1]
                 drop(gone)
-        elif action == "unkey" and known:
+        elif action == "remove" and known:
             key = list(known)[number % len(known)]
             behind = [block for other, block in known.items() if other[: len(key)] == key]
-            gone = tree.unkey(known[key])
+            gone = tree.remove(known[key])
             assert sorted(gone) == sorted(behind)
             drop(gone)
             holders = [[block for block in blocks if block not in gone] for blocks in holders]

@@ -70,7 +70,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         having = [i for i, block in enumerate(blocks, start=1) if block in known]
         assert self.table.places(blocks) == [i * BLOCK_SIZE for i in having]
         assert self.table.usable(blocks) == max(having, default=0)
-        assert [self.table.of(block) for block in blocks] == [known.get(block) for block in blocks]
+        assert [self.table.slot_of(block) for block in blocks] == [known.get(block) for block in blocks]
 
     @invariant()
     def agree(self) -> None:

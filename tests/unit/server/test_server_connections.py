@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 from urllib.parse import urlsplit
 
@@ -69,6 +70,13 @@ def post(body: dict[str, object]) -> bytes:
     return head + content
 
 
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    """Application that responds with 32 MiB."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"33554432")]})
+        await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
+
+
 @pytest.mark.parametrize("limit", ["timeout", "send_timeout"])
 def test_a_client_that_does_not_read_is_disconnected(
     tokenizer: PreTrainedTokenizerBase, limit: str, monkeypatch: pytest.MonkeyPatch
@@ -93,13 +101,6 @@ def test_a_client_that_does_not_read_is_disconnected(
 @pytest.mark.parametrize("slowly", [False, True])
 def test_a_whole_response_that_is_not_read_ends_its_connection(slowly: bool) -> None:
     """The application has finished and the response is in the transport's buffer, so close() would wait forever."""
-
-    async def large(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
-
     options = ServerOptions(port=0, timeout=0.2, send_timeout=60.0 if slowly else 0.3)
     ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     with answering(large, options) as (url, server), connect(url, ask, receive_buffer=4096) as connection:
@@ -174,12 +175,6 @@ def test_a_connection_too_many_is_refused_while_all_wait_for_answers(tokenizer: 
 
 def test_a_response_that_is_being_read_is_not_cut(tokenizer: PreTrainedTokenizerBase) -> None:
     """The application has finished the response, and a new connection needs its slot."""
-
-    async def large(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"33554432")]})
-            await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
-
     ask = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with answering(large, ServerOptions(port=0, max_connections=1)) as (url, _), connect(url, ask, 4096) as slow:
         begun = slow.recv(100)
@@ -322,7 +317,8 @@ def test_incomplete_bodies_are_bounded_together(tokenizer: PreTrainedTokenizerBa
 
 def test_repeated_messages_are_counted_instead_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("offload_rt.server.log.time.monotonic", lambda: clock[0])
+    # Not `time.monotonic` itself, because the event loop of the module's server uses it and would sleep for hours.
+    monkeypatch.setattr("offload_rt.server.log.time", SimpleNamespace(monotonic=lambda: clock[0]))
     repetitions = Repetitions(limit=3, seconds=10)
 
     def passes(message: str, level: int = logging.WARNING) -> logging.LogRecord | None:

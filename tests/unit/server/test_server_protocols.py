@@ -117,17 +117,13 @@ def test_a_response_streamed_and_not(client: openai.OpenAI) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     final: Any = events[-1]
     assert final.type == "response.completed"
-    assert [shape(item) for item in final.response.output] == [shape(item) for item in whole.output]
+    assert [plain(item) for item in final.response.output] == [plain(item) for item in whole.output]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     assert (text, thought) == ("Look, café:", "Well…")
-    done = [shape(event.item) for event in events if event.type == "response.output_item.done"]
-    assert done == [shape(item) for item in whole.output]
+    done = [plain(event.item) for event in events if event.type == "response.output_item.done"]
+    assert done == [plain(item) for item in whole.output]
     assert final.response.usage == whole.usage
-
-
-def shape(item: Any) -> Any:
-    return plain(item)
 
 
 def test_a_conversation_goes_on_and_is_its_owners(client: openai.OpenAI, url: str) -> None:

@@ -384,7 +384,7 @@ def test_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> No
 
 
 async def generate_under(engines: Engines, policy: str) -> None:
-    async with engines.under(policy, None) as engine:
+    async with engines.engine_for(policy, None) as engine:
         async for _ in engine.generate(tiny_prompt(9), SamplingParams(max_tokens=3, temperature=0)):
             pass
 

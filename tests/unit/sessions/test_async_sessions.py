@@ -13,10 +13,10 @@ from support.tiny_models import VOCAB, tiny_model
 from offload_rt import LLM, AsyncLLM, InputError, RequestOutput, SamplingParams, SessionBusyError, StoreError
 from offload_rt.engine.swap import Swap
 from offload_rt.model_runner.prefill import Prefill
-from offload_rt.sessions import whole_prompts
+from offload_rt.sessions import request_factory
+from offload_rt.sessions.request_factory import tokens_of_prompt
 from offload_rt.sessions.session import Session
-from offload_rt.sessions.whole_prompts import tokens_of_prompt
-from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.documents import DocumentStore
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0)
 
@@ -93,7 +93,7 @@ def test_a_turn_that_cannot_be_saved_is_answered(
     async def run() -> list[RequestOutput]:
         async with make(tmp_path) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(DiskStore, "put", refuse)
+                patch.setattr(DocumentStore, "put", refuse)
                 long = engine.generate(prompt(80), SamplingParams(max_tokens=400, temperature=0), "it", session="a")
                 await anext(long)
                 beside = asyncio.create_task(last(engine, prompt(60)))
@@ -111,7 +111,7 @@ def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fail the save of the session closed at the end of another session's turn. All requests still end."""
-    monkeypatch.setattr(whole_prompts, "MOST_OPEN", 1)
+    monkeypatch.setattr(request_factory, "MOST_OPEN", 1)
 
     async def run() -> list[RequestOutput]:
         async with make(tmp_path) as engine:
@@ -126,7 +126,7 @@ def test_a_session_that_gives_way_and_cannot_be_saved_is_nobodys_error(
 
 
 def test_only_the_oldest_sessions_above_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_prompts, "MOST_OPEN", 4)
+    monkeypatch.setattr(request_factory, "MOST_OPEN", 4)
 
     async def run() -> None:
         async with make(tmp_path) as engine:

@@ -16,14 +16,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.disk_blocks import LAYER_BYTES, block_files, blocks_of, fill, load, open_store, save, tokens_of
+from support.disk_blocks import LAYER_BYTES, block_files, block_name, blocks_of, fill, load, open_store, save
 
-from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.sessions.deletion import remove_claims, remove_session
 from offload_rt.sessions.history import History, document_name
 from offload_rt.storage import folder
-from offload_rt.storage.block_file import CLAIM
-from offload_rt.storage.disk_store import DiskBlockWriter, DiskStore
+from offload_rt.storage.block_file import CLAIM, BlockWriter
+from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.files import read_claim, write_claim
 from offload_rt.storage.options import StoreOptions
 
@@ -40,11 +39,11 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
         self.stored: set[int] = set()
         self.claimed: set[int] = set()
         self.used: dict[str, set[int]] = {}
-        self.writing: list[tuple[int, bool, DiskBlockWriter]] = []
+        self.writing: list[tuple[int, bool, BlockWriter]] = []
         self.store = open_store(self.home)
 
     def key(self, number: int) -> bytes:
-        return block_key(self.store.root, "exact", tokens_of(number))
+        return block_name(self.store, number).key
 
     @rule(name=st.sampled_from(NAMES), numbers=NUMBERS)
     def save_session(self, name: str, numbers: set[int]) -> None:
@@ -54,7 +53,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
         self.stored |= numbers
         self.used[name] = numbers
         history = History(name, "model", keys=[self.key(number).hex() for number in sorted(numbers)])
-        self.store.put(document_name(name), history.to_bytes())
+        self.store.documents.put(document_name(name), history.to_bytes())
 
     @rule(numbers=NUMBERS)
     def run_prompt(self, numbers: set[int]) -> None:
@@ -72,7 +71,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
     @rule(number=st.integers(0, 7), claim=st.booleans())
     def begin_one(self, number: int, claim: bool) -> None:
         """Begin a write that ends later, so that several writers of one block overlap."""
-        writer = self.store.begin(self.store.root, "exact", tokens_of(number), LAYER_BYTES, claim=claim)
+        writer = self.store.begin(block_name(self.store, number), LAYER_BYTES, claim=claim)
         assert (writer is None) == (number in self.stored)
         if writer is not None:
             self.writing.append((number, claim, writer))
@@ -157,8 +156,8 @@ def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(store, 1)
     save(store, 2)
-    history = History("kept", "model", keys=[block_key(store.root, "exact", tokens_of(2)).hex()])
-    store.put(history.document, history.to_bytes())
+    history = History("kept", "model", keys=[block_name(store, 2).key.hex()])
+    store.documents.put(history.document, history.to_bytes())
     assert all(path.read_bytes()[4096 - len(CLAIM) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
     assert load(store, 1) == blocks_of(1)
     remove_session(store, store.root.hex(), document_name("gone"))
@@ -171,7 +170,7 @@ def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
     save(store, 1)
     [path] = tmp_path.rglob("*.kv")
     before = path.stat()
-    key = block_key(store.root, "exact", tokens_of(1))
+    key = block_name(store, 1).key
     for change in (lambda: store.claim([key]), lambda: store.retain({key}), lambda: store.retain({key}, claimed=False)):
         change()
         after = path.stat()
@@ -196,7 +195,7 @@ def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pyte
 
     counted("read", read_claim)
     counted("write", write_claim)
-    keys = [block_key(store.root, "exact", tokens_of(number)) for number in (1, 2)]
+    keys = [block_name(store, number).key for number in (1, 2)]
     for _ in range(3):
         store.claim(keys)
         store.retain(set())
@@ -214,5 +213,5 @@ def test_a_damaged_block_has_no_claim_and_is_not_changed(tmp_path: Path) -> None
     write_claim(path, False)
     assert path.read_bytes() == damaged
     reader = open_store(tmp_path, read_only=True)
-    reader.claim([block_key(reader.root, "exact", tokens_of(1))])
+    reader.claim([block_name(reader, 1).key])
     assert path.read_bytes() == damaged, "a reader writes nothing"

@@ -26,7 +26,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, InputError, SamplingParams, StoreError
 from offload_rt.cli import main
 from offload_rt.sessions.history import History, document_name
-from offload_rt.storage.block_store import Document
+from offload_rt.storage.documents import Document
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -274,8 +274,8 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
     for stop in range(20):
         folder = tmp_path / str(stop)
         store, count = open_store(folder), 0
-        store.put(named("one"), b"first")
-        store.put(named("one"), b"second")
+        store.documents.put(named("one"), b"first")
+        store.documents.put(named("one"), b"second")
         with monkeypatch.context() as patch:
             for name in calls:
                 real = refuse if name == "link" and not links else getattr(os, name)
@@ -290,18 +290,18 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
                 patch.setattr(os, name, call)
             patch.setattr(Path, "unlink", lambda *args, **options: None)  # a killed process does not clean up
             try:
-                store.put(named("one"), b"third")
+                store.documents.put(named("one"), b"third")
                 finished = True
             except Killed:
                 finished = False
         store.close()
         found = open_store(folder)
-        assert found.get(named("one")) in (Document(b"second"), Document(b"third"))
+        assert found.documents.get(named("one")) in (Document(b"second"), Document(b"third"))
         assert not list(folder.rglob("*.tmp"))
         found.check_integrity()
-        found.put(named("one"), b"fourth")
+        found.documents.put(named("one"), b"fourth")
         flip(file(folder, f"{named('one')}.doc"), 70)
-        last = found.get(named("one"))
+        last = found.documents.get(named("one"))
         assert last is not None and last.damage and last.data in (b"second", b"third")
         found.close()
         steps = stop
@@ -312,41 +312,45 @@ def test_every_state_that_a_kill_can_leave_has_a_whole_document(
 
 def test_a_damaged_document_never_becomes_the_one_before(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put(named("one"), b"first")
-    store.put(named("one"), b"second")
+    store.documents.put(named("one"), b"first")
+    store.documents.put(named("one"), b"second")
     flip(file(tmp_path, f"{named('one')}.doc"), 70)
-    store.put(named("one"), b"third")
+    store.documents.put(named("one"), b"third")
     assert len(list(tmp_path.rglob(f"{named('one')}.damaged"))) == 1, "a person may still want it"
     flip(file(tmp_path, f"{named('one')}.doc"), 70)
-    last = store.get(named("one"))
+    last = store.documents.get(named("one"))
     assert last is not None and last.data == b"first"
     store.check_integrity()
-    assert store.delete(named("one")) and not store.delete(named("one")) and store.get(named("one")) is None
+    assert (
+        store.documents.delete(named("one"))
+        and not store.documents.delete(named("one"))
+        and store.documents.get(named("one")) is None
+    )
     store.close()
 
 
 def test_a_document_without_end_is_not_read(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.put(named("one"), b"first")
+    store.documents.put(named("one"), b"first")
     with file(tmp_path, f"{named('one')}.doc").open("r+b") as sparse:
         sparse.truncate(1 << 40)
     with pytest.raises(StoreError, match=r"one-0+\.doc.* is damaged"):
-        store.get(named("one"))
-    assert list(store.documents().values()) == [None]
+        store.documents.get(named("one"))
+    assert list(store.documents.read_all().values()) == [None]
     store.close()
 
 
 def test_a_process_that_ended_between_the_two_names_leaves_nothing_behind(tmp_path: Path) -> None:
     """Simulate a crash of `put` after it created the link: `.doc` and `.before` are the same file."""
     store = open_store(tmp_path)
-    store.put(named("one"), b"first")
+    store.documents.put(named("one"), b"first")
     os.link(file(tmp_path, f"{named('one')}.doc"), file(tmp_path, f"{named('one')}.doc").with_suffix(".before"))
     store.close()
     store = open_store(tmp_path)
-    store.put(named("one"), b"second")
+    store.documents.put(named("one"), b"second")
     store.check_integrity()
     assert not list(tmp_path.rglob("*.tmp")) and len(list(tmp_path.rglob(f"{named('one')}.*"))) == 2
     flip(file(tmp_path, f"{named('one')}.doc"), 70)
-    last = store.get(named("one"))
+    last = store.documents.get(named("one"))
     assert last is not None and last.data == b"first"
     store.close()

@@ -20,9 +20,9 @@ from offload_rt.errors import StoreError
 from offload_rt.sessions.catalog import delete_stored, find_stored, read_catalog
 from offload_rt.sessions.deletion import remove_session, summary_of
 from offload_rt.sessions.history import History, document_name
+from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.sessions.store import SessionStore
-from offload_rt.sessions.whole_prompts import WholePrompts
-from offload_rt.storage import summary_cache
+from offload_rt.storage import documents
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.files import Reading, read_document
 
@@ -176,13 +176,13 @@ def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypa
         return read_document(path)
 
     def write(name: str, block: str) -> None:
-        store.put(document_name(name), History(name, "model", keys=[block * 64]).to_bytes())
+        store.documents.put(document_name(name), History(name, "model", keys=[block * 64]).to_bytes())
 
     for name in "abcd":
         write(name, "1")
-    monkeypatch.setattr(summary_cache, "read_document", counted)
+    monkeypatch.setattr(documents, "read_document", counted)
     remove_session(store, space, document_name("a"))  # the files are too new to be cached
-    monkeypatch.setattr(summary_cache, "_SETTLED_NS", -1)
+    monkeypatch.setattr(documents, "_SETTLED_NS", -1)
     for _ in range(2):
         read.clear()
         remove_session(store, space, document_name("none"))
@@ -193,7 +193,7 @@ def test_a_second_deletion_reads_only_changed_histories(tmp_path: Path, monkeypa
     remove_session(store, space, document_name("c"))
     assert set(read) == {f"{document_name('b')}.doc", f"{document_name('b')}.before"}
     assert kept == [{bytes.fromhex("1" * 64), bytes.fromhex("2" * 64)}]
-    assert set(store.summaries(space, summary_of)) == {document_name("b"), document_name("d")}
+    assert set(store.documents.summaries(space, summary_of)) == {document_name("b"), document_name("d")}
     store.close()
 
 
@@ -225,8 +225,8 @@ def test_a_file_that_cannot_be_deleted_is_an_error(llm: LLM, tmp_path: Path, mon
 
 def test_a_server_deletes_what_it_cannot_open(llm: LLM, tmp_path: Path) -> None:
     """Delete a damaged session, a closed one, an open one and one that does not exist."""
-    store = SessionStore.on_disk(llm.runner, tmp_path)
-    sessions = WholePrompts(store, [].append)
+    store = SessionStore(llm.runner, tmp_path)
+    sessions = StoredRequestFactory(store, [].append)
     for name in ("damaged", "stored", "open"):
         session = store.open(name)
         answer(session, tiny_prompt(70))

@@ -23,9 +23,8 @@ from support.tiny_models import assert_greedy
 from offload_rt import AsyncLLM, ModelError, RequestOutput, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.sessions.session import Session
-from offload_rt.sessions.session_states import DISK_SLACK
+from offload_rt.sessions.stored_states import DISK_SLACK, StoredStates
 from offload_rt.storage.disk_store import DiskStore
-from offload_rt.storage.state_blocks import StateBlocks
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 LONG = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
@@ -208,7 +207,7 @@ def test_a_snapshot_evicted_for_a_damaged_state(tmp_path: Path, monkeypatch: pyt
         return own()
 
     monkeypatch.setattr(table, "take", take)
-    monkeypatch.setattr(StateBlocks, "load", lambda *_: False)
+    monkeypatch.setattr(StoredStates, "load", lambda *_: False)
     session, turn = other.session("s", tmp_path), prompt_of(9, 2)
     before = session.tokens
     assert_greedy(model, [*before, *turn], answer(session, turn))
@@ -222,7 +221,7 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
     session = llm.session("s", tmp_path)
     answer(session, prompt_of(300, 1))
     context, snapshots = session.context, llm.runner.snapshots
-    name = session.kv.names(BLOCK_SIZE)[0].state()
+    name = session.kv.blocks.names(BLOCK_SIZE)[0].state()
     assert context.states is not None and snapshots is not None and name.key not in context.storage
     slot = snapshots.take()
     assert slot is not None
@@ -232,11 +231,11 @@ def test_an_error_of_the_saver_thread_is_raised_once(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "begin", fails)
-        assert context.states.save(name, slot, 300)
+        assert context.states.save_slot(name, slot, 300)
         with pytest.raises(RuntimeError, match="no writer"):
             context.saver.flush()
     assert context.states._waiting == 0
-    assert context.states.save(name, slot, 300)
+    assert context.states.save_slot(name, slot, 300)
     context.saver.flush()
     assert name.key in context.storage and context.states.load(name, slot)
     snapshots.give_back(slot)
@@ -255,7 +254,7 @@ def test_killed_while_states_are_written(tmp_path: Path) -> None:
         os.waitpid(child, 0)
         session = llm.session("s", tmp_path / str(i))
         before, turn = session.tokens, prompt_of(40, 999)
-        session.context.storage.check_integrity()  # type: ignore[attr-defined]
+        session.context.storage.check_integrity()
         assert_greedy(model, [*before, *turn], answer(session, turn))
         continued += session.loaded_tokens > 0
         session.close()
@@ -317,11 +316,11 @@ class TestFaults:
         answer(session, prompt_of(1500, 1))
         session.close()
 
-        def zeros(self: StateBlocks, name: Any, slot: int) -> bool:
-            self._states.write(slot, memoryview(bytearray(self._states.slot_bytes)))
+        def zeros(self: StoredStates, name: Any, slot: int) -> bool:
+            self._pool.write(slot, memoryview(bytearray(self._pool.slot_bytes)))
             return True
 
-        monkeypatch.setattr(StateBlocks, "load", zeros)
+        monkeypatch.setattr(StoredStates, "load", zeros)
         session, turn = make("qwen3_5")[1].session("s", tmp_path), prompt_of(9, 2)
         before = session.tokens
         with pytest.raises(AssertionError):

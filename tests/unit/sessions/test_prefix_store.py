@@ -20,8 +20,8 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.errors import StoreInUseError
 from offload_rt.sessions import context
 from offload_rt.sessions.deletion import Removed
+from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.sessions.store import SessionStore
-from offload_rt.sessions.whole_prompts import WholePrompts
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.files import read_claim
 from offload_rt.storage.folder import StoreFolder
@@ -278,7 +278,7 @@ def test_blocks_that_exceed_the_write_buffer_are_written(
 ) -> None:
     monkeypatch.setattr(Saver.__init__, "__defaults__", (1 << 18,))  # two blocks
     if at_once:
-        monkeypatch.setattr(WholePrompts, "_release", lambda prompts, request: None)
+        monkeypatch.setattr(StoredRequestFactory, "_release", lambda prompts, request: None)
     served(make(tmp_path), lambda engine: last(engine, prompt(500)), parked=at_once)
     assert kv_files(tmp_path) == 7
 
@@ -315,7 +315,7 @@ def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None
 def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt uses blocks of a session, which is deleted at once. The deletion waits for the claims."""
     ids, deleting, threads, claimed = prompt(300), threading.Event(), set[str](), list[bool]()
-    claims, retain, forget = DiskStore.claim, DiskStore.retain, SessionStore.forget
+    claims, retain, forget = DiskStore.claim, DiskStore.retain, SessionStore.delete_stored
     served(make(tmp_path), lambda engine: last(engine, ids, session="s"), parked=True)
 
     def claim_late(self: DiskStore, keys: Iterable[bytes]) -> None:
@@ -333,7 +333,7 @@ def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DiskStore, "claim", claim_late)
     monkeypatch.setattr(DiskStore, "retain", retain_seen)
-    monkeypatch.setattr(SessionStore, "forget", forget_soon)
+    monkeypatch.setattr(SessionStore, "delete_stored", forget_soon)
 
     async def use(engine: AsyncLLM) -> None:
         await last(engine, ids)

@@ -16,6 +16,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 from offload_rt import LLM, SamplingParams
 from offload_rt.kv_cache.disk.direct_file import DirectFile
 from offload_rt.server.documents import DocumentCache, digest
+from offload_rt.storage.naming import NamedBlock
 from offload_rt.utils.private_files import make_private_folder, open_private
 
 
@@ -48,7 +49,7 @@ def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
         assert modes(tmp_path / "new") == PRIVATE
         temporaries = []
         for stem in (b"k" * 32, b"l" * 32):
-            writer = session.context.storage.begin(stem, "exact", tiny_prompt_bytes(), 512)
+            writer = session.context.storage.begin(NamedBlock(0, stem, "exact", bytes(64 * 8)), 512)
             assert writer is not None
             temporaries += list(tmp_path.rglob("*.tmp"))
             assert modes(tmp_path / "new") == PRIVATE
@@ -57,15 +58,11 @@ def test_a_store_and_everything_it_writes(tmp_path: Path) -> None:
     assert modes(tmp_path / "new") == PRIVATE
 
 
-def tiny_prompt_bytes() -> bytes:
-    return bytes(64 * 8)
-
-
 def test_an_existing_store_is_repaired(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     save(store, 1)
-    store.put(named("one"), b"text")
-    store.put(named("one"), b"more")
+    store.documents.put(named("one"), b"text")
+    store.documents.put(named("one"), b"more")
     store.close()
     opened(tmp_path / "store")
     open_store(tmp_path / "store").close()

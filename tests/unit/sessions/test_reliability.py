@@ -36,7 +36,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.kv_cache.prefix_tree import block_key
 from offload_rt.sessions.history import document_name
-from offload_rt.storage.block_store import Document
+from offload_rt.storage.documents import Document
 
 SHORT = SamplingParams(max_tokens=20, temperature=0)
 TURNS = [tiny_prompt(150, seed=1), tiny_prompt(30, seed=2), tiny_prompt(75, seed=3)]
@@ -84,13 +84,13 @@ def test_a_full_disk_keeps_what_is_whole(small_disk: Callable[[str], Path]) -> N
     store.check_integrity()
     assert [load(store, number) for number in range(30)] == [blocks_of(n) if ok else None for n, ok in enumerate(saved)]
     assert not list(folder.rglob("*.tmp"))
-    store.put(named("history"), bytes(6000))
-    assert store.get(named("history")) == Document(bytes(6000))
+    store.documents.put(named("history"), bytes(6000))
+    assert store.documents.get(named("history")) == Document(bytes(6000))
     assert block_files(folder) < sum(saved), "a block is evicted for the history"
     store.check_integrity()
     with pytest.raises(StoreError, match="No space left"):
-        store.put(named("history"), bytes(1 << 20))
-    assert store.get(named("history")) == Document(bytes(6000))
+        store.documents.put(named("history"), bytes(1 << 20))
+    assert store.documents.get(named("history")) == Document(bytes(6000))
     assert block_files(folder) > 0, "no block leaves where all of them are not enough"
     store.remove([block_key(store.root, "exact", tokens_of(number)) for number in range(30)])
     assert save(store, 99) and load(store, 99) == blocks_of(99)

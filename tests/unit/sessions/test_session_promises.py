@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.disk_blocks import FILE_BYTES, load, named, open_store, save, tokens_of
+from support.disk_blocks import FILE_BYTES, block_name, load, named, open_store, save
 from support.outputs import completed
 from support.sessions import answer as take_turn
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, EngineError, InputError, PoolFullError, SamplingParams, StoreError
 from offload_rt.engine.runner import Runner
-from offload_rt.storage.block_file import FileBlock
+from offload_rt.storage.block_file import StoredBlock
 from offload_rt.storage.disk_store import DiskStore
 
 SHORT = SamplingParams(max_tokens=8, temperature=0)
@@ -124,8 +124,8 @@ def test_a_hit_counts_when_it_has_arrived(tmp_path: Path, monkeypatch: pytest.Mo
     answer(session, tiny_prompt(200, seed=1))
     session.close()
     session = make_llm().session("s", tmp_path)
-    real, broken = FileBlock.read_layer, session.history.block_keys[2]
-    monkeypatch.setattr(FileBlock, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
+    real, broken = StoredBlock.read_layer, session.history.block_keys[2]
+    monkeypatch.setattr(StoredBlock, "read_layer", lambda c, n, into: real(c, n, into) and (n < 2 or c.key != broken))
     answer(session, tiny_prompt(30, seed=2))
     stats = session.last_stats
     assert stats is not None and (stats.reused_tokens, stats.diverged_at) == (128, 128)
@@ -140,7 +140,7 @@ def test_what_ends_the_reading_of_rows_is_heard_of(tmp_path: Path, monkeypatch: 
     session.close()
     session = make_llm().session("s", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(FileBlock, "read_layer", lambda *args: 1 // 0)
+        patch.setattr(StoredBlock, "read_layer", lambda *args: 1 // 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             answer(session, tiny_prompt(30, seed=2))
     session.check_integrity()
@@ -154,8 +154,8 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(6):
         save(store, number)
-    store.put(named("one"), bytes(500))
-    store.put(named("one"), bytes(600))
+    store.documents.put(named("one"), bytes(500))
+    store.documents.put(named("one"), bytes(600))
     there = store.bytes_used
     store.close()
     next(tmp_path.rglob("*.kv")).with_suffix(".7.1.tmp").write_bytes(bytes(5000))
@@ -163,7 +163,7 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
     assert again.bytes_used == there == sum(path.stat().st_size for path in tmp_path.glob("*/**/*.*") if path.is_file())
     again.close()
     limited = open_store(tmp_path, 3 * FILE_BYTES)
-    assert limited.bytes_used <= 3 * FILE_BYTES and limited.get(named("one")) is not None
+    assert limited.bytes_used <= 3 * FILE_BYTES and limited.documents.get(named("one")) is not None
     limited.check_integrity()
     limited.close()
 
@@ -171,9 +171,9 @@ def test_the_cap_is_counted_anew_at_the_start(tmp_path: Path) -> None:
 def test_an_entry_above_the_cap_costs_nobody_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     assert save(store, 1) and save(store, 2)
-    assert store.begin(store.root, "exact", tokens_of(9), 4 * FILE_BYTES) is None
+    assert store.begin(block_name(store, 9), 4 * FILE_BYTES) is None
     with pytest.raises(StoreError, match="is full"):
-        store.put(named("huge"), bytes(4 * FILE_BYTES))
+        store.documents.put(named("huge"), bytes(4 * FILE_BYTES))
     assert load(store, 1) and load(store, 2)
     with monkeypatch.context() as patch:  # files that cannot be removed free no space
         patch.setattr(Path, "unlink", lambda *args, **options: os.rmdir(tmp_path / "none"))

@@ -20,7 +20,7 @@ from offload_rt import LLM, ConfigError, InputError, ModelError, SamplingParams,
 from offload_rt.sessions import truncate as truncation
 from offload_rt.sessions.history import History
 from offload_rt.sessions.session import Session
-from offload_rt.storage.block_file import FileBlock
+from offload_rt.storage.block_file import StoredBlock
 from offload_rt.storage.loader import BlockLoader, read_buffer_layers
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -402,7 +402,7 @@ def test_layers_load_ahead_of_compute_and_nothing_waits_for_a_save(
 
         monkeypatch.setattr(owner, name, logged)
 
-    log(FileBlock, "read_layer", "load", 1)
+    log(StoredBlock, "read_layer", "load", 1)
     log(adapter, "after_attention", "compute", 0)
     log(session.context.saver, "_write", "save", 1, before=gate.wait)
     generation = session.send(TURNS[2], GREEDY)

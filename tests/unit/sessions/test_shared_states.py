@@ -15,7 +15,7 @@ from offload_rt import AsyncLLM, RequestOutput, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.kv_cache.snapshot_table import SnapshotTable
 from offload_rt.sessions.session import Session
-from offload_rt.storage.state_blocks import StateBlocks
+from offload_rt.sessions.stored_states import StoredStates
 
 TEXT, TURN = prompt_of(300, 1), prompt_of(20, 9)
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -72,13 +72,13 @@ def test_an_undone_turn_keeps_the_states_of_a_fork(tmp_path: Path) -> None:
 
 def test_a_fork_owns_the_newest_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork a session before its last snapshot is on disk, and delete the original."""
-    own = StateBlocks._write
+    own = StoredStates._write
 
     def write(*given: Any, **named: Any) -> None:
         time.sleep(0.2)
         own(*given, **named)
 
-    monkeypatch.setattr(StateBlocks, "_write", write)
+    monkeypatch.setattr(StoredStates, "_write", write)
     _, llm = make("qwen3_5")
     session = llm.session("a", tmp_path)
     answer(session, TEXT)

@@ -300,8 +300,8 @@ def test_a_turn_that_cannot_begin_now_waits_with_its_rows_and_one_that_never_can
     assert queue.stats.disk_tokens == 0, "the KV stayed in host memory"
     with monkeypatch.context() as patch:
         patch.setattr(llm.runner, "adopt", lambda *args, **options: (_ for _ in ()).throw(PoolFullError("never")))
-        queue.store.session("ada").kv.leave_host()
-        queue.store.host.take(queue.store.session("ada").kv)
+        queue.store.session("ada").kv.evict()
+        queue.store.host.unpark(queue.store.session("ada").kv)
         lost = queue.add("ada", turn("ada", 2), SHORT)
         with pytest.raises(PoolFullError, match="never"):
             list(queue.run())

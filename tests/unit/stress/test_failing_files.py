@@ -21,7 +21,7 @@ from offload_rt import LLM, OffloadError, SamplingParams
 from offload_rt.errors import StoreError
 from offload_rt.sessions.history import document_name
 from offload_rt.sessions.session import Session
-from offload_rt.storage.disk_store import DiskStore
+from offload_rt.storage.documents import DocumentStore
 
 EVERY = "OFFLOAD_RT_STRESS" in os.environ
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
@@ -86,7 +86,7 @@ def check_next_start(folder: Path, saved: list[int], known: list[list[int]]) -> 
         take(session, TURNS[3])
         with suppress(StoreError):
             take(llm.session("bob", folder), TURNS[3])
-    session.context.storage.check_integrity()  # type: ignore[attr-defined]
+    session.context.storage.check_integrity()
     assert not list(folder.rglob("*.tmp"))
 
 
@@ -191,7 +191,7 @@ def test_an_answer_is_whole_where_its_history_cannot_be_written(
     with make_llm() as llm:
         session = llm.session("ada", tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(DiskStore, "put", refuse)
+            patch.setattr(DocumentStore, "put", refuse)
             with pytest.raises(StoreError, match="no room"):
                 said.extend(event.token_id for event in session.send(TURNS[0], SHORT))
         assert_greedy(MODEL, TURNS[0], said)
@@ -200,7 +200,7 @@ def test_an_answer_is_whole_where_its_history_cannot_be_written(
         assert llm.session("ada", tmp_path).tokens == TURNS[0] + said
 
 
-def refuse(store: DiskStore, name: str, data: bytes) -> None:
+def refuse(store: DocumentStore, name: str, data: bytes) -> None:
     raise StoreError("no room")
 
 
@@ -232,14 +232,14 @@ def test_a_session_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path, m
     for name in ("ada", "bob", "cyd"):
         take(llm.session(name, tmp_path), TURNS[0])
     with monkeypatch.context() as patch:
-        real = DiskStore.put
+        real = DocumentStore.put
 
-        def refuses(store: DiskStore, name: str, data: bytes) -> None:
+        def refuses(store: DocumentStore, name: str, data: bytes) -> None:
             if name == document_name("bob"):
                 raise StoreError("no room for bob")
             real(store, name, data)
 
-        patch.setattr(DiskStore, "put", refuses)
+        patch.setattr(DocumentStore, "put", refuses)
         with pytest.raises(StoreError, match="no room for bob"):
             llm.close()
     llm.close()

@@ -192,13 +192,13 @@ def written(folder: Path) -> dict[str, Callable[[Path], Any]]:
     (folder / "text" / "book.txt").write_text("It was a dark and stormy night.\n" * 30)
     (folder / "document").mkdir()
     document = DocumentFolder(folder / "novel.txt", folder / "document")
-    document.begin(Settings(prompt="Write.", headings=("One", "Two"), sampling={"seed": 3}))
-    document.save(Written([1, 2, 3], 1, [2]))
+    document.create(Settings(prompt="Write.", headings=("One", "Two"), sampling={"seed": 3}))
+    document.save_progress(Written([1, 2, 3], 1, [2]))
 
     def read_document(place: Path) -> None:
         found = DocumentFolder(place / "novel.txt", place)
-        found.settings()
-        found.written()
+        found.read_settings()
+        found.read_progress()
 
     return {
         "artifact": lambda place: SkewArtifact.load(place / "skew.safetensors", None),

@@ -46,7 +46,7 @@ def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
     return TurnTokens(len(held), len(held) - same, tuple(prompt[same:]))
 
 
-class WholePrompts:
+class StoredRequestFactory:
     """Create the requests for an engine that uses a session store. The caller runs the engine. Not thread-safe.
 
     Args:
@@ -65,7 +65,6 @@ class WholePrompts:
         return self.store.host.stats
 
     def add_load(self, load: EngineLoad) -> EngineLoad:
-        """Return `load` with the store's totals."""
         return replace(
             load,
             host_hit_tokens=load.host_hit_tokens + self.stats.host_tokens,
@@ -112,7 +111,7 @@ class WholePrompts:
                     again = request.release()
                 except Exception:  # an error here must not fail another request
                     logger.exception("the memory of an ended request could not be freed at the first attempt")
-                    request.leave_host(write=False)
+                    request.free_memory(write=False)
                     again = False
             if again:
                 self.prompt_ended(request)
@@ -121,7 +120,7 @@ class WholePrompts:
         """Write all queued blocks to disk, and free the memory of ended requests."""
         with self.store.context.runner.pool.lock:
             for request in self._ending:
-                request.leave_host(write=True)
+                request.free_memory(write=True)
 
     def turn(
         self,
@@ -169,10 +168,7 @@ class WholePrompts:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle after its turn.
-
-        If more than MOST_OPEN sessions are open, close the least recently used idle ones.
-        """
+        """Mark the session `name` as idle. Close idle sessions, least recently used first, beyond MOST_OPEN."""
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
         for oldest in idle[: max(0, len(self._opened) - MOST_OPEN)]:
@@ -201,8 +197,7 @@ class WholePrompts:
     def close(self) -> None:
         """Save and close all sessions. A second call has no effect.
 
-        Raises:
-            StoreError: A session cannot be saved. All other sessions are saved.
+        Raises StoreError if a session cannot be saved, after all others are saved.
         """
         with ExitStack() as ends:
             ends.callback(self.store.release, self)

@@ -22,17 +22,16 @@ The field of memory.stat counts reclaimable page cache.
 def available_memory() -> int:
     """Return the bytes that can be allocated without swapping.
 
-    This is the minimum of the available system memory and the remaining memory of all control groups of this process
-    (for example, a container or a batch job).
+    This is the least of the available system memory and the remaining memory of each control group of this process (a
+    container or a batch job, for example).
     """
     return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Return a memory limit in bytes: `wanted`, or, if it is None, half of the available memory but at most `at_most`.
+    """Return `wanted`, or half of the available memory but at most `at_most` bytes if `wanted` is None.
 
-    Raises:
-        MemoryLimitError: If `wanted` exceeds the available memory.
+    Raises MemoryLimitError if `wanted` exceeds the available memory.
     """
     available = available_memory()
     if wanted is None:
@@ -71,10 +70,7 @@ def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limi
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the remaining memory in bytes of each control group of this process that has a limit (versions 1 and 2).
-
-    Reclaimable page cache counts as unused.
-    """
+    """Yield the remaining bytes of each control group of this process that has a limit (versions 1 and 2)."""
     for folder, two in groups("memory", root, membership):
         headroom = _headroom(folder, *(_SECOND if two else _FIRST))
         if headroom is not None:
@@ -82,7 +78,7 @@ def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Return the remaining memory of one control group in bytes, or None if it has no limit or cannot be read.
+    """Return the remaining bytes of a control group, or None if it has no limit or cannot be read.
 
     A container sees only its own group, at the root.
     """

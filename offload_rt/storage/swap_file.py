@@ -1,4 +1,4 @@
-"""Store KV blocks of preempted sequences in one unnamed file.
+"""One unnamed file with the KV blocks of preempted sequences.
 
 The file never has a name in the file system. The kernel therefore deletes it when the process ends, even after a crash.
 """
@@ -12,12 +12,13 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..kv_cache.disk.direct_file import nameless_file
-from ..kv_cache.prefix_tree import TOKEN_BYTES, block_key, root_key
-from .block_file import FileBlock, FileBlockWriter
+from ..kv_cache.prefix_tree import root_key
+from .block_file import BlockWriter, StoredBlock
+from .naming import NamedBlock
 
 
-class NamelessStore:
-    """Store KV blocks by key in an unnamed file (`block_store.BlockSink`).
+class SwapFile:
+    """Store KV blocks by key in an unnamed file, with the methods of `DiskStore` that a `Saver` needs.
 
     Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: the caller must flush the
     saver before it calls the store.
@@ -36,7 +37,7 @@ class NamelessStore:
     def __init__(self, folder: Path, namespace: str, layers: int, slot_bytes: int, limit: int | None = None) -> None:
         self.layers, self.root, self.last_error = layers, root_key(namespace), ""
         self._slot_bytes, self._limit = slot_bytes, limit
-        self._blocks: dict[bytes, FileBlock] = {}
+        self._blocks: dict[bytes, StoredBlock] = {}
         self._pending = 0
         self._free: list[int] = []
         try:
@@ -54,22 +55,13 @@ class NamelessStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
 
-    def find(self, parent: bytes, provenance_key: str, tokens: bytes) -> FileBlock | None:
-        return self._blocks.get(block_key(parent, provenance_key, tokens))
+    def find(self, name: NamedBlock) -> StoredBlock | None:
+        return self._blocks.get(name.key)
 
-    def begin(
-        self,
-        parent: bytes,
-        provenance_key: str,
-        tokens: bytes,
-        layer_bytes: int,
-        cost: int = 0,
-        *,
-        claim: bool = False,
-    ) -> FileBlockWriter | None:
+    def begin(self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, claim: bool = False) -> BlockWriter | None:
         """Reserve space for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
-        key = block_key(parent, provenance_key, tokens)
+        key, count = name.key, name.count
         if key in self._blocks or (self._limit is not None and self.bytes_used + self._slot_bytes > self._limit):
             return None
         slot = self._free.pop() if self._free else self.bytes_used // self._slot_bytes
@@ -78,8 +70,7 @@ class NamelessStore:
 
         def finish(checksums: Sequence[int]) -> None:
             self._pending -= 1
-            count = len(tokens) // TOKEN_BYTES
-            self._blocks[key] = FileBlock(key, count, layer_bytes, checksums, offset, file, lambda: None)
+            self._blocks[key] = StoredBlock(key, count, layer_bytes, checksums, offset, file, lambda: None)
 
         def give_up(error: OSError | None) -> None:
             if error is not None:
@@ -87,7 +78,7 @@ class NamelessStore:
             self._pending -= 1
             self._release(slot)
 
-        return FileBlockWriter(self.layers, layer_bytes, offset, file, finish, give_up)
+        return BlockWriter(self.layers, layer_bytes, offset, file, finish, give_up)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         for key in keys:

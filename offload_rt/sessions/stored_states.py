@@ -1,0 +1,145 @@
+"""Snapshots of recurrent state (hybrid models) in a session store. Each snapshot is one block of the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+
+from ..core import BLOCK_SIZE
+from ..engine.snapshot_keeper import SnapshotKeeper
+from ..kv_cache.snapshot_table import needed_places
+from ..kv_cache.state_pool import StatePool
+from ..model_runner.sequence import Sequence
+from ..storage.block_file import ALIGNMENT
+from ..storage.disk_store import DiskStore
+from ..storage.naming import NamedBlock
+from ..storage.policies import recomputation_cost
+from ..storage.saver import WRITE_BUFFER, Saver
+
+DISK_SLACK = 1024
+"""Tokens that may be computed again after a restart, in addition to twice the length of an edit.
+
+Fewer would need more snapshots, each of which takes as much space as hundreds of tokens.
+"""
+
+
+class StoredStates:
+    """Decides which snapshots are stored on disk, writes them in the background, and reads them back.
+
+    The bytes of a snapshot are split into as many equal parts as a block has layers. The name of the snapshot is
+    derived from the name of the KV block before it (`NamedBlock.state`). Therefore it can be found, shared, deleted and
+    evicted like a KV block.
+
+    Args:
+        store: Store of the KV blocks.
+        saver: Saver whose worker thread writes the snapshots, in the order of the calls.
+        pool: Memory of the snapshots in host memory.
+        snapshots: Finds the snapshots of a sequence in host memory.
+    """
+
+    def __init__(self, store: DiskStore, saver: Saver, pool: StatePool, snapshots: SnapshotKeeper) -> None:
+        self._store, self._saver, self._pool, self._snapshots = store, saver, pool, snapshots
+        self._part = -(-pool.slot_bytes // (store.layers * ALIGNMENT)) * ALIGNMENT
+        self._most = max(WRITE_BUFFER, 2 * pool.slot_bytes)
+        self._waiting = 0
+        self._mutex = threading.Lock()
+
+    def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
+        """Return the names of the snapshots that a session must have on disk to continue after a restart.
+
+        A snapshot is the state of the recurrent layers after a block. Snapshots that exist neither in host memory nor
+        on disk are left out.
+
+        Args:
+            names: Names of the blocks of all computed tokens.
+            sequence: The sequence with these blocks, or None.
+            start: Number of tokens before the last turn. The last snapshot up to this position is returned too, because
+                the turn may be repeated.
+        """
+        states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
+        known = [
+            place
+            for place, name in states.items()
+            if self._snapshots.find(sequence, place) is not None or name.key in self._store
+        ]
+        needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
+        again = max((place for place in known if place <= start), default=None)
+        if again is not None and again not in needed:
+            needed.insert(1, again)
+        return [states[place] for place in needed]
+
+    def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
+        """Return the number of tokens before the last snapshot on disk, if it is between `start` and `stop`.
+
+        Return `start` if there is none.
+
+        Args:
+            names: Names of the blocks of the first tokens.
+            start: Number of tokens before a snapshot in host memory.
+            stop: Maximum number of tokens.
+            damaged: Keys of damaged blocks.
+        """
+        for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
+            key = name.state().key
+            if key in self._store and key not in damaged:
+                return (name.index + 1) * BLOCK_SIZE
+        return start
+
+    def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
+        """Queue snapshots in host memory for writing. Return the names of the snapshots that were queued.
+
+        For `claim`, see `Saver.begin`.
+        """
+        slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
+        each = zip(names, slots, strict=True)
+        tokens = sequence.position
+        return [name for name, slot in each if slot is not None and self.save_slot(name, slot, tokens, claim=claim)]
+
+    def save_slot(self, name: NamedBlock, slot: int, tokens: int, *, claim: bool = False) -> bool:
+        """Copy a snapshot, and queue the copy for writing. Return False if too many bytes wait to be written.
+
+        Args:
+            name: Name of the snapshot.
+            slot: Slot of the snapshot in host memory.
+            tokens: Number of tokens in the text, which determines the order of eviction.
+            claim: Whether a prompt without a session name uses the snapshot (`DiskStore.claim`).
+        """
+        with self._mutex:
+            if self._waiting + self._pool.slot_bytes > self._most:
+                return False
+            self._waiting += self._pool.slot_bytes
+        data, cost = self._pool.read(slot), recomputation_cost(tokens, name.index * BLOCK_SIZE)
+        self._saver.notify(lambda: self._write(name, data, cost, claim=claim))
+        return True
+
+    def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
+        """Write a snapshot, on the saver's thread. If this fails, the state is computed again later."""
+        writer = None
+        try:
+            writer = self._store.begin(name, self._part, cost, claim=claim)
+            if writer is not None:
+                for layer in range(self._store.layers):
+                    part = memoryview(data)[layer * self._part : (layer + 1) * self._part]
+                    whole = len(part) == self._part
+                    writer.write(layer, part if whole else memoryview(bytes(part).ljust(self._part, b"\0")))
+                writer.commit()
+        except BaseException:
+            if writer is not None:
+                writer.abort()
+            raise
+        finally:
+            with self._mutex:
+                self._waiting -= self._pool.slot_bytes
+
+    def load(self, name: NamedBlock, slot: int) -> bool:
+        """Read a snapshot into a slot. Return False if it is not in the store or is damaged."""
+        block = self._store.find(name)
+        if block is None or block.layer_bytes != self._part:
+            return False
+        data = bytearray(self._part * self._store.layers)
+        for layer in range(self._store.layers):
+            if not block.read_layer(layer, memoryview(data)[layer * self._part : (layer + 1) * self._part]):
+                return False
+        self._pool.write(slot, memoryview(data)[: self._pool.slot_bytes])
+        return True
