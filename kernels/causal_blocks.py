@@ -2,7 +2,7 @@
 
 All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Memory in
 addition to the queries: output `[H, m, d]` and log-sum-exp `[H, m]` in float32. The scores of one block are also stored
-if neither `causal.c` nor torch has a kernel that returns both.
+if neither `causal.c` nor torch has a kernel that returns output and log-sum-exp.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class _Call(ctypes.Structure):
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
     """Return the compiled library for the dtype and head dimension of queries q `[..., d]`, or None.
 
-    None means that the dtype or the head dimension is not supported, that there is no compiled code, or that q is
-    bfloat16 and the processor has AMX, with which torch is faster.
+    The result is None if the dtype or the head dimension is not supported, or if there is no compiled code. It is also
+    None for bfloat16 on a processor with AMX, because torch is faster there.
     """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
@@ -78,7 +78,7 @@ def attend_further(
     """Attend with q `[H, m, d]` to additional k, v `[Hkv, n, d]`, n >= 1, and merge the result into `out` and `lse`.
 
     out `[H, m, d]` and lse `[H, m]` are float32 and updated in place; lse must be contiguous. Before the first call,
-    fill them with 0 and -inf.
+    fill out with 0 and lse with -inf.
 
     Args:
         library: The result of `takes`.

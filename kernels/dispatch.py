@@ -31,8 +31,8 @@ def _compiled(tensor: torch.Tensor) -> bool:
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
     """Return a function that calls `definition`, or its Triton version if positional argument `on` is on CUDA.
 
-    The Triton version has the same name in module `triton`. Arguments up to `on` must be passed by position. `on` must
-    not be an argument in the KV pool, which may be in page-locked host memory.
+    The Triton version has the same name in module `triton`. Arguments up to `on` must be passed by position. Argument
+    `on` must not be a tensor of the KV pool, because the pool may be in page-locked host memory.
     """
 
     @wraps(definition)

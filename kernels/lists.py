@@ -168,8 +168,8 @@ def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
     """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the tensors `[X, n_b, w]`.
 
-    If the row already covers earlier tokens of the page, the minimum of both entries is stored. slots is int64 `[P]`.
-    Lists with negative slots are skipped.
+    If the row already covers earlier tokens of the page, the element-wise minimum of the old and the new entry is
+    stored. slots is int64 `[P]`. Lists with negative slots are skipped.
     """
     for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
         if slot >= 0:

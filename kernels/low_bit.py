@@ -64,8 +64,8 @@ def decode_steps(codes: torch.Tensor) -> torch.Tensor:
 def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise x `[..., d]` to packed codes uint8 `[..., d * bits / 8]` and step codes uint8 `[...]`.
 
-    x is float32 or float64. With w = d * bits / 8, byte i has the codes of channels i, i + w, i + 2w, ..., the first in
-    its lowest bits.
+    x is float32 or float64. Let w = d * bits / 8. Byte i has the codes of channels i, i + w, i + 2w, and so on. The
+    first code is in its lowest bits.
     """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))

@@ -51,7 +51,7 @@ class _StoreCall(ctypes.Structure):
 
 @native.level_cache
 def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
-    """Return `low_bit.c` for these shapes. Return None if it does not support them or cannot be compiled."""
+    """Return `low_bit.c`, compiled for these shapes. Return None if they are not supported or it cannot be compiled."""
     if head_dim % 32:
         return None
     constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
@@ -93,8 +93,8 @@ def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tok
 class NativeQuery:
     """`LowBitQuery` in C. One pass over the keys has computed the scores; `merge` sums the weighted values.
 
-    Products of codes are exact integers, so all levels with fused multiply-add return equal results. Softmax weights
-    are rounded to 16 bits: the error is at most 2^-16 of the largest weight among 64 tokens.
+    Products of codes are exact integers, so code for any processor with fused multiply-add returns equal results.
+    Softmax weights are rounded to 16 bits: the error is at most 2^-16 of the largest weight among 64 tokens.
 
     Attributes:
         code: The compiled code.
@@ -111,9 +111,10 @@ class NativeQuery:
     inputs: tuple[torch.Tensor, torch.Tensor, Pages]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by threshold and best score.
+        """Select tokens by their scores, as `selection.select_tokens` does.
 
-        Return int64 `[Hkv, n]`, ascending, relative to the first of `tokens`.
+        Every KV head selects the same number n of tokens, at most `limit`. Return their indices int64 `[Hkv, n]` in
+        ascending order, counted from the first scored token.
         """
         chosen = native.select(self.scores, self.statistics[0], self.statistics[1], alpha, limit)
         return select_tokens(self.scores, alpha, limit) if chosen is None else chosen

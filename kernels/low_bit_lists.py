@@ -80,10 +80,10 @@ def merge_approximate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    `out` and `lse` are the result of exact attention. The low-bit part covers the tokens [start, stop) of each list,
-    except the tokens that exact attention covers: the first `counts[p]` (int32) of chosen, int64 `[P, n]`, in ascending
-    order. mixing is the matrix by which values were multiplied. `softcap` caps the scores. For q, mean and tokens, see
-    `scores`.
+    `out` and `lse` are the result of exact attention; they are not changed. Exact attention covers the tokens
+    `chosen[p, :counts[p]]` of list p, in ascending order. Low-bit attention covers all other tokens in [starts[p],
+    stops[p]). `chosen` is int64 `[P, n]`, `counts` is int32 `[P]`. `mixing` is the matrix by which values were
+    multiplied before quantisation. `softcap` caps the scores. For q, mean and tokens, see `scores`.
     """
     place = torch.arange(chosen.shape[1], device=q.device)
     skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)

@@ -20,7 +20,7 @@ def low_bit_query(
 ) -> LowBitQuery | NativeQuery:
     """Return an object that scores the low-bit KV of `tokens` and attends to it. For the arguments, see `LowBitQuery`.
 
-    It must not be used after the KV has changed.
+    The object must not be used after the KV has changed.
     """
     if q.device.type == "cpu" and (native := low_bit_cpu.query(q, mean, pages, layout, tokens)) is not None:
         return native
@@ -56,7 +56,7 @@ class LowBitQuery:
         """Select tokens by their scores (`selection.select_tokens`).
 
         Returns:
-            int64 `[Hkv, n]`, relative to the first of `tokens`.
+            Indices int64 `[Hkv, n]`, counted from the first of `tokens`.
         """
         return select_tokens(self.scores, alpha, limit)
 

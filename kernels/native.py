@@ -1,4 +1,4 @@
-"""Loading of the C code of this folder, which is compiled on first use, and token selection in C (`best_scores.c`)."""
+"""Load the C code of this folder, which is compiled on first use. Select tokens in C (`best_scores.c`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORTH_A_THREAD = 1 << 16
 """Smallest number of scores per thread: 20 to 60 us of work, many times the cost of waking a thread."""
 
 RANKED_TOKENS = 4096
-"""Number of tokens in a part of `rank`. Its intermediate results fit the first-level cache."""
+"""Number of tokens that the C code ranks at a time. The intermediate results fit in the first-level cache."""
 
 PADDING = 64
 """Number of elements beyond the end of an array that `best_scores.c` may read or write."""
@@ -85,7 +85,10 @@ def select(
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of `function`, which depend on the processor level, until `forget` is called."""
+    """Cache the results of `function` until `forget` is called.
+
+    The results depend on the processor level: the instruction sets that compiled code may use.
+    """
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)

@@ -45,7 +45,7 @@ class Pages:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], layer: int = 0) -> Pages:
-        """Create an instance from the pages of a sequence. Their addresses are read here."""
+        """Create an instance from the pages of a sequence, and read the addresses of the pages."""
         return cls(tuple(tensors), addresses_of(tensors), layer)
 
     def of_layer(self, layer: int) -> Pages:

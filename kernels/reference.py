@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 CACHED = 8 << 20
-"""Size in bytes of keys that still fit the caches of a processor."""
+"""Size in bytes of keys that still fit in the caches of a processor."""
 
 FEW = 8
 """Largest number of queries per KV head for which keys larger than the caches are multiplied as k q^T."""
@@ -20,13 +20,13 @@ FEW = 8
 HALF = (torch.bfloat16, torch.float16)
 
 WIDENED = 1 << 20
-"""Number of bytes of half-precision keys that a CPU converts to float32 at a time. They fit its caches."""
+"""Number of bytes of half-precision keys that a CPU converts to float32 at a time. They fit in its caches."""
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, stored in `out` if it is given.
+    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, stored in `out` unless it is None.
 
-    The result is float32 (float64 for float64), also for half-precision keys.
+    The result is float32 (float64 for float64 keys), even for half-precision keys.
     """
     if k.dtype in HALF:
         if out is None:
@@ -57,8 +57,8 @@ def attention_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax weights and log-sum-exp over one part of the keys.
 
-    q is `[Hkv, G, d]`, k is `[Hkv, n, d]` with n >= 1. The scores are s = scale * q k^T, soft-capped if `softcap` is
-    given.
+    q is `[Hkv, G, d]`, k is `[Hkv, n, d]` with n >= 1. The scores are s = scale * q k^T, soft-capped unless `softcap`
+    is None.
 
     Returns:
         exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]`.

@@ -14,9 +14,9 @@ import torch
 from . import native
 
 GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
-"""Step of the uniform quantiser with 2^bits levels and the least mean squared error for a unit Gaussian, by bits.
+"""Step size, by number of bits, of the best uniform quantiser with 2^bits levels for a unit Gaussian.
 
-From Max, 1960, table II. The value for 8 bits was computed in the same way.
+The quantiser has the least mean squared error (Max, 1960, table II). The value for 8 bits was computed in the same way.
 """
 
 
@@ -62,8 +62,8 @@ def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack the codes of f = 8 / bits adjacent tokens into one byte: `[Hkv, f * m, d]` becomes int8 `[Hkv, m, d]`.
 
-    Token f * i + j is in the bits from j * bits on of byte i. 128 is subtracted from each byte because `_int_mm` needs
-    signed bytes.
+    Byte i holds the tokens f * i to f * i + f - 1. The code of token f * i + j begins at bit j * bits. 128 is
+    subtracted from each byte because `_int_mm` needs signed bytes.
     """
     fields = 8 // bits
     tokens = codes.view(codes.shape[0], -1, fields, codes.shape[2])
@@ -95,9 +95,9 @@ def quantised_scores(
 ) -> torch.Tensor:
     """Score queries q `[Hkv, G, d]`, skewed and scaled, with packed keys int8 `[Hkv, m, d]`. Return `[Hkv, G, f * m]`.
 
-    A byte has the codes of f = 8 / bits tokens. mean and step `[Hkv, d]` are those of `quantise`. The score with a
-    dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T. In it, q * step is rounded to int8. The sum
-    over columns is therefore an exact integer, the same on every device.
+    A byte has the codes of f = 8 / bits tokens. mean and step `[Hkv, d]` are the arguments of `quantise`. The score
+    with a dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T. The factor q * step is rounded to
+    int8, so the sum over columns is an exact integer, the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums

@@ -68,7 +68,7 @@ def share(compute: Callable[[int], None], parts: int) -> None:
 def threads(most: int | None = None) -> int:
     """Return the number of threads that kernels may use: torch's setting, at most the number of processors.
 
-    `most` limits the number for work that is worth few threads. The result is at least 1.
+    `most` limits the number for computations that are too small for many threads. The result is at least 1.
     """
     if most is not None and most <= 1:
         return 1

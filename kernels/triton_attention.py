@@ -1,11 +1,12 @@
 """Sparse decode attention with grouped queries in Triton, and the merge of parts by their log-sum-exp.
 
-A list is the KV of one KV head of one sequence. Each K and V is read once for all G query heads of its group. Every
-list is cut into pieces, so that even one sequence occupies all multiprocessors. The results of the pieces are merged.
+A list is the KV of one KV head of one sequence. Each key and value vector is read once for all G query heads of its
+group. Every list is cut into pieces, so that even one sequence occupies all multiprocessors. The results of the pieces
+are merged.
 
 Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
-second product, except under the interpreter, whose half-precision products are wrong. In addition to float32 rounding,
-this bounds the error of the output by 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
+second product, except under the interpreter, whose half-precision products are wrong. Apart from float32 rounding, the
+error of the output is at most 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
 `lists.attend_counted`, `reference.merge_lse`.
 """
 
@@ -16,8 +17,8 @@ import triton
 import triton.language as tl
 
 _STEP_BYTES = 1 << 14
-"""Number of bytes of K (and of V) that a loop step reads. The steps in flight then fit the shared memory of consumer
-cards (99 KiB).
+"""Number of bytes of K (and of V) that a loop step reads. The steps in flight then fit in the shared memory of
+consumer cards (99 KiB).
 """
 
 PIECE_ROWS = 256
@@ -110,7 +111,8 @@ def peak_and_sum(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
 
-    LISTED parts are read at a time. It is a constant, so that no kernel is compiled again for longer contexts.
+    LISTED is the number of parts that are read at a time. It is a constant, so that no kernel is compiled again for
+    longer contexts.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):

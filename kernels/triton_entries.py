@@ -51,8 +51,8 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the newest entry of list p, in program p.
 
-    A list is one KV head of one sequence. If the page of the newest token has earlier tokens, the minimum of both
-    entries is stored.
+    A list is one KV head of one sequence. If the page of the newest token has earlier tokens, the element-wise minimum
+    of the old and the new entry is stored.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS

@@ -55,10 +55,10 @@ def _exclude(
     chosen: tl.tensor, counts: tl.tensor, starts: tl.tensor, stops: tl.tensor, excluded: tl.tensor, n: tl.tensor,
     tokens: tl.tensor, LISTED_TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark the tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of chosen `[P, n]` of list p, in program (p, i).
+    """Mark the chosen tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of list p as excluded, in program (p, i).
 
-    A list is one KV head of one sequence. Only the first `counts[p]` tokens of the list are marked. The first program
-    of a list also marks the tokens outside [start, stop) in the blocks of the first and of the last token.
+    A list is one KV head of one sequence. Only the first `counts[p]` entries of chosen `[P, n]` are valid. The first
+    program of a list also marks the tokens outside [start, stop) in the blocks of the first and of the last token.
     """
     p, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
     token, own = tl.load(chosen + p * n + place, mask=place < tl.load(counts + p), other=-1), excluded + p * tokens

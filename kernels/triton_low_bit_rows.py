@@ -1,8 +1,8 @@
 """Write low-bit KV in Triton, and compute addresses of low-bit blocks.
 
 `append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed.
-Memory traffic per KV head: 4 * d^2 bytes each for the basis of keys and the mixing of values (shared by all sequences),
-d elements each of key and value, and d * (4 + bits) / 8 + 2 bytes written.
+Memory traffic per KV head: the basis of keys and the mixing of values take 4 * d^2 bytes each, and all sequences share
+them. The key and the value have d elements each. d * (4 + bits) / 8 + 2 bytes are written.
 
 `store_rows` stores the vectors of a prompt, after torch has multiplied keys by the basis and values by the mixing.
 References: `low_bit_lists.append_rows`, `low_bit.store_rows`.
@@ -190,7 +190,7 @@ def _store(
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Quantise and store `rows` `[Hkv, m, d]` in one launch. See `low_bit.store_rows`. `rows` must be float32.
 
-    The stored bytes equal the reference's.
+    The stored bytes equal those of the reference implementation.
     """
     heads, m, d = rows.shape
     assert rows.dtype == torch.float32 and rows.is_contiguous() and d == layout.head_dim and heads == pages.heads
@@ -210,7 +210,7 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 def padded_sizes(layout: Layout) -> dict[str, int]:
     """Return the sizes in bytes of a packed key and a packed value, as kernel arguments.
 
-    KEYS and VALUES are the exact sizes. K and V are rounded up as the matrix products need.
+    KEYS and VALUES are the exact sizes. K and V are these sizes, rounded up as the matrix products need.
     """
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}

@@ -20,7 +20,7 @@ def _rms_norm(
 ) -> None:  # fmt: skip
     """Normalise rows [i * ROWS, (i + 1) * ROWS), in program i.
 
-    The sum of the float32 squares has another order than torch's.
+    The squares are summed in float32, in another order than in torch.
     """
     t, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     mask = (t < rows)[:, None] & (column < d)[None, :]

@@ -1,7 +1,8 @@
 """Decode attention over resident KV (on the device) and KV fetched for this step, in Triton.
 
-The resident KV of each sequence is found by its address. Each K and V is read once for all G query heads of its group.
-A batch takes one launch and a merge. Reference: `lists.attend_resident`. Rounding is as in `triton_attention`.
+The resident KV of each sequence is found by its address. Each key and value vector is read once for all G query heads
+of its group. A batch takes one launch and a merge. Reference: `lists.attend_resident`. Rounding is as in
+`triton_attention`.
 """
 
 from __future__ import annotations

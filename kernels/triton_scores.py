@@ -161,7 +161,7 @@ def partial_scores(
 ) -> Scores:
     """Score the partial keys of a batch, in one launch. See `lists.partial_scores`.
 
-    Scores are float32, whatever the dtype of the keys.
+    Scores are float32 for keys of any dtype.
     """
     lists, group, r = q.shape
     assert keys.lists == lists and keys.tensors[0].shape[1] == r and q.is_contiguous() and q.dtype == torch.float32

@@ -1,8 +1,8 @@
 """Decode attention of a batch whose sequences share KV, in Triton.
 
 A run is contiguous KV with the sequences that attend to it (`segments.Run`). Kernels find KV by address and read it in
-place, so KV is not concatenated first. The KV of a run is read once per 64 of its queries. The table takes 88 bytes per
-run.
+place, so KV is not concatenated first. The KV of a run is read once per 64 of its queries. A table with 88 bytes per
+run is copied to the device.
 
 Runs of several sequences are computed in one launch, with up to 64 queries per program and tensor-core products. Runs
 of a single sequence take a second launch. Both are merged in float32. Long runs are cut into pieces, so that a few
@@ -26,7 +26,7 @@ _PIECE, _PIECES = 256, 64
 _QUERY_BYTES = 1 << 14
 """Maximum size in bytes of a program's queries for a run of several sequences (16 to 64 queries).
 
-Queries and KV together fit the shared memory of a consumer card.
+Queries and KV together fit in the shared memory of a consumer card.
 """
 
 _FIELDS = tl.constexpr(11)

@@ -1,6 +1,6 @@
 """Select tokens in Triton by threshold, candidate filter and top-n per head, without waiting for the host.
 
-Eight launches over `[P, N]`:
+Eight launches process the scores `[P, G, N]`:
 
 * The first reduces the maxima and sums of the blocks to one maximum and one sum per head.
 * The second marks the tokens that pass the threshold of any head, and computes the *order* of each token: an integer
@@ -185,7 +185,7 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the orders of block i of list p that are above the bound, and those that equal it, in program (p, i).
+    """Count the orders of block i of list p that are above the bound, and the orders that equal it, in program (p, i).
 
     A list is one KV head of one sequence.
     """

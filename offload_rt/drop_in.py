@@ -295,7 +295,7 @@ class OffloadedCache(Cache):
         return logits
 
     def _all_logits(self, row: Sequence) -> torch.Tensor:
-        """Compute the remaining tokens of one row as a prompt. Return the float32 logits of all n tokens, `[n, V]`."""
+        """Prefill the n tokens of a row whose KV is not computed yet. Return their float32 logits `[n, V]`."""
         found: list[torch.Tensor] = []
         stop = len(row.tokens)
         prefill = self._runner.begin_prefill(

@@ -90,7 +90,7 @@ class DeviceEvent:
 
 
 def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
-    """Profile `steps` decode steps, which have run before. Return the times per step in µs.
+    """Profile `steps` decode steps, and return the times per step in µs. The caller warms `step` up first.
 
     Returns:
         "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by

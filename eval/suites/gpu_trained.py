@@ -68,7 +68,7 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Return transformers' greedy tokens, and its seconds to the first token and tokens per second."""
+    """Generate greedily with transformers. Return the tokens and the measured times (see `_generated`)."""
     given = torch.tensor([prompt], device=job.device)
 
     def run(tokens: int) -> Any:
@@ -84,7 +84,10 @@ def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict
 
 
 def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dict[str, float], dict[str, Any]]:
-    """Return our greedy tokens, the seconds to the first token and tokens per second, and statistics."""
+    """Generate greedily with this package. Return the tokens, the measured times and the statistics.
+
+    The times are the seconds to the first token and the tokens per second.
+    """
 
     def run(tokens: int) -> Any:
         params = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0)

@@ -60,7 +60,10 @@ class EngineLoad:
     store_bytes: int = 0
 
     def add(self, request: Request, *, stored: bool) -> None:
-        """Add a request that has ended. `stored`: a session store counts its cached tokens."""
+        """Add a request that has ended.
+
+        If `stored`, a session store counts where its cached tokens were found, so `host_hit_tokens` does not change.
+        """
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
         self.host_hit_tokens += 0 if stored else request.cached_tokens
@@ -68,7 +71,7 @@ class EngineLoad:
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return these totals with the current load of `engine`. `arriving` prompts are not in its queue yet."""
+        """Return these totals with the current load of `engine`. `arriving` counts prompts not in its queue yet."""
         scheduler, pool = engine.scheduler, engine.runner.pool
         return replace(
             self,

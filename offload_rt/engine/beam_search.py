@@ -31,7 +31,7 @@ Ended = Callable[[list[int]], tuple[FinishReason | None, StopReason]]
 
 
 class Beams:
-    """Beam search over token ids: the best `num_beams` running continuations, and the best finished ones.
+    """Beam search over token ids: the best `num_beams` running continuations, and the best finished continuations.
 
     Scores are sums of log-probabilities in float32. Finished scores are divided by `length ** length_penalty`.
     """
@@ -62,8 +62,8 @@ class Beams:
         """Advance the search by one token, from logits `[num_beams, V]` of the running beams.
 
         Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no running beam
-        can become better than the finished ones. Raises InputError if the constraints leave no token, LogitsError for
-        NaN logits.
+        can become better than the finished beams. Raises InputError if the constraints leave no token, and LogitsError
+        if the logits are NaN.
         """
         params, width = self._params, self._params.num_beams
         check_logits(logits)
@@ -150,13 +150,13 @@ class BeamSearchRequest(Request):
     def reserve(self, runner: Runner) -> None:
         """Reserve a slot for the next token of every beam.
 
-        Raises PoolFullError, also if too few blocks are free for the forks of this step.
+        Raises PoolFullError if too few blocks are free for these slots or for the forks of this step.
         """
         super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Advance the search by one token. Return the outputs when the search ends, and an empty list before.
+        """Advance the search by one token. Return an empty list until the search ends, and then the outputs.
 
         `logits` has the shape `[S, V]` for S running beams. After the prefill, S is 1.
         """

@@ -134,7 +134,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 
 
 def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
-    """Return a runner with another policy on the model and KV cache of `runner`.
+    """Return a runner with another policy that uses the model and the KV cache of `runner`.
 
     Prefill is exact under every policy, so both runners share cached prefixes. If `exact` is not None, it replaces the
     option `exact` of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.

@@ -105,7 +105,7 @@ class CacheManager:
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
         """Return a block table with slots for `capacity` tokens.
 
-        It begins with the cached blocks of the tokens `known`.
+        The block table begins with the cached blocks of the tokens `known`.
 
         Sliding layers get slots only for the tokens before `stop`. Raises PoolFullError.
         """
@@ -158,8 +158,8 @@ class CacheManager:
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
         """Move blocks from the longest sequence of the batch to sequences that need one, if the pool is full.
 
-        With eviction only. A sequence is only shrunk while it is at least as long as all others. A sequence that gets
-        no block overwrites its own tokens.
+        Used only with eviction. A sequence is shrunk only while it is at least as long as all others. A sequence that
+        gets no block overwrites its own tokens.
         """
         for sequence in batch if self.evicts else ():
             if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:

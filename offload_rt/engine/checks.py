@@ -130,7 +130,7 @@ def check_salt(cache_salt: object) -> str:
 
 
 def check_sampling_params(given: object, default: SamplingParams) -> SamplingParams:
-    """Return `given`, or `default` if `given` is None. Raise InputError if `given` is no SamplingParams."""
+    """Return `given`, or `default` if `given` is None. Raise InputError if `given` has any other type."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):

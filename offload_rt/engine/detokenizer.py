@@ -15,7 +15,7 @@ _INCOMPLETE = 3
 """Maximum number of bytes, and of tokens, in an incomplete UTF-8 character."""
 
 _MAX_HELD = 8
-"""If this many tokens end in an invalid byte, they are more than one incomplete character."""
+"""If this many tokens are held back, they cannot all belong to one incomplete character."""
 
 _LONGEST_WINDOW = 32
 """Maximum number of tokens that are decoded again with each new token, if the tokens are not valid UTF-8."""
@@ -114,7 +114,7 @@ class TextStream:
     and no stop string is found.
 
     Args:
-        prompt: Tokens before the generated ones.
+        prompt: Prompt tokens, which precede the generated tokens.
         keep_stop: Include the stop string in the text.
         special: Include special tokens in the text.
     """

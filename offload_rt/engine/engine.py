@@ -79,7 +79,7 @@ class Engine:
 
         Raises:
             InputError: The model does not support `params`.
-            EngineError: The engine has failed for good.
+            EngineError: The engine has failed and cannot continue.
         """
         model = self.runner.model
         check_answerable(params, model)
@@ -131,11 +131,11 @@ class Engine:
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
-        """Compute a new token of every running request, and prefill layers of at most one request.
+        """Run one decode step for all running requests, and some layers of the prefill of at most one request.
 
-        Engines on several threads lock their shared pool for one step at a time. An engine waits briefly if the pool
-        has no room for any of its requests. Requests that end are written to disk before their last output is returned.
-        The pool is not locked during writing, so a slow disk delays only this engine.
+        Engines on different threads can share a pool. Each locks the pool for one step at a time, and waits briefly if
+        the pool has no room for any of its requests. Requests that end are written to disk before their last output is
+        returned. The pool is not locked during writing, so a slow disk delays only this engine.
 
         Raises:
             OffloadError: A request has failed, and there is no `on_failure`. The failed request has left the queue, and
@@ -210,8 +210,8 @@ class Engine:
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
         """Return the logits of each request in `group`.
 
-        With speculative decoding a request has logits of several tokens, else of one token. The most likely tokens of
-        all requests are copied to the host together, so that the host waits for the device only once.
+        With speculative decoding, a request has the logits of several tokens, otherwise those of one token. The most
+        likely tokens of all requests are copied to the host together, so that the host waits for the device only once.
         """
         if self._speculative is not None:
             speculative = self._speculative

@@ -87,7 +87,7 @@ class PoolMember(ABC):
     def stepping(self) -> Iterator[None]:
         """Mark this engine as in use by the current thread while the body of the `with` statement runs.
 
-        The engine then counts as in use for another `PATIENCE` seconds.
+        Afterwards, the engine counts as in use for another `PATIENCE` seconds.
         """
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:

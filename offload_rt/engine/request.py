@@ -250,7 +250,7 @@ class SampledRequest(Request):
 
     @property
     def samples(self) -> list[Request]:
-        """This completion. For the first completion of a prompt, all other completions follow."""
+        """This completion, followed by all other completions of the prompt if it is the first one."""
         return [self, *self._others]
 
     @property

@@ -75,7 +75,7 @@ class Sampler:
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
-        """Return a copy with the same state, which will choose the same tokens with the same random numbers."""
+        """Return a copy with the same seed and state. It chooses the same tokens as the original from equal logits."""
         twin = copy.copy(self)
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
@@ -93,7 +93,7 @@ class Sampler:
 
         Args:
             logits: Logits `[V]` of the next token, float32.
-            best: Most likely token, if the caller has called `best_tokens` for a whole batch. None if not.
+            best: Most likely token, if the caller has called `best_tokens` for a whole batch, else None.
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text. The position of the next token is
@@ -191,9 +191,9 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """Return the log-probabilities at each position of `tokens`, given logits `[n, V]`.
+    """Return the log-probabilities at each position of `tokens`, from logits `[n, V]`.
 
-    Each result contains the token's own log-probability and the `count` largest ones (-1: all).
+    Each result contains the token's own log-probability and the `count` largest log-probabilities (-1: all).
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     there = torch.tensor(tokens, device=logprobs.device)[:, None]

@@ -24,8 +24,8 @@ class Scheduler(PoolMember):
     its KV grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens,
     loses its KV and goes back to the head of the queue. When there is room again, its KV cache is read from disk if it
     was swapped out (`swap`), and is computed again otherwise. The oldest request is never preempted for a younger one,
-    so every request ends. A request that does not fit an empty pool fails immediately. `PoolOrder` orders the requests
-    of engines on other threads that use the same pool.
+    so every request ends. A request that does not fit in an empty pool fails immediately. `PoolOrder` orders the
+    requests of engines on other threads that use the same pool.
 
     An exception in one request fails only this request. A failed request and its error are in `failed` until the engine
     reports them. If the memory of a failed request cannot be freed, all engines of the pool stop.
@@ -243,9 +243,9 @@ class Scheduler(PoolMember):
         return failed
 
     def _free(self, request: Request) -> None:
-        """Free the memory of a request after a first attempt has failed.
+        """Try again to free the memory of a request, after a first attempt has failed.
 
-        If this fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
+        If the second attempt fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
         """
         request.finish_reason = request.finish_reason or "abort"
         try:

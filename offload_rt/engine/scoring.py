@@ -1,4 +1,4 @@
-"""Compute teacher-forced log-probabilities of given continuations.
+"""Compute teacher-forced log-probabilities of continuations that the caller chooses.
 
 The scored tokens are predicted by decode steps, not by a prefill, so that the policy affects the scores.
 """
@@ -87,7 +87,7 @@ def score(
         recorder: Receives the tokens that each layer selects in decode steps. Allowed only for a single continuation.
 
     Raises:
-        PoolFullError: A single sequence does not fit the pool.
+        PoolFullError: A single sequence does not fit in the pool.
     """
     pairs = zip(prompts, continuations, strict=True)
     tasks = [_Task([*p, *c], len(p), partial(on_logprobs, i)) for i, (p, c) in enumerate(pairs)]

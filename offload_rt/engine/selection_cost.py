@@ -48,7 +48,7 @@ KV_BYTES = 16 << 20
 """Size of the KV of the long context in all layers together, so that each layer finds the processor's caches cold."""
 
 FLUSHED_BYTES = 4 << 20
-"""Number of bytes that are read between two layers, as a decode step reads weights there."""
+"""Number of bytes that are read between two layers, in place of the weights that a decode step reads there."""
 
 REPEATS = 4
 """Number of steps with full attention, and with selection. The first of each is not counted."""
@@ -112,8 +112,8 @@ def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) 
 def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
     """Return the length at which full attention and selection take equal time, rounded.
 
-    `measured` has two entries: context length, seconds of full attention, and seconds of selection. If selection never
-    becomes faster, the result is very large.
+    `measured` has two entries, each with a context length, the seconds of full attention and the seconds of selection.
+    If selection never becomes faster, the result is very large.
     """
     (short, *short_times), (long, *long_times) = measured
     behind, ahead = short_times[1] - short_times[0], long_times[0] - long_times[1]

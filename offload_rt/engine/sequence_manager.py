@@ -100,7 +100,7 @@ class SequenceManager:
         return sequence
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if a sequence of `tokens` tokens cannot fit the model or an empty pool."""
+        """Raise ModelError or PoolFullError if `tokens` tokens are too many for the model or for an empty pool."""
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -294,7 +294,7 @@ class SequenceManager:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
-        """Open the device storage of a sequence. If `origin` is given, copy its storage.
+        """Open the device storage of a sequence. If `origin` is not None, copy the storage of this sequence.
 
         On an error, the storage is closed again.
         """

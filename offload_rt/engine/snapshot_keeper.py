@@ -35,7 +35,7 @@ class SnapshotKeeper:
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
         """Copy a snapshot to the recurrent state of a new sequence.
 
-        If no snapshot is given, use the one at the end of the cached blocks of the sequence.
+        If `snapshot` is None, use the snapshot at the end of the cached blocks of the sequence.
         """
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)

@@ -25,7 +25,7 @@ def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the missed attention mass: the mean over all sparse layers, and the value of the worst of them.
+    """Return the missed attention mass: the mean over all sparse layers, and the largest value of a sparse layer.
 
     Both values are None if the missed attention mass was not measured.
     """

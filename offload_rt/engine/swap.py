@@ -135,7 +135,7 @@ class Swap:
         """Read a sequence's KV from disk. Return the sequence, with room for one more token.
 
         Blocks that are still in the prefix cache are not read. Return None if the file is damaged. Raise PoolFullError
-        before reading if, after the blocks of this sequence, fewer than `spare` blocks are free.
+        before reading if fewer than `spare` blocks would remain free.
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
@@ -194,8 +194,9 @@ class Swap:
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
         """Return the description of a sequence to write to disk.
 
-        It names all blocks of full-attention layers, and the blocks of sliding layers that the next token attends to.
-        Blocks with exact KV are named by their tokens. The names of other blocks are unique to this sequence.
+        The description names all blocks of full-attention layers, and the blocks of sliding layers that the next token
+        attends to. Blocks with exact KV are named by their tokens. The names of other blocks are unique to this
+        sequence.
         """
         groups, position = self._runner.pool.groups, sequence.position
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)

@@ -124,7 +124,10 @@ class BlockSupply(StoredRows):
 
     @property
     def keeps_states(self) -> bool:
-        """False for models with recurrent state but no snapshots: no sequence can continue after a cached prefix."""
+        """Whether a sequence can continue after a cached prefix.
+
+        False for models with recurrent state if there are no snapshots.
+        """
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property

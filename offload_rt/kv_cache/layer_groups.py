@@ -55,7 +55,7 @@ class LayerGroups:
         return [layer for layer, own in enumerate(self.group) if own == group]
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token that the token at `position` sees in a sliding-window layer, at least `floor`."""
+        """Return the first token that the token at `position` sees in a sliding-window layer, but at least `floor`."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
@@ -64,7 +64,7 @@ class LayerGroups:
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def blocks(self, tokens: int) -> int:
-        """Return the most blocks that a sequence of `tokens` tokens can need, summed over all groups."""
+        """Return the maximum number of blocks that a sequence of `tokens` tokens needs, summed over all groups."""
         places = -(-tokens // BLOCK_SIZE)
         return self.full * places + self.sliding * min(places, self.window_blocks)
 

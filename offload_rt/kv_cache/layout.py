@@ -1,4 +1,4 @@
-"""Memory layout of the KV cache in host memory. Only arithmetic on row ids and bytes, no memory.
+"""Layout of the KV cache in host memory. This module computes row ids and sizes, and allocates no memory.
 
 The pool is one tensor of equal slabs, each
 
@@ -100,7 +100,7 @@ class ArenaLayout:
     def plane_rows(self) -> int:
         """Number of rows of a plane: K or V of one layer and head in a slab.
 
-        Also the distance from a K row to its V row.
+        This is also the distance from a K row to its V row.
         """
         return self.slab_blocks * BLOCK_SIZE
 

@@ -187,8 +187,8 @@ class HostPool(BlockSupply):
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
-        If another sequence has published the same tokens with the same provenance, the block table is changed to use
-        the published block, so that the KV is stored once.
+        If another sequence has published a block with the same tokens and provenance, the block table uses this block
+        instead. The KV is then stored only once.
 
         Args:
             blocks: The block table of the sequence.

@@ -66,8 +66,10 @@ class PrefixCache:
     def insert(self, blocks: BlockTable, full: int, tokens: Sequence[int], provenance_key: str) -> dict[int, int]:
         """Publish the first `full` blocks of a sequence under a KV provenance key.
 
-        Return the published blocks that replace blocks of the sequence, by block index. For each of them, a reference
-        is added for the sequence. The caller drops the references to the replaced blocks.
+        If the cache already has a block with the same tokens and provenance key, the sequence must use it instead of
+        its own block. This does not apply to blocks that a fork also uses. Return the cached blocks to use, by the
+        index of the block that each replaces. A reference to each of them is added for the sequence. The caller drops
+        the references to the replaced blocks.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
         self._blocks.incref(fresh)
@@ -75,13 +77,16 @@ class PrefixCache:
         return instead
 
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
-        """Cache the window blocks of the published blocks [start, full) of a sequence, unless one is in `lost`."""
+        """Cache the window blocks of the published blocks [start, full) of a sequence.
+
+        A published block is skipped if any of its window blocks is in `lost`.
+        """
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark the blocks in `blocks` that only the cache references as idle."""
+        """Mark each block in `blocks` as idle if only the cache references it."""
         self.tree.release(filter(self._alone, blocks))
 
     def evict(self, count: int) -> bool:

@@ -86,9 +86,10 @@ class PrefixTree:
     `insert` returns, and drops one for each block that `evict` and `remove` return.
 
     A block is idle if no sequence references it. Invariant: a sequence that references a block of the tree also
-    references all its ancestors. `match` returns the whole path, a fork references all blocks, and `insert` exchanges a
-    block only if no fork uses the old path. Descendants of an idle block are therefore idle, and eviction from the
-    leaves can free exactly `idle` blocks.
+    references all its ancestors. It holds because `match` returns the whole path, and a fork references all blocks.
+    In addition, `insert` replaces a sequence's block by a block of the tree only if no fork uses the old block. All
+    descendants of an idle block are therefore idle, so evicting leaf by leaf can free every idle block. `self.idle` is
+    their number.
 
     Idle leaves wait in a heap, with at most one entry each, in the order of last use and recomputation cost
     (`_Node.rank`). A short request, such as one for a title, therefore does not evict a long conversation. `evict`
@@ -177,7 +178,7 @@ class PrefixTree:
         Returns:
             The blocks that are new in the tree, and a dict. The dict maps the index of a block to the block that the
             tree already has for the same tokens and provenance. The caller adds a reference for the tree to each new
-            block. It replaces its own blocks with the blocks in the dict.
+            block. The sequence must use the blocks in the dict instead of its own.
         """
         self._clock += 1
         known = next((i for i in range(len(blocks), 0, -1) if blocks[i - 1] in self._of), 0)

@@ -22,14 +22,14 @@ The field of memory.stat counts reclaimable page cache.
 def available_memory() -> int:
     """Return the bytes that can be allocated without swapping.
 
-    This is the least of the available system memory and the remaining memory of each control group of this process (a
-    container or a batch job, for example).
+    This is the available system memory, or less if a control group of this process (a container, for example) has less
+    memory left.
     """
     return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Return `wanted`, or half of the available memory but at most `at_most` bytes if `wanted` is None.
+    """Return `wanted`. If it is None, return half of the available memory, but at most `at_most` bytes.
 
     Raises MemoryLimitError if `wanted` exceeds the available memory.
     """

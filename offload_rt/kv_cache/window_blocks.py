@@ -10,7 +10,7 @@ from .layer_groups import LayerGroups
 
 
 class WindowBlocks:
-    """Maps each published block to its window blocks: the KV of the same 64 tokens in sliding-window layers.
+    """Maps each published block to its window blocks: the KV of the block's 64 tokens in sliding-window layers.
 
     A sequence frees its window blocks when its window has moved past them. This cache has its own reference to each of
     them, so that another sequence can continue after any prefix whose last window is complete. Window blocks that no
@@ -68,7 +68,7 @@ class WindowBlocks:
         return found
 
     def release(self, window: tuple[int, ...]) -> None:
-        """Drop a sequence's references to its window blocks `window` of one block index."""
+        """Drop a sequence's references to `window`, its window blocks at one block index."""
         self._table.decref(window)
         block = self._of.get(window[0])
         if block is not None and self._table.refs(window[0]) == 1:

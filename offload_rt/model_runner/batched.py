@@ -31,8 +31,8 @@ from .trace import TransferUse
 def selects_together(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    False for models with soft-capped scores, which attend sequence by sequence, and if the resident KV that a sequence
-    sees in a sliding-window layer is not contiguous.
+    The result is False for models with soft-capped scores, which attend sequence by sequence. It is also False if the
+    resident KV that a sequence sees in a sliding-window layer is not contiguous.
     """
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
@@ -50,7 +50,8 @@ class BatchedMode(PerSequenceMode):
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
         """Create the mode for one step of `batch`.
 
-        If `dense`, also fetch dense layers (which attend to all tokens) with one gather for the batch.
+        If `dense`, the KV of dense layers (layers that attend to all tokens) is also fetched with one gather for the
+        batch.
         """
         super().__init__(batch)
         self._inputs, self._dense = inputs, dense
@@ -168,7 +169,10 @@ class BatchedMode(PerSequenceMode):
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """Record the missed attention mass of sequences that measure it. lse `[P, G]` covers the attended tokens."""
+        """Record the missed attention mass of sequences that measure it.
+
+        lse `[P, G]` is the log-sum-exp over the attended tokens.
+        """
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed:

@@ -4,11 +4,11 @@ Sequences, lengths and tokens are data in `batched.StepInputs`, so that one grap
 sizes are rounded up, and the additional rows are padding. A launch takes the host 5 to 25 µs, and a step of an 8B model
 has 1,500 launches. On an H100, a replayed step takes 10.6 ms instead of 67 ms (`eval/results/gpu`).
 
-A step runs eagerly if a launch depends on more than the inputs (policies without a `rule`, columns chosen from the
-prompt, recurrent state, eviction, streamed weights), or if the host must read values during the step (recorders,
-measurement of missed attention mass). The first step of each batch size is eager too, because it compiles
-kernels. If a capture fails, all later steps are eager, and one warning is logged. If it fails because memory runs out,
-the other graphs are dropped first.
+A step runs eagerly if a launch depends on more than the inputs: policies without a `rule`, columns chosen from the
+prompt, recurrent state, eviction, and streamed weights. It also runs eagerly if the host must read values during the
+step: recorders, and the measurement of missed attention mass. The first step of each batch size is eager too, because
+it compiles kernels. If a capture fails, all later steps are eager, and one warning is logged. If it fails because
+memory runs out, the other graphs are dropped first.
 """
 
 from __future__ import annotations

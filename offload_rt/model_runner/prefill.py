@@ -181,7 +181,7 @@ class Prefill:
         return keys_and_values(self._adapter, self._layer, inputs, self._positions)
 
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
-        """Compute attention and MLP of a layer for one slice of tokens after the other.
+        """Compute attention and MLP of a layer, one slice of tokens at a time.
 
         In the last layer, only the needed slices are computed (`_computed`). KV of sliding-window layers is not passed
         to the policy, which does not select in them.
@@ -273,7 +273,7 @@ def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_
     """Return the number of prompt tokens that pass through all layers together. None means the whole prompt.
 
     The result is None if KV is in memory. It is also None for policies that observe queries, because they need all keys
-    at once, and for models with sliding-window layers, which keep only recent KV.
+    at once. For models with sliding-window layers, it is None because these layers keep only recent KV.
     """
     geometry = adapter.geometry
     if pool.file is None or policy.wants_queries or geometry.sliding:

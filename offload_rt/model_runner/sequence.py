@@ -44,9 +44,9 @@ class Sequence:
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
         shared_tokens: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
-        keeps_decoded: Whether a session with recurrent state continues after the last full block. Snapshots are then
-            also taken after decode steps, although their state may be approximate, and the sliding windows at the end
-            of this block are kept.
+        keeps_decoded: Whether a session with recurrent state continues after the last full block. If so, snapshots are
+            also taken after decode steps, although their state may be approximate. The sliding windows at the end of
+            this block are kept.
         snapshots: Snapshots of recurrent state that are not published yet. Maps the number of tokens of each snapshot
             to its slot in the state pool.
     """

@@ -1,6 +1,6 @@
 """Shared prefixes of the sequences in a batch (ChunkAttention, Hydragen).
 
-The block lists of the sequences in sorted order form a trie. A *segment* is a maximal run of blocks that the same
+The block lists of the sequences, in sorted order, form a trie. A *segment* is a maximal run of blocks that the same
 sequences share. `kernels.segments.attend_runs` attends to the segments and to the unshared rest of each sequence. It
 reads shared KV once.
 """
@@ -101,9 +101,11 @@ def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list
 def _descend(
     blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
 ) -> None:
-    """Append the segments of sequences [first, stop) and their children.
+    """Append the segments that all or some of the sequences [first, stop) share, parents before children.
 
-    The sequences share the block at index `depth`. Blocks before index `start` are already in segments.
+    All these sequences share the block at index `depth`. Blocks before index `start` are already in segments. A segment
+    is only appended if it saves at least `pays_from` token reads. Otherwise its blocks become part of its children
+    (segments of smaller groups of the sequences) or of the unshared rest.
     """
     low, high = blocks[first], blocks[stop - 1]
     # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.

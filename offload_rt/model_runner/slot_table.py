@@ -2,8 +2,8 @@
 
 Slots [0, sinks) contain the first tokens, and the last `recent` slots contain the most recent tokens. A policy selects
 from the slots between them. In a full pool, the last `recent` slots are a ring buffer: in each layer, the token that
-leaves the recent window moves to the slot of an evicted token (the victim), and the newest token is written to its
-former slot.
+leaves the recent window moves to the slot of an evicted token (the victim). The newest token is then written to the
+slot that has become free.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SlotTable:
     Attributes:
         newest: Slot of the token that the current step computes.
         context: Number of slots in use, including the newest (N).
-        moves: KV moves by layer that must precede the write of the newest token: (its slot, slot of the evicted token).
-            The KV in the first slot must be copied to the second.
+        moves: KV moves of each layer, as pairs (slot of the newest token, slot of the evicted token). Before the newest
+            token is written, the KV in the first slot must be copied to the second.
         grows: Whether `CacheManager.rebalance` reserves the sequence's next block when the last block is full.
         records_selected: Whether the caller must report the slots that each step selects, with `record_selected`.
     """
@@ -112,7 +112,8 @@ class InPlaceEviction(SlotTable):
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Evict as many tokens in every layer as the last block has slots.
 
-        The other tokens of the last block are moved to the freed slots, and the ring buffer is moved forward.
+        The other tokens of the last block are moved to the freed slots, and the ring buffer is moved to the new end of
+        the slots.
         """
         remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining

@@ -44,7 +44,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidentSpans:
-    """Visible range of the resident KV, for the layers with one length of sliding window.
+    """Visible range of the resident KV, for all layers whose sliding windows have the same length.
 
     A list is one KV head of one sequence; P = B * Hkv.
 

@@ -71,9 +71,9 @@ class Trace:
         drafted: Number of draft tokens.
         accepted: Number of accepted draft tokens.
         draft_steps: Number of decode steps that computed draft tokens.
-        alone_seconds: Estimated decode time of the same tokens without drafts; infinite if unknown.
-        recomputed_tokens: Prompt tokens with cached KV that are computed again, because no snapshot of the recurrent
-            state is nearer (hybrid models).
+        alone_seconds: Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
+        recomputed_tokens: Number of prompt tokens with cached KV that are computed again, because the last snapshot of
+            the recurrent state is before them (hybrid models).
         diverged_at: First prompt token that was not cached. None without a cache look-up.
         missed: Sampled steps as pairs (step, missed attention mass of each layer). The mass is a mean over query heads,
             and 0 in layers that attend to all tokens.

@@ -72,7 +72,7 @@ class VerificationPass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Return the attention output `[H, m, d]` of q over KV in several parts.
+        """Return the attention output `[H, m, d]` of q over earlier KV, part by part, and over the KV in `rows.kv`.
 
         The first `known` tokens are already in the policy's state.
         """

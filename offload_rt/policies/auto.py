@@ -19,7 +19,7 @@ from .options import AutoOptions
 from .registry import PolicyContext
 
 WORTH_SELECTING = 64 << 20
-"""On a CPU, a layer with more bytes of KV per sequence selects tokens, whatever was measured.
+"""On a CPU, a layer with more bytes of KV per sequence always selects tokens, regardless of the measurement.
 
 With KV in host memory on an AMD EPYC, selection was slower than full attention at every measured length, up to 24 MiB
 of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV cache on disk is read far more slowly.
@@ -27,7 +27,7 @@ of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV c
 
 
 def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the maximum of `dense_until`, in tokens. If option `dense_until` is set, it is the value itself."""
+    """Return option `dense_until`, in tokens. If it is None, return the limit of the measured value (0 on a GPU)."""
     if options.dense_until is not None:
         return options.dense_until
     return WORTH_SELECTING * geometry.layers // geometry.kv_bytes(1, dtype) if device.type == "cpu" else 0

@@ -104,7 +104,7 @@ class PolicyState:
         raise NotImplementedError
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
-        """Return additional candidates to fetch, chosen with the true query q `[H, d]` and not in `selection`.
+        """Return candidates to fetch in addition to `selection`, chosen with the true query q `[H, d]`.
 
         Return None if no additional candidates are needed.
         """
@@ -135,7 +135,7 @@ class PolicyState:
         return out, lse
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Observe the attention weights that a layer that selects tokens has just computed.
+        """Observe the attention weights of a decode step. Only called for layers that select tokens.
 
         Args:
             layer: The layer index.
@@ -189,7 +189,7 @@ class Policy(Protocol):
 
     @property
     def dense_until(self) -> int:
-        """Longest context, in tokens, up to which every layer attends to all tokens. 0: only `dense_layers` do."""
+        """Longest context, in tokens, in which every layer attends to all tokens; 0 if only `dense_layers` do."""
         ...
 
     @property
@@ -227,7 +227,7 @@ class Policy(Protocol):
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Correct the predicted attention input `[T, D]` of the layer and return it.
 
-        The layer's query is computed from it.
+        The layer's query is computed from the result.
         """
         ...
 

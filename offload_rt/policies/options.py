@@ -215,7 +215,7 @@ class AutoOptions(InfiniGenOptions):
 class BudgetOptions(PolicyOptions):
     """Options of policies that attend to a fixed fraction of the visible context, resident tokens included.
 
-    Sinks and recent window are always attended, even if they exceed the budget.
+    Sinks and recent window are always attended to, even if they exceed the budget.
     """
 
     budget: float = option(0.1, help="fraction of the context attended, (0, 1]", metavar="F")

@@ -30,7 +30,7 @@ def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
     """Return how many candidates a layer may select so that it attends to at most the fraction `budget` of its tokens.
 
-    Resident tokens are always attended and count towards the budget. The number is rounded down; it is 0 if the
+    Resident tokens are always attended to and count towards the budget. The number is rounded down; it is 0 if the
     resident tokens use up the budget.
     """
     return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))

@@ -112,8 +112,8 @@ Chosen = TypeVar("Chosen", bound=BudgetOptions)
 class ScorerPolicy(Generic[Chosen]):
     """Base class of policies that define `score`. Subclasses define `name`, and `query_source` unless it is "query".
 
-    `budget` is the fraction of the visible context that a layer that selects tokens attends to, resident tokens
-    included. With equal budgets, all policies read the same number of bytes of KV.
+    `budget` is the fraction of the visible context to attend to in layers that select tokens, resident tokens included.
+    With equal budgets, all policies read the same number of bytes of KV.
     """
 
     name: str

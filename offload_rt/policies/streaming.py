@@ -1,4 +1,4 @@
-"""Policy "streaming": attend to sinks and recent tokens, whatever the query.
+"""Policy "streaming": attend to sinks and recent tokens, regardless of the query.
 
 The pattern is StreamingLLM's. Unlike StreamingLLM, tokens keep their original positions.
 """

@@ -81,7 +81,7 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Response of server-sent events. Use `stream_response` to create it."""
+    """A response that streams server-sent events. Use `stream_response` to create it."""
 
     media_type = "text/event-stream"
 

@@ -65,7 +65,7 @@ def remove_session(store: DiskStore, space: str, document: str, held: Iterable[b
 
 
 def summary_of(data: bytes) -> Summary | None:
-    """Return the summary of a session history. None if `data` is not a valid one."""
+    """Return the summary of a session history, or None if `data` is not a valid history."""
     history = History.from_bytes(data)
     if history is None:
         return None
@@ -83,7 +83,7 @@ def remove_claims(store: DiskStore, space: str) -> Removed:
 def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
     """Delete all blocks and sink documents without an owner, except the blocks `held`.
 
-    The session `document` does not count as an owner, and neither do claims unless `claimed`.
+    The session `document` does not count as an owner. Claims count only if `claimed`.
     """
     keys, sinks, unreadable = set(held), set[str](), []
     documents = store.documents.summaries(space, summary_of)

@@ -171,7 +171,7 @@ class History:
 
     @property
     def exact(self) -> int:
-        """Number of tokens before the first decoded one."""
+        """Number of tokens before the first decoded token."""
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:

@@ -95,10 +95,10 @@ class HostTier:
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """Return the lengths (prefetch window, eviction window) as numbers of sessions, by the paper's formulas.
+        """Return the lengths of the prefetch window and of the eviction window, in sessions.
 
-        S_kv in the formulas is the mean size of parked and waiting sessions. Without a disk limit, the eviction window
-        includes all waiting sessions.
+        The formulas are those of CachedAttention (see the class). S_kv is the mean size of parked and waiting sessions.
+        Without a disk limit, the eviction window includes all waiting sessions.
         """
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0

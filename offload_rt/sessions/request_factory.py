@@ -76,8 +76,8 @@ class StoredRequestFactory:
     def keeps(self, params: SamplingParams) -> bool:
         """Return whether the store keeps the KV of a request without a session name.
 
-        It does not keep KV of beam search, of requests with prompt log-probabilities, of caches without prefix sharing
-        (`CacheManager.shares`), and of models whose weights were changed after loading.
+        The result is False for beam search and for requests with prompt log-probabilities. It is also False if the
+        cache does not share prefixes (`CacheManager.shares`), or if the model's weights were changed after loading.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -168,7 +168,10 @@ class StoredRequestFactory:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle. Close idle sessions, least recently used first, beyond MOST_OPEN."""
+        """Mark the session `name` as idle.
+
+        If more than MOST_OPEN sessions are open, close idle sessions, the least recently used first.
+        """
         self._opened[name].busy = False
         idle = [name for name, session in self._opened.items() if not session.busy]
         for oldest in idle[: max(0, len(self._opened) - MOST_OPEN)]:

@@ -152,7 +152,7 @@ class Session:
 
         Raises:
             InputError, PoolFullError: See `LLM.stream`.
-            ModelError: See `LLM.stream`. Also if the conversation would exceed the model's positions and
+            ModelError: See `LLM.stream`. It is also raised if the conversation would exceed the model's positions and
                 `StoreOptions.overflow` is "error".
         """
         self.check_idle()
@@ -309,7 +309,7 @@ class Session:
         """Remove the last turn, and return its user message.
 
         The KV of earlier turns is kept. Tokens that the turn has truncated are not restored. A turn that has replaced
-        earlier tokens cannot be removed, and neither can the turns before it.
+        earlier tokens, and all turns before it, cannot be removed.
 
         Raises:
             InputError: A turn of the session is running, or there is no turn that can be removed.

@@ -33,7 +33,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return `names`, or no names if the model has no full-attention layers."""
+        """Return the names of the full-attention blocks of tokens [0, stop), if the model has full-attention layers."""
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
@@ -83,9 +83,8 @@ class SessionBlocks:
     def _shorten(self, blocks: BlockTable) -> None:
         """Shorten `blocks` to the last place that has a snapshot.
 
-        Reserving a slot for a state from disk may have evicted the snapshot at the end of `blocks`. An earlier place
-        needs other sliding-window blocks than those in `blocks`, so nothing is kept of a model with sliding-window
-        layers.
+        Reserving a slot for a state from disk may have evicted the snapshot at the end of `blocks`. If the model has
+        sliding-window layers, no block is kept, because an earlier place needs other sliding-window blocks.
         """
         pool = self._runner.pool
         assert pool.cached.snapshots is not None

@@ -1,7 +1,7 @@
 """Requests without a session name. Their KV is stored too, as a prefix cache in host memory and on disk.
 
 Such a request is treated as a session that lasts for one request and has no history on disk. Its blocks are named by
-their tokens, so any later prompt with the same prefix finds them, also after a restart. As in the prefix tree, only
+their tokens, so any later prompt with the same prefix finds them, even after a restart. As in the prefix tree, only
 exact KV is reused, so a response does not depend on earlier requests.
 """
 
@@ -185,7 +185,10 @@ class StoredPrompt(StoredRequest):
         return False
 
     def free_memory(self, *, write: bool) -> None:
-        """Free the memory of an ended request. Wait for its pending writes, and `write` blocks that are left over."""
+        """Free the memory of an ended request after its pending writes.
+
+        If `write`, blocks that are not on disk yet are written first.
+        """
         self._host.unpark(self.kv)
         if write:
             self.kv.evict()

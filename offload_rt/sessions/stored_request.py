@@ -31,8 +31,8 @@ class StoredRequest(SampledRequest):
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
 
-    Subclasses define what happens to the history: `_prepare` changes it before a start, `_undo_prepare` reverts this
-    after a failed start, `_after_drop` is called when the request is dropped, and `_store_kv` when it ends.
+    Subclasses define what happens to the history. `_prepare` changes it before a start, and `_undo_prepare` reverts
+    this after a failed start. `_after_drop` is called when the request is dropped, and `_store_kv` when it ends.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class StoredRequest(SampledRequest):
     def _begin_prefill(
         self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, shared_tokens: int
     ) -> Prefill:
-        """Begin the prefill of `sequence` up to token `stop`. `in_memory`: no reused KV is loaded from disk.
+        """Begin the prefill of `sequence` up to token `stop`. `in_memory` tells whether all reused KV is in memory.
 
         `diverged_at` and `shared_tokens` are the results of `_diverged_at` and `_shared_tokens`.
         """
@@ -240,7 +240,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the prefill time per token, also if the prefill is cancelled in its first segment."""
+        """Record the prefill time per token, even if the prefill is cancelled in its first segment."""
         layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:

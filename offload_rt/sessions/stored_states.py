@@ -70,7 +70,7 @@ class StoredStates:
         return [states[place] for place in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk, if it is between `start` and `stop`.
+        """Return the number of tokens before the last snapshot on disk, if this number is between `start` and `stop`.
 
         Return `start` if there is none.
 

@@ -41,7 +41,7 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
         keep_last: Number of tokens at the end to keep, or None.
         drop: Indices of the tokens to drop, or None.
 
-    Raises InputError unless exactly one of `keep_last` and `drop` is given, and `drop` is valid.
+    Raises InputError if not exactly one of `keep_last` and `drop` is set, or if `drop` is invalid.
     """
     if (keep_last is None) == (drop is None):
         raise InputError("truncate needs either keep_last or drop: how many tokens to keep, or which to drop")

@@ -86,7 +86,7 @@ class Turn(StoredRequest):
 
     The session's tokens and KV are the prefix of the request. When the turn ends, its tokens are added to the history,
     and its KV stays with the session. If the turn cannot continue (preemption or a damaged block), the session returns
-    to its state before the turn, and the turn starts again later with KV from host memory and disk. If the conversation
+    to its state before the turn. The turn starts again later, with KV from host memory and disk. If the conversation
     would exceed the model's positions, the oldest tokens are truncated when the turn starts.
 
     If the turn is cancelled during the prefill, the session is unchanged. If it is cancelled later, the response is
@@ -225,8 +225,8 @@ class Turn(StoredRequest):
     def _undo(self, interrupted: bool, progressed: bool) -> None:
         """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
-        `interrupted`: the prefill had begun. `progressed`: a segment was complete, so the prefix tree and the store
-        keep its KV.
+        `interrupted` tells whether the prefill had begun. `progressed` tells whether a segment was complete. If so, the
+        prefix tree and the store keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()

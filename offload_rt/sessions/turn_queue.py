@@ -87,7 +87,7 @@ class TurnQueue:
             params: Sampling parameters, or None for the model's defaults.
 
         Raises:
-            InputError: An argument is invalid, or the session is answering outside this queue.
+            InputError: An argument is invalid, or the session is computing a turn outside this queue.
             StoreError: The stored session cannot be opened.
         """
         params = check_sampling_params(params, self.store.context.runner.model.sampling)

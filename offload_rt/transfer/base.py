@@ -81,7 +81,7 @@ class PendingFetch(Protocol):
     def bytes(self) -> int:
         """Size in bytes of the requested KV that is not resident.
 
-        It is transferred, except for the entries in `savings`.
+        This KV is transferred, except for the entries in `savings`.
         """
         ...
 
@@ -95,10 +95,10 @@ class PendingFetch(Protocol):
 
         The compute stream waits for the copies. On CUDA, the host does not wait for them.
 
-        For `fetch`, the parts contain all KV that the layer attends to, each token once: sinks, recent tokens, selected
-        tokens (in any order for a dense layer (one that attends to all tokens)). They include the newest token, so
-        `append` must be called for the layer before `wait`. For `fetch_more`, the parts contain only the additional
-        tokens.
+        For `fetch`, the parts contain all KV that the layer attends to, each token once: sinks, recent tokens and
+        selected tokens. For a dense layer (one that attends to all tokens), the order is arbitrary. The parts include
+        the newest token, so `append` must be called for the layer before `wait`. For `fetch_more`, the parts contain
+        only the additional tokens.
 
         Parts with selected tokens are valid until the next `wait` of a fetch that was started by the same method. Parts
         without a selection (`fetch_range`, or `fetch` of all candidates) are valid while they are referenced.
@@ -115,8 +115,8 @@ class KVStorage(Protocol):
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
-        `origin` is the block table of an open sequence with the same tokens, sinks and window, whose data on the device
-        is copied. None means that there is no such sequence.
+        If `origin` is not None, the data on the device is copied from the open sequence with this block table. That
+        sequence must have the same tokens, sinks and window.
         """
         ...
 
@@ -187,7 +187,7 @@ class RowFetch(Protocol):
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Start fetching all KV of `tokens`, resident or not.
 
-        The result serves all sequences that share these blocks.
+        The result can be used for all sequences that share these blocks.
         """
         ...
 

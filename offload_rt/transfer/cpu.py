@@ -1,9 +1,9 @@
 """Transfers if the compute device is the CPU: attention reads KV directly from the host pool.
 
 A dense layer (one that attends to all tokens) needs no copy. A layer that selects tokens needs no copy if the CPU
-kernels read KV in place (`kernels.decode_attention`). Otherwise it gathers Hkv * (resident + n) * d elements of K into
-a scratch buffer, and the same number of elements of V if query heads share a KV head. The gather is an `index_select`
-of whole vectors, faster than `torch.gather`.
+kernels read KV in place (`kernels.decode_attention`). Otherwise it gathers the K of its resident and its n selected
+tokens, Hkv * (resident + n) * d elements, into a scratch buffer. If query heads share a KV head, it also gathers as
+many elements of V. The gather is an `index_select` of whole vectors, faster than `torch.gather`.
 
 Byte counts assume separate device memory: fetched candidates count as copied to the device, and new KV counts as
 written back.
@@ -276,7 +276,8 @@ class CpuStorage(KVStorage):
 class CpuRows(RowFetch):
     """`RowFetch` on the CPU. KV is gathered in the caller's thread when attention uses it.
 
-    A fetch and its repair are in use at the same time, so there is a scratch buffer for each.
+    A fetch and the fetch of its repair (`fetch_more`) are in use at the same time, so there is a scratch buffer for
+    each.
     """
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:

@@ -137,7 +137,7 @@ class CudaStorage(KVStorage):
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parts `[Hkv, n, d]` along the tokens. A single part is returned itself."""
+    """Concatenate parts `[Hkv, n, d]` along the tokens. A single part is returned unchanged."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -145,8 +145,8 @@ class CudaTransfer:
     """`Transfer` for a device with separate memory and any KV format.
 
     KV is transferred in the storage format and decoded on the device. On a CPU (with `InlineStream`), this class is
-    used for KV formats that attention cannot read in place, and to simulate working sets, which only change the byte
-    counts.
+    used for KV formats that attention cannot read in place. It also simulates working sets there, which only change the
+    byte counts.
 
     Order of operations:
         * KV is written to the pool only in the write-back stream, after the compute work that produced it.

@@ -154,7 +154,8 @@ class CudaRows(RowFetch):
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the selected tokens of all sequences, `[P, n]`, padded to the largest n.
 
-        Return counts `[P]` if padded. P = B * Hkv; a list of tokens belongs to one KV head of one sequence.
+        Also return the number of valid tokens of each list, `[P]`, or None if all are valid. P = B * Hkv; a list of
+        tokens belongs to one KV head of one sequence.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"

@@ -1,10 +1,9 @@
 """Transfers for a KV pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
 
-Sinks and recent tokens are resident on the device. The tokens that a layer selects are read
-as soon as they are predicted, and new KV is written asynchronously. Two threads read: requests of the same layer run in
-order, and requests of adjacent layers run in parallel. The pool keeps some KV in host memory and reads the rest from
-the disk (`kv_cache.disk.file_arena`). A dense layer (one that attends to all tokens) reads all KV in order, one block
-ahead.
+Sinks and recent tokens are resident on the device. The tokens that a layer selects are read as soon as they are
+predicted, and new KV is written asynchronously. Two threads read: requests of the same layer run in order, and requests
+of adjacent layers run in parallel. The pool keeps some KV in host memory and reads the rest from the disk
+(`kv_cache.disk.file_arena`). A dense layer (one that attends to all tokens) reads all KV in order, one block ahead.
 """
 
 from __future__ import annotations

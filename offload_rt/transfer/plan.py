@@ -27,7 +27,7 @@ def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Ten
 def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
     """Return the indices of the resident tokens, int64 `[resident]`.
 
-    Cached, because all layers of a step use the same.
+    Cached, because all layers of a step use the same indices.
     """
     return torch.tensor([*sinks, *recent], dtype=torch.int64)
 

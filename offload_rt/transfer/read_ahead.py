@@ -38,7 +38,7 @@ class ReadingThread:
 
 
 class BlockRun:
-    """Reads consecutive blocks of KV in order, one block in advance. Up to two blocks are in memory."""
+    """Reads consecutive blocks of KV in order, one block ahead. Up to two blocks are in memory."""
 
     def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
         """Start reading the first blocks. `blocks` are token ranges, and `read` returns the KV of one of them."""
@@ -53,7 +53,7 @@ class BlockRun:
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
-        """Wait for block `i` and return it. The memory of the block that was returned before may be reused."""
+        """Wait for block `i` and return it. The memory of the previously returned block may be reused."""
         if self._current is None or self._current[0] != i:
             self._current = None
             self._reading = {j: job for j, job in self._reading.items() if j >= i}

@@ -36,9 +36,9 @@ class PendingBatchFetch:
         held: Number of the fetch in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
-        tally: int64 `[B, 2]`: for each sequence, the number of KV entries (K and V of one token and KV head) that were
-            transferred, and the number of working-set hits. All other entries were transferred for another sequence of
-            the batch. None if all valid entries were transferred.
+        tally: int64 `[B, 2]`: number of transferred KV entries and number of working-set hits of each sequence. An
+            entry is K and V of one token and KV head. All other entries were transferred for another sequence of the
+            batch. The tally is None if all valid entries were transferred.
     """
 
     state: DeviceState
@@ -58,7 +58,7 @@ class RowLists:
     """Lists of `batch` sequences with capacity for `tokens` tokens each.
 
     `hold` sets the sequences of the batch. `hold` and `append` run in the compute stream, fetches run in the prefetch
-    stream. All fetches must have been waited for before the next `hold`.
+    stream. Call `wait` of every fetch before the next `hold`.
     """
 
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
@@ -145,7 +145,7 @@ class RowLists:
         """Context for capturing a step.
 
         The compute stream first waits for earlier work, because a graph cannot wait for it. Events recorded in a
-        capture are not assigned to the sequences, because other threads may wait for their events
+        capture are not assigned to the sequences, because other threads may wait for the events of a sequence
         (`DeviceState.settle`).
         """
         self.join()
@@ -192,8 +192,8 @@ class RowLists:
     def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the arguments of `append` for a batch of one sequence whose newest token is in slot `slot`.
 
-        These are its index in the resident KV and its pool row, both int64 `[1]`. The tensors are created once for all
-        layers of a step.
+        The arguments are the token's index in the resident KV and its pool row, both int64 `[1]`. The tensors are
+        created once for all layers of a step.
         """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
@@ -284,7 +284,9 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Copy KV from the working sets and gather all other KV from the pool. Duplicates are copied on the device.
+        """Fill `staged` with the KV of `tokens`, from the working sets if it is there, else from the pool.
+
+        If `overlapping`, KV that several sequences need is gathered once, and then copied on the device.
 
         Return `PendingBatchFetch.tally`.
         """

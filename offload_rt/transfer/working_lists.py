@@ -17,7 +17,7 @@ class WorkingLists:
 
     `hold` sets the sequences of the batch. Their addresses are in one tensor, so that a CUDA graph serves all
     sequences. The first look-up of a layer allocates memory and copies addresses, which is not possible in a graph.
-    Layers that have been passed to `use` before are exempt.
+    This does not apply to layers that were passed to `use` before.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class WorkingLists:
         dispatch.gather_slots(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the KV of tokens that were not `found`, from `rows` `[2, P, n, width]`, in their assigned slots.
+        """Store the KV of missing tokens, from `rows` `[2, P, n, width]`, in the slots that `found` assigns to them.
 
         P = B * Hkv.
         """

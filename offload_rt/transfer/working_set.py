@@ -18,9 +18,10 @@ from ..core import ModelGeometry
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
 
-On recorded selections of the reference model, the hit rate with 0.9 is at most 0.3 percentage points below the hit rate
-with the best factor in [0.5, 1], and 1 to 4 points above that of 1.0 (LFU). If a layer selects no more entries than the
-capacity, the hit rate is at least that of LRU and of LFU. If it selects more, the hit rate can be up to 3 points lower.
+With 0.9 on recorded selections of the reference model, the hit rate is at most 0.3 percentage points below the hit rate
+with the best factor in [0.5, 1]. It is 1 to 4 points above the hit rate with 1.0 (LFU). If a layer selects no more
+entries than the capacity, the hit rate is at least that of LRU and of LFU. If it selects more, the hit rate can be up
+to 3 points lower.
 """
 
 _EMPTY = -1

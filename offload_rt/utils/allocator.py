@@ -53,7 +53,10 @@ class RecycledMemory:
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
-        """Return the smallest free piece of at least `size` bytes, else replace the largest piece by a new one."""
+        """Return the smallest free piece of at least `size` bytes.
+
+        If there is none, drop the largest free piece, and return new memory.
+        """
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy, because other threads may return memory at the same time
             fits = next((memory for memory in waiting if len(memory) >= size), None)

@@ -126,7 +126,7 @@ class SpeculativeDecoder:
     def _begin(self, request: Request) -> Draft:
         """Look up draft tokens of a request, or choose how many to decode, and reserve slots for them.
 
-        If there is no room, the round has no draft tokens for this request.
+        If the pool has no room, the round has no draft tokens for this request.
         """
         start = request.sequences[0].position
         most = min(self._most, request.draft_room)

@@ -16,7 +16,7 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next tokens of each sequence with full attention in one pass.
 
-    `batch` contains each sequence with its number of tokens, `count`.
+    `batch` contains pairs (sequence, `count`), where `count` is the number of tokens to compute.
 
     The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Commit the
     tokens one by one with `accept`.

@@ -63,8 +63,8 @@ class FileArena:
 
     The KV of a block is in exactly one location: a memory buffer, or its extent on disk (`extents.py`). An extent is a
     part of the pool's file or a file of a session store. A layer can be written to a store file once, and only as a
-    whole. Before any other write, the KV of the block is copied back to a buffer and the block leaves the store file,
-    so store files are never modified.
+    whole. Before any other write, the KV of the block is copied back to a buffer, and the block leaves the store file.
+    Store files are therefore never modified.
 
     Thread-safe under three conditions. Only one thread at a time fills a block or assigns it an extent. Only one thread
     per layer calls `gather`. No KV entry is read while it is being written. Methods raise DiskError if an I/O operation
@@ -229,7 +229,7 @@ class FileArena:
     def _writable_whole(self, block: int, place: int, most: int) -> int:
         """Return how many blocks from `block` on, at most `most`, can store the whole layer at `place` directly.
 
-        They have no buffer, and their extents accept the layer.
+        These blocks have no buffer, and their extents accept the layer.
         """
         with self._mutex:
             takes = (block + i not in self._buffers and self._extents.accepts(block + i, place) for i in range(most))
@@ -353,7 +353,7 @@ class FileArena:
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
         """Read pieces of r rows from the positions `offsets` `[n]` into the rows `into` `[n, r]` of out `[m, size]`.
 
-        The pieces are read in batches that fit the staging buffer.
+        The pieces are read in batches that fit in the staging buffer.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:

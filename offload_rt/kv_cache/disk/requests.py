@@ -92,7 +92,7 @@ class Reads(NamedTuple):
     first: Offsets
 
     def batches(self, room: int) -> Iterator[Reads]:
-        """Split the requests into batches that fit a buffer of `room` bytes.
+        """Split the requests into batches that fit in a buffer of `room` bytes.
 
         No request may be larger than the buffer.
         """
@@ -162,7 +162,7 @@ class RingReader:
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Execute `requests` for the open `files` (`FileTable.handles`). Copy rows from `buffer` as given by `copies`.
+        """Execute `requests` for the open `files` (`FileTable.handles`). Copy rows from `buffer` (`copies`).
 
         Rows of one request may be copied while other requests are still being read. Raise OSError for the first request
         that fails, including a read past the end of a file. After the error, no request writes to `buffer` any more.

@@ -2,8 +2,8 @@
 
 Replacement is LRFU (Lee et al. 2001), as in the working set on the device: each use adds 1 to the score of an entry,
 each step multiplies all scores by `DECAY`, and the entry with the lowest score is evicted. The implementation increases
-the weight of a use instead of decreasing all scores. The order is the same, and the cost depends only on the entries
-looked up.
+the weight of a use instead of decreasing all scores. The order of the entries is the same, and the cost depends only on
+the entries looked up.
 
 The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction search only
 this set, and entries that are not cached need no memory.

@@ -103,7 +103,8 @@ class PromptColumns:
     """Columns chosen from the prompt (paper §4.3): those with the largest sum of |Q~| + |K~| over its tokens.
 
     Q~ and K~ are the skewed queries and keys. Columns are chosen for each layer and KV head when the first keys of the
-    layer arrive, with Q~ of all query heads in the group. Afterwards they do not change for the sequence.
+    layer arrive. The sum includes Q~ of all query heads in the group. Afterwards, the columns of the sequence do not
+    change.
     """
 
     def __init__(self, bases: dict[int, Basis], kept: int) -> None:

@@ -277,7 +277,7 @@ class LowBitRows:
 def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
     """Split `rows` `[Hkv, m, d]` into pieces of up to `PROMPT_KEYS_AT_ONCE` tokens.
 
-    Return each with the slot of its first token.
+    Return each piece with the slot of its first token.
     """
     firsts = range(0, rows.shape[1], PROMPT_KEYS_AT_ONCE)
     return [(start + first, rows[:, first : first + PROMPT_KEYS_AT_ONCE]) for first in firsts]

@@ -157,7 +157,7 @@ class InfiniGenState(PolicyState):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add approximate attention to the tokens that were not selected.
+        """Merge exact attention with approximate attention to the tokens that were not selected.
 
         Returns `out` and `lse` unchanged if the policy has no approximate KV.
         """
@@ -197,7 +197,7 @@ class InfiniGen:
 
     Scoring keys are on the compute device or, with `keys_on_host`, in host memory (paper §6.2). In the second case,
     each layer copies its query (4 * H * d bytes) to the host and the selected indices back to the device. The selected
-    tokens are the same.
+    tokens are the same in both cases.
     """
 
     name = "infinigen"

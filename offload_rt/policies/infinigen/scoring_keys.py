@@ -88,7 +88,7 @@ class ScoringKeys(ListedKeys, Protocol):
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Return the estimated attention scores `[Hkv, G, n]` of n `tokens` for query q `[H, d]`.
 
-        They include the attention scale, and are in float32 (float64 for a float64 model).
+        The scores include the attention scale, and are in float32 (float64 for a float64 model).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Offloading of mixture-of-experts weights that do not fit the device memory.
+"""Offloading of mixture-of-experts weights that do not fit in device memory.
 
 All experts are in host memory. Each layer keeps its most recently used experts in slots on the device. If the router
 chooses other experts, they are copied to the device. The experts module of transformers computes the result. It gets
@@ -91,7 +91,7 @@ class ExpertCache(nn.Module):
     def _in_turns(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Compute `forward` if more experts are chosen than there are slots, in several turns.
+        """Compute `forward` in several turns, because more experts are chosen than there are slots.
 
         Each expert is copied at most once. The outputs of all experts are kept until they are summed.
         """

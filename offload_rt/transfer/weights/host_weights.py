@@ -36,7 +36,7 @@ NOTHING_USED = WeightUse()
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Offloaded weights of a model: streamed layers, experts and the embedding. Each of the three may be missing."""
+    """Offloaded weights of a model: streamed layers, experts and the embedding. Any of the three may be missing."""
 
     stream: WeightStream | None = None
     experts: tuple[ExpertCache, ...] = ()

@@ -1,8 +1,8 @@
-"""Streaming of decoder layers whose weights do not fit the device memory.
+"""Streaming of decoder layers whose weights do not fit in device memory.
 
 The weights of streamed layers are in host memory. They are copied to the device one layer ahead. (In the paper, OPT-30B
-on a 24 GB card has 30 % of its weights in host memory.) Each decode step of a batch and each prefill copies these
-weights once. It takes at least the time of this copy.
+on a 24 GB card has 30 % of its weights in host memory.) Each decode step and each prefill copies these weights once.
+Neither can be faster than this copy.
 """
 
 from __future__ import annotations
