@@ -63,7 +63,7 @@ class Runner(SequenceManager):
         self.reclaimables = self.order.reclaimables
         best = prefill_slices(config, self.adapter.device)[0]
         self.slice_tokens = best if plan is None else plan.costs.slice
-        self._threads = ThreadChoice()
+        self.thread_choice = ThreadChoice()
         self.eager = EagerSteps()
         self.steps = steps_for(config, self.adapter.device, self.eager, streams=weights is not None)
         # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
@@ -177,7 +177,7 @@ class Runner(SequenceManager):
         sharing = self.prefixes.find([sequence.blocks for sequence in batch])
         ordered = [batch[i] for i in sharing.order]
         decoding = DecodeBatch(ordered, self.adapter, self.policy, self.transfer, sharing)
-        with self._threads.step(self.adapter.device, len(batch)):
+        with self.thread_choice.step(self.adapter.device, len(batch)):
             logits = sharing.restore(self.steps.run(decoding))
         seconds = time.perf_counter() - began
         for sequence in batch:

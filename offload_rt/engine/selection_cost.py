@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,9 +33,10 @@ from ..skewing.guess import Correction
 from ..transfer.cpu import CpuTransfer
 from ..utils.native_code import cache_folder, processor_name
 from ..utils.native_libraries import build_id
-from ..utils.private_files import make_private_folder, open_private
+from ..utils.private_files import write_private
 from ..utils.small_files import parse_json, read_small
 from .runner import Runner
+from .thread_choice import ThreadChoice
 
 SHORT = 4 * BLOCK_SIZE
 """Length of the short context in tokens. Its times show the fixed costs."""
@@ -60,18 +59,25 @@ ROUNDED_TO = 512
 _log = logging.getLogger(__name__)
 
 
-def measured_dense_until(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+def measured_dense_until(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
-    The value is read from the user's cache. If it is not there, it is measured and stored.
+    The value is read from the user's cache. If it is not there, it is measured and stored. The result is None if the
+    value cannot be stored: a value that changes from process to process would change the text.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
         return stored
     with team.torch_on_one_thread():
-        found = _measure(options, geometry, dtype)
-    _write(entry, found)
-    return found
+        measured = _measure(options, geometry, dtype)
+    try:
+        if _read(entry) is None:
+            entry.unlink(missing_ok=True)  # a damaged entry
+        write_private(entry, json.dumps({"dense_until": measured}), keep=True)
+    except OSError as error:
+        _log.warning("the speed of selection could not be stored, so `auto` uses a fixed length: %s", error)
+        return None
+    return _read(entry)  # Of several processes that measure at once, all use the first value.
 
 
 def _key(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> str:
@@ -83,7 +89,7 @@ def _key(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> s
         "threads": team.threads(),
         "dtype": str(dtype),
         "shape": [geometry.kv_heads, geometry.group, geometry.head_dim, geometry.softcap, geometry.default_alpha],
-        "options": options.provenance_text(),
+        "options": repr(options),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -93,21 +99,7 @@ def _read(entry: Path) -> int | None:
         found = parse_json(read_small(entry, 1000))["dense_until"]
     except (OSError, ValueError, TypeError, LookupError):
         return None
-    return found if isinstance(found, int) and found >= 0 else None
-
-
-def _write(entry: Path, found: int) -> None:
-    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        make_private_folder(entry.parent)
-        try:
-            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-                json.dump({"dense_until": found}, file)
-            os.replace(temporary, entry)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("the speed of selection could not be stored, so the next start measures it again: %s", error)
+    return found if type(found) is int and found >= 0 else None
 
 
 def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int:
@@ -153,6 +145,7 @@ def layer_seconds(
     runner = Runner(
         LoadedModel(adapter, None, "", "", frozenset(), 0), policy, pool, CpuTransfer(pool, geometry), config
     )
+    runner.thread_choice = ThreadChoice(fixed=True)
     sequence = runner.new_sequence([0] * (length + steps), length + steps)
     for layer in range(geometry.layers):
         pool.write(sequence.blocks, layer, 0, adapter.k, adapter.v)

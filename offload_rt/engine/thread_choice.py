@@ -27,8 +27,9 @@ class ThreadChoice:
     tried.
     """
 
-    def __init__(self) -> None:
-        self._batch = 0
+    def __init__(self, *, fixed: bool = False) -> None:
+        """Create the object. If `fixed`, all threads are always used."""
+        self._fixed, self._batch = fixed, 0
         self._begin()
 
     def _begin(self) -> None:
@@ -48,7 +49,7 @@ class ThreadChoice:
         began = time.perf_counter()
         with team.torch_on_one_thread(helpers=several):
             yield
-        if team.threads() > 1:
+        if team.threads() > 1 and not self._fixed:
             self.took(several, time.perf_counter() - began)
 
     def took(self, several: bool, seconds: float) -> None:

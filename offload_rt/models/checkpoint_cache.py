@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import secrets
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..utils.native_code import cache_folder
-from ..utils.private_files import make_private_folder, open_private
+from ..utils.private_files import write_private
 from ..utils.small_files import read_json, read_small
 from .source import ModelSource
 from .stored_tensors import INDEX
@@ -72,7 +70,10 @@ class CheckpointCache:
         except (OSError, LookupError, TypeError, ValueError, AttributeError):
             result = compute()
         if self._files == _identities(self._source) and _settled(self._files):
-            _write(entry, dump(result))
+            try:
+                write_private(entry, dump(result))
+            except OSError as error:
+                _log.warning("%s could not be cached, so the next load computes it again: %s", name, error)
         return result
 
 
@@ -111,17 +112,3 @@ def _settled(files: list[tuple[Any, ...]]) -> bool:
     """Return whether all files are old enough that any later change would alter their times."""
     newest = max(int(changed) for each in files for changed in each[-2:])
     return newest < time.time_ns() - SETTLED_SECONDS * 1e9
-
-
-def _write(entry: Path, text: str) -> None:
-    temporary = entry.with_name(f"{entry.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        make_private_folder(entry.parent)
-        try:
-            with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-                file.write(text)
-            os.replace(temporary, entry)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        _log.warning("%s could not be cached, so the next load computes it again: %s", entry.parent.name, error)

@@ -109,7 +109,7 @@ class PolicyContext:
     dtype: torch.dtype
     artifact: ArtifactLoader
     keys_on_host: bool
-    measure: Callable[[Any], int] | None = None
+    measure: Callable[[Any], int | None] | None = None
 
 
 class PolicyClass(Protocol):
@@ -218,7 +218,7 @@ def make_policy(
     dtype: torch.dtype,
     artifact: ArtifactLoader,
     keys_on_host: bool = False,
-    measure: Callable[[Any], int] | None = None,
+    measure: Callable[[Any], int | None] | None = None,
 ) -> Policy:
     """Build the policy `name` for a model.
 

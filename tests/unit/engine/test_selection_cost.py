@@ -112,6 +112,7 @@ def test_a_processor_is_measured_once(measured: list[object], monkeypatch: pytes
     assert len(measured) == 1
     measured_dense_until(options, GEOMETRY, torch.bfloat16)
     measured_dense_until(AutoOptions(max_fraction=0.1), GEOMETRY, torch.float32)
+    measured_dense_until(AutoOptions(source="residual"), GEOMETRY, torch.float32)
     measured_dense_until(options, replace(GEOMETRY, head_dim=2 * GEOMETRY.head_dim), torch.float32)
     monkeypatch.setattr(selection_cost.team, "threads", lambda: 7)
     measured_dense_until(options, GEOMETRY, torch.float32)
@@ -119,7 +120,7 @@ def test_a_processor_is_measured_once(measured: list[object], monkeypatch: pytes
     measured_dense_until(options, GEOMETRY, torch.float32)
     monkeypatch.setattr(selection_cost, "processor_name", lambda: "another processor")
     measured_dense_until(options, GEOMETRY, torch.float32)
-    assert len(measured) == 7
+    assert len(measured) == 8
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"dense_until": -1}', '{"dense_until": "512"}', "{" * 2000])
@@ -136,5 +137,20 @@ def test_a_cache_that_cannot_be_written_is_reported(
     measured: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "selection").touch()
-    assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 1024
-    assert "could not be stored, so the next start measures it again" in caplog.text
+    assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) is None
+    assert "could not be stored, so `auto` uses a fixed length" in caplog.text
+
+
+def test_all_processes_use_the_first_value(
+    measured: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process stores its value while this one measures."""
+
+    def measure(*inputs: object) -> int:
+        (tmp_path / "selection").mkdir()
+        (tmp_path / "selection" / selection_cost._key(*inputs)).write_text('{"dense_until": 512}')  # type: ignore[arg-type]
+        return 2048
+
+    monkeypatch.setattr(selection_cost, "_measure", measure)
+    for _ in range(2):
+        assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 512
