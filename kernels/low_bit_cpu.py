@@ -123,7 +123,7 @@ class NativeQuery:
         self,
         exact: tuple[torch.Tensor, torch.Tensor],
         skip: torch.Tensor,
-        unmixing: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact attention with approximate attention to tokens that are not in `skip` (`LowBitQuery.merge`)."""
@@ -133,7 +133,7 @@ class NativeQuery:
         out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
         room = torch.empty(heads * blocks * 2 + results * (d + 1))
         call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], room.data_ptr()
-        call.softcap, call.unmixing = softcap or 0.0, unmixing.data_ptr()
+        call.softcap, call.unmixing = softcap or 0.0, rotations[1].data_ptr()
         call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
         call.part_outs = room.data_ptr() + 8 * heads * blocks
         call.mixed_sums = call.part_outs + 4 * results * d

@@ -64,7 +64,7 @@ class LowBitQuery:
         self,
         exact: tuple[torch.Tensor, torch.Tensor],
         skip: torch.Tensor,
-        unmixing: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge exact with approximate attention. The result equals one softmax over both.
@@ -72,7 +72,7 @@ class LowBitQuery:
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
             skip: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
-            unmixing: Matrix `[d, d]` that rotates stored values back to the model's values.
+            rotations: Matrix `[d, d]` that rotated the values before they were stored, and its inverse.
             softcap: Soft cap of the model's scores, if any.
 
         Returns:
@@ -81,7 +81,7 @@ class LowBitQuery:
         starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, skip.shape[1])
         out, lse = (each.to(self.q.dtype).contiguous() for each in exact)
         return dispatch.merge_approximate(
-            self.q, self.mean, unmixing.T.contiguous(), self.layout, self._table, starts, stops, skip.contiguous(),
+            self.q, self.mean, rotations[0], self.layout, self._table, starts, stops, skip.contiguous(),
             counts, self.tokens.stop, out, lse, softcap,
         )  # fmt: skip
 

@@ -121,8 +121,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     ranked = 4 * scores + 8 * HEADS * tokens
     yield Case("select", ranked, scores * RANKING // LANES[level], lambda: asked.select(math.inf, n))
     mixed = products // VALUE_PRODUCTS[level] + exponentials
-    exact, unmixing = (torch.zeros_like(q), torch.zeros(HEADS, GROUP)), torch.eye(D)
-    yield Case("mix", values + 4 * scores, mixed, lambda: asked.merge(exact, skip, unmixing))
+    exact, rotations = (torch.zeros_like(q), torch.zeros(HEADS, GROUP)), (torch.eye(D), torch.eye(D))
+    yield Case("mix", values + 4 * scores, mixed, lambda: asked.merge(exact, skip, rotations))
 
 
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:

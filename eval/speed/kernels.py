@@ -1,7 +1,8 @@
 """Benchmark of each operation of the decode step.
 
-Reports the time relative to a lower bound, which follows from the bytes that must be moved. On CUDA devices, the Triton
-kernels run. On other devices, the torch definitions run, only to check that the benchmark works.
+Reports the time relative to a lower bound, which follows from the bytes that must be moved, and the error relative to
+float64. On CUDA devices, the Triton kernels run. On other devices, the torch definitions run, only to check that the
+benchmark works.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import dispatch, lists
+from ...kernels import dispatch, lists, segments
 from ...kernels.pointer_table import PointerTable
 from ...kernels.segments import Run
 from ...kernels.selection import pack
@@ -78,12 +79,15 @@ class Case:
         moved: Number of bytes that the operation must move.
         over_link: Whether the bytes are moved from host to device rather than within device memory.
         call: Runs the operation.
+        error: Runs the operation once and returns the maximum deviation from float64, relative to the tolerance
+            (kernels/README.md).
     """
 
     name: str
     moved: int
     over_link: bool
     call: Callable[[], Any]
+    error: Callable[[], float]
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
@@ -177,12 +181,13 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
     """
     rows = []
     for case in cases(device, size):
+        error = case.error()
         median, least = milliseconds(case.call, device, size.repeats)
         alone = replayed(case.call, device, size.repeats)
         floor = 1e3 * case.moved / rates["link" if case.over_link else "device"]
         rows.append(
             {"kernel": case.name, "bytes": case.moved, "over_link": case.over_link, "ms": median, "least_ms": least}
-            | {"floor_ms": floor, "replayed_ms": alone, "times_floor": (alone or median) / floor}
+            | {"floor_ms": floor, "replayed_ms": alone, "times_floor": (alone or median) / floor, "error": error}
         )
     return rows
 
@@ -211,13 +216,24 @@ def _gather(device: torch.device, size: KernelSize) -> Iterator[Case]:
     ids = torch.randint(0, len(rows), (2 * KV_HEADS, n), device=device)
     counts = torch.full((len(ids),), n, dtype=torch.int32, device=device)
     out = torch.empty(len(ids), n, D, dtype=rows.dtype, device=device)
+
+    def error(call: Callable[[], Any]) -> float:
+        out.fill_(-1)
+        call()
+        return 0.0 if torch.equal(out.cpu(), rows[ids.cpu()]) else float("inf")
+
     moved = out.numel() * out.itemsize
-    yield Case("gather_rows", moved, True, lambda: dispatch.gather_rows(rows, ids, counts, out))
+    call = partial(dispatch.gather_rows, rows, ids, counts, out)
+    yield Case("gather_rows", moved, True, call, partial(error, call))
     for programs in size.programs if cuda else ():
         from ...kernels import triton_gather
 
         call = partial(triton_gather.gather_rows, rows, ids, counts, out, programs)
-        yield Case(f"gather_rows, {programs} programs", moved, True, call)
+        yield Case(f"gather_rows, {programs} programs", moved, True, call, partial(error, call))
+
+
+def _score_error(call: Callable[[], lists.Scores], want: lists.Scores, bound: torch.Tensor) -> float:
+    return float(((call().scores.double() - want.scores).abs() / bound).max())
 
 
 def _partial(device: torch.device, size: KernelSize) -> Iterator[Case]:
@@ -227,7 +243,13 @@ def _partial(device: torch.device, size: KernelSize) -> Iterator[Case]:
     own = PointerTable.of([keys])
     moved = keys.numel() * 2 + KV_HEADS * GROUP * size.tokens * 4
     call = partial(dispatch.partial_scores, q, own, starts, stops, size.tokens)
-    yield Case("partial_scores, fp16", moved, False, call)
+
+    def error() -> float:
+        want = lists.partial_scores(q.double(), own, starts, stops, size.tokens)
+        bound = COLUMNS * 2.0**-24 * q.double().abs().sum(-1, keepdim=True) * keys.abs().max().double()
+        return _score_error(call, want, bound)
+
+    yield Case("partial_scores, fp16", moved, False, call, error)
 
 
 def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
@@ -239,8 +261,15 @@ def _quantised(device: torch.device, size: KernelSize) -> Iterator[Case]:
         packed, q = PointerTable.of([rows]), torch.randn(KV_HEADS, GROUP, d, device=device)
         del codes
         moved = rows.numel() + KV_HEADS * GROUP * size.tokens * 4
-        call = partial(dispatch.quantised_scores, q, packed, mean, step, bits, starts, stops, size.tokens)
-        yield Case(f"quantised_scores, int{bits}", moved, False, call)
+        given = q, packed, mean, step, bits, starts, stops, size.tokens
+        call = partial(dispatch.quantised_scores, *given)
+        yield Case(f"quantised_scores, int{bits}", moved, False, call, partial(_quantised_error, call, *given))
+
+
+def _quantised_error(call: Callable[[], lists.Scores], *given: Any) -> float:
+    q, _, _, step, bits, *_ = given
+    wide = (q.double().abs() * step.double().unsqueeze(1) * (1 << bits)).sum(-1, keepdim=True)
+    return _score_error(call, lists.quantised_scores(*given), 2 * q.shape[-1] * 2.0**-24 * wide)
 
 
 def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
@@ -249,8 +278,14 @@ def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
     cap = _chosen(size)
     limits = torch.tensor([cap], dtype=torch.int32, device=device)
     moved = 2 * KV_HEADS * GROUP * size.tokens * 4 + 7 * KV_HEADS * size.tokens * 4
-    call = partial(dispatch.select_tokens, found, starts, stops, KV_HEADS, 5.0, limits, cap)
-    yield Case("select_tokens", moved, False, call)
+    given = found, starts, stops, KV_HEADS, 5.0, limits, cap
+    call = partial(dispatch.select_tokens, *given)
+
+    def error() -> float:
+        pairs = zip(call(), lists.select_tokens(*given), strict=True)
+        return 0.0 if all(torch.equal(got, want) for got, want in pairs) else float("inf")
+
+    yield Case("select_tokens", moved, False, call, error)
 
 
 def _half(device: torch.device) -> torch.dtype:
@@ -265,7 +300,17 @@ def _attend(device: torch.device, size: KernelSize) -> Iterator[Case]:
     counts = torch.full((KV_HEADS,), n, dtype=torch.int32, device=device)
     name = f"attend_counted, {str(dtype).removeprefix('torch.')}"
     call = partial(dispatch.attend_counted, q, k, v, counts, D**-0.5)
-    yield Case(name, 2 * k.numel() * k.itemsize, False, call)
+
+    def error() -> float:
+        want, _ = lists.attend_counted(q.double(), k.double(), v.double(), counts, D**-0.5)
+        return float((call()[0] - want).abs().max() / (_rounding(dtype) * v.abs().max()))
+
+    yield Case(name, 2 * k.numel() * k.itemsize, False, call, error)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Return the tolerance of an attention output, relative to the largest value."""
+    return 4e-6 + (2.0**-9 if dtype == torch.bfloat16 else 0.0)
 
 
 def _runs(device: torch.device, size: KernelSize) -> Iterator[Case]:
@@ -279,7 +324,15 @@ def _runs(device: torch.device, size: KernelSize) -> Iterator[Case]:
     q = torch.randn(KV_HEADS * GROUP, size.batch, D, device=device).to(dtype)
     moved = sum(2 * run.k.numel() * run.k.itemsize for run in runs)
     name = f"attend_runs, {size.batch} on {size.prefix:,}"
-    yield Case(name, moved, False, partial(dispatch.attend_runs, q, runs, D**-0.5))
+    call = partial(dispatch.attend_runs, q, runs, D**-0.5)
+
+    def error() -> float:
+        wide = [Run(run.first, run.stop, run.k.double(), run.v.double()) for run in runs]
+        want, _ = segments.attend_runs(q.double(), wide, D**-0.5)
+        largest = max(float(run.v.abs().max()) for run in runs)
+        return float((call()[0] - want).abs().max()) / (_rounding(dtype) * largest)
+
+    yield Case(name, moved, False, call, error)
 
 
 def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
@@ -289,4 +342,11 @@ def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
     slots = torch.full((KV_HEADS,), size.tokens - 1, device=device)
     moved = basis.numel() * 4 + k.numel() * k.itemsize + KV_HEADS * COLUMNS * 2
     call = partial(dispatch.append_partial, k, basis, PointerTable.of([keys]), slots)
-    yield Case("append_partial, fp16", moved, False, call)
+
+    def error() -> float:
+        call()
+        want = torch.zeros(KV_HEADS, COLUMNS, 1, dtype=torch.float64, device=device)
+        lists.append_partial(k.double(), basis.double(), PointerTable.of([want]), torch.zeros_like(slots))
+        return float(((keys[:, :, -1:] - want).abs() / (2.0**-10 * want.abs() + 1e-6)).max())
+
+    yield Case("append_partial, fp16", moved, False, call, error)

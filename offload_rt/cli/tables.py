@@ -273,9 +273,9 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
 
 
 def _disk_rows(disk: DiskPlan, needed: Requirements) -> Rows:
-    shares = disk.shares
-    kept = shares.slots * shares.slot_bytes
-    rest = 3 * shares.staged + shares.blocks
+    budget = disk.budget
+    kept = budget.slots * budget.slot_bytes
+    rest = 3 * budget.staged + budget.blocks
     return [
         ("disk: limit", format_size(disk.limit)),
         ("host: KV cache of the disk", f"{format_size(kept)} ({kept / needed.kv_host:.0%} of the context)"),

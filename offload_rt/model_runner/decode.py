@@ -51,10 +51,8 @@ class DecodeStep:
     def compute(self) -> torch.Tensor:
         """Run all layers and return float32 logits `[B, V]`."""
         adapter, mode, batch = self.adapter, self.mode, self.batch
-        last, hybrid = batch.geometry.layers - 1, bool(batch.geometry.attention_at)
-        x = adapter.embed(self.tokens, self.positions)
-        if hybrid:
-            x = self._through_stages(-1, x)
+        last = batch.geometry.layers - 1
+        x = self._through_stages(-1, adapter.embed(self.tokens, self.positions))
         attend = None if 0 in batch.selecting else mode.fetch_all(0)
         for layer in range(last + 1):
             attention_input = adapter.attention_input(layer, x)
@@ -74,9 +72,7 @@ class DecodeStep:
             residual = adapter.after_attention(layer, x, attend(q))
             if source == "residual":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
-            x = adapter.mlp(layer, residual)
-            if hybrid:
-                x = self._through_stages(layer, x)
+            x = self._through_stages(layer, adapter.mlp(layer, residual))
             attend = upcoming
         return adapter.logits(x)
 

@@ -124,7 +124,7 @@ class PerSequenceMode:
         """Return the attention output `[H, d]` of one sequence for its query q `[H, d]`, in float32 or wider."""
         batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
         scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
-        sinks = batch.adapter.sinks(layer) if batch.geometry.sinks else None
+        sinks = batch.adapter.sinks(layer)
         parts = fetch.wait()
         if selection is None:
             return give_to_sinks(*attend(q, parts, scale, softcap), sinks)

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _NUMBERS = {
 """numpy dtype of metadata values, by GGUF value type."""
 _STRING, _ARRAY = 8, 9
 _LONGEST = 1 << 30
+_PATCHING = threading.RLock()
+"""Held while functions of the module gguf are replaced, because all threads share the module."""
 
 
 class _EarlyEndError(Exception):
@@ -108,7 +111,7 @@ def fast_gguf() -> Iterator[None]:
     """Context in which transformers reads GGUF files with `read_header`, and computes names of tensors only once."""
     import gguf
 
-    with ExitStack() as stack:
+    with _PATCHING, ExitStack() as stack:
         # transformers asks for the same map of names for each module of a model, which takes five seconds
         for name, fast in (
             ("GGUFReader", lambda path: read_header(Path(path))),

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,10 +95,29 @@ def load_shape(
     compute = partial(_read_shape, source, where, dtype, max_model_len, quantize)
     if has_external_adapters():
         return compute()
-    modified = max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
-    arguments = [str(where), str(dtype), max_model_len, quantize, computes_bfloat16(), modified]
+    arguments = [str(where), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
     # transformers takes three seconds of processor time for its imports and a skeleton
     return CheckpointCache(source).lookup("shapes", arguments, compute, _parse, _dump)
+
+
+def _code_versions() -> list[object]:
+    """Return the time of the newest change of this package, and the versions of packages that determine sizes.
+
+    The version of a package that is not installed is None.
+    """
+    package = Path(__file__).parents[1]
+    # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
+    folders = [found for top in (package, package / "kernels") for found, *_ in os.walk(top)]
+    files = (file for folder in folders for file in os.scandir(folder) if file.name.endswith(".py"))
+    versions = [_version(name) for name in ("gguf", "compressed-tensors", "bitsandbytes")]
+    return [max(file.stat().st_mtime_ns for file in files), *versions]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _dump(shape: ModelShape) -> str:

@@ -263,7 +263,7 @@ class DiskPlan:
     """Plan of a KV cache on disk."""
 
     limit: int  # maximum file size in bytes
-    shares: MemoryBudget  # division of host memory
+    budget: MemoryBudget  # division of host memory
 
 
 def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:

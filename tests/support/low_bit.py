@@ -18,8 +18,8 @@ def approximate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out `[Hkv, G, d]` and lse `[Hkv, G]` of the approximate KV alone, in the stored basis."""
     q = asked.q if isinstance(asked, LowBitQuery) else asked.inputs[0]
-    nothing = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)
-    return asked.merge(nothing, skip, torch.eye(q.shape[2]), softcap)
+    nothing, identity = (torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)), torch.eye(q.shape[2])
+    return asked.merge(nothing, skip, (identity, identity), softcap)
 
 
 def stored_rows(layout: Layout, heads: int, tokens: int, device: str | torch.device = "cpu") -> Pages:

@@ -35,7 +35,9 @@ class DenseCPU(LinearBackend):
             return super().linear(layer, x)
         if x.numel() > row_products.MAX_ROWS * layer.in_features:
             return product_by_tiles(x, lambda tile, dtype: weight[tile].to(dtype), len(weight), layer.bias)
-        code = row_products.code_for(weight.dtype)
+        # The owner of the model may have moved the weight, and the C code reads it through its address.
+        in_place = weight.is_cpu and weight.is_contiguous()
+        code = row_products.code_for(weight.dtype) if in_place else None
         return super().linear(layer, x) if code is None else code.linear(x, weight, layer.bias)
 
 

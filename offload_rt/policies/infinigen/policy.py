@@ -169,8 +169,8 @@ class InfiniGenState(PolicyState):
         kv_heads, device = self._policy.geometry.kv_heads, self._policy.keys_device
         exact = out.to(device).unflatten(0, (kv_heads, -1)), lse.to(device).unflatten(0, (kv_heads, -1))
         skip = selection.tokens if selection.counts is None else _padded_tokens(selection.tokens, selection.counts)
-        unmixing, softcap = self._approximate.bases[layer].unmixing, self._policy.geometry.softcap
-        merged, total = prepared.merge(exact, skip.to(device), unmixing, softcap)
+        own, softcap = self._approximate.bases[layer], self._policy.geometry.softcap
+        merged, total = prepared.merge(exact, skip.to(device), (own.mixing, own.unmixing), softcap)
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:

@@ -190,12 +190,13 @@ def test_exact_and_approximate_attention_are_one_softmax(path: str, group: int, 
     layout, tokens, skip = Layout(64, value_bits), range(4, 300), torch.tensor([[5, 7], [9, -1]])
     pages, q, mean = stored_rows(layout, 2, 300), torch.randn(2, group, 64) / 4, torch.randn(2, 64)
     own, own_lse = approximate_attention(q, mean, pages, layout, tokens, skip)
-    unmixing, out = mixing(64).float().T.contiguous(), torch.randn(2, group, 64)
+    mixed, out = mixing(64).float(), torch.randn(2, group, 64)
+    unmixing = mixed.T.contiguous()
     for more in (20.0, 0.0, -20.0):
         exact = out, own_lse + more
         expected, total = merge_lse((out, own @ unmixing), (exact[1], own_lse))
         asked = low_bit_query(q, mean, pages, layout, tokens)
-        merged, lse = asked.merge((out.clone(), exact[1].clone()), skip, unmixing)
+        merged, lse = asked.merge((out.clone(), exact[1].clone()), skip, (mixed, unmixing))
         torch.testing.assert_close(lse, total, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(merged, expected, rtol=0, atol=5e-3)
 

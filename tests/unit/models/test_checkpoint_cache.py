@@ -183,6 +183,15 @@ def test_the_second_shape_needs_no_model(name: str, tmp_path: Path, skeletons: l
     assert load_shape(tmp_path / "model", device="cpu").geometry.max_positions == 77 and len(skeletons) == 3
 
 
+def test_a_package_of_another_version_computes_the_shape_again(
+    folder: Path, skeletons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for versions in ({}, {"gguf": "1"}, {"gguf": None}, {"gguf": None}):
+        monkeypatch.setattr(shape, "_version", versions.get)
+        load_shape(folder)
+    assert len(skeletons) == 2
+
+
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b"\xff"])
 def test_a_damaged_shape_is_replaced(folder: Path, skeletons: list[str], tmp_path: Path, content: bytes) -> None:
     expected = load_shape(folder)

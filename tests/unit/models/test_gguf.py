@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError, ModelError
 from offload_rt.models import checkpoint, loading, registry
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.gguf_header import read_header
+from offload_rt.models.gguf_header import fast_gguf, read_header
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 from offload_rt.models.source import ModelSource, find_source
@@ -89,6 +90,21 @@ def test_tokenizer_and_chat_template_come_from_the_file(loaded: Any) -> None:
 def test_shape_from_the_header_alone(written: tuple[Path, Any], loaded: Any) -> None:
     shape = load_shape(written[0], device="cpu", dtype="float32")
     assert (shape.geometry, shape.weight_bytes) == (loaded.adapter.geometry, loaded.weight_bytes)
+
+
+def test_threads_replace_the_reader_one_after_the_other() -> None:
+    original, entered = gguf.GGUFReader, threading.Event()
+
+    def read() -> None:
+        with fast_gguf():
+            entered.set()
+
+    other = threading.Thread(target=read)
+    with fast_gguf(), fast_gguf():
+        other.start()
+        assert not entered.wait(0.1) and gguf.GGUFReader is not original
+    other.join(10)
+    assert entered.is_set() and gguf.GGUFReader is original
 
 
 def test_a_folder_means_the_one_file_that_it_holds(written: tuple[Path, Any], tmp_path: Path) -> None:

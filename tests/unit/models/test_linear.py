@@ -79,6 +79,16 @@ def test_nan_and_infinity(level: str) -> None:
     assert out[0].isnan() and out[1] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_that_is_no_longer_contiguous_is_multiplied_by_torch(dtype: torch.dtype) -> None:
+    layer, x = nn.Linear(64, 32, bias=False).to(dtype), torch.randn(3, 64, dtype=dtype)
+    use_backends(layer, CPU)
+    layer.weight.data = torch.randn(64, 32, dtype=dtype).T
+    with torch.inference_mode():
+        out = layer(x)
+    torch.testing.assert_close(out.double(), x.double() @ layer.weight.double().T, rtol=2**-7, atol=1e-3)
+
+
 def test_training_gives_gradients() -> None:
     layer = nn.Linear(32, 2).bfloat16()
     use_backends(layer, CPU)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from offload_rt.core import ModelGeometry, Selection, VisibleTokens
 from offload_rt.errors import ConfigError
 from offload_rt.models import registry as model_registry
 from offload_rt.models.decoder import DecoderAdapter
+from offload_rt.models.recurrent import Stage
 from offload_rt.models.registry import register_architecture
 from offload_rt.policies import registry
 from offload_rt.policies.base import KeyReader, PolicyState, QuerySource
@@ -280,6 +282,14 @@ class ScaledForCausalLM(LlamaForCausalLM):
 
 
 class ScaledAdapter(DecoderAdapter):
+    """Divides the logits, and computes each MLP in a stage after its layer."""
+
+    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+        return residual
+
+    def stages(self, layer: int) -> Sequence[Stage]:
+        return [] if layer < 0 else [Stage(layer, partial(super().mlp, layer))]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden) / 4
 
@@ -299,6 +309,7 @@ def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCa
     prompt = tiny_prompt(70)
     with torch.no_grad():
         expected = scaled(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        decoded = scaled.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
     AutoConfig.register("scaled-llama", ScaledConfig)
     AutoModelForCausalLM.register(ScaledConfig, ScaledForCausalLM)
     scaled.save_pretrained(tmp_path)
@@ -308,6 +319,8 @@ def test_an_architecture_from_outside_runs_like_transformers(scaled: ScaledForCa
         [score] = llm.score([prompt], [[token]])
         assert score.is_greedy == [True]
         assert score.logprobs[0] == pytest.approx(float(expected[token]), abs=1e-5)
+        [output] = completed(llm.generate([prompt], SamplingParams(max_tokens=4, temperature=0)))
+        assert output.token_ids == decoded
 
 
 def test_an_architecture_has_one_adapter(scaled: ScaledForCausalLM) -> None:

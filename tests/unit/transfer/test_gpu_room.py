@@ -144,13 +144,25 @@ def test_accuracy_is_measured_for_every_policy(results: Path) -> None:
         assert {row["policy"].split()[0] for row in found[report]["rows"]} >= {"full", "infinigen"}
 
 
-def test_kernels_are_timed_and_have_floors(results: Path) -> None:
+def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
     rows = read(results, "kernels")["results"]["rows"]
-    assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
+    assert all(row["error"] <= 1 and row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
     assert {row["kernel"].partition(",")[0] for row in rows} == {
         "gather_rows", "partial_scores", "quantised_scores", "select_tokens", "attend_counted", "attend_runs",
         "append_partial",
     }  # fmt: skip
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.dispatch.attend_counted
+
+    def wrong(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(q, *rest)
+        return out + 1e-3, lse
+
+    monkeypatch.setattr(kernels.dispatch, "attend_counted", wrong)
+    [case] = kernels._attend(CPU, kernels.SMALL)
+    assert case.error() > 1
 
 
 # ------------------------------------------------------------------------------------------------ programs, failures
@@ -229,4 +241,4 @@ def test_nvidia_smi_is_used_with_torch_as_fallback(tmp_path: Path, monkeypatch: 
 
 def test_on_a_cpu_a_part_runs_too(tmp_path: Path) -> None:
     assert main(["eval", "gpu", "--part", "kernels", "--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
-    assert all(row["ms"] > 0 for row in read(tmp_path, "kernels")["results"]["rows"])
+    assert all(row["error"] <= 1 for row in read(tmp_path, "kernels")["results"]["rows"])
