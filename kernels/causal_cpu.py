@@ -1,7 +1,7 @@
-"""Exact causal attention of many queries on a CPU by `causal.c`, which is faster than torch's kernels.
+"""Exact causal attention of a block of queries on a CPU by `causal.c`, which is faster than torch's kernels.
 
-Scores and softmax are float32. If there are many queries, the visible keys and values are also copied to a packed
-buffer.
+Scores and softmax are float32. Above a certain number of queries, the visible keys and values are first copied to a
+packed buffer.
 """
 
 from __future__ import annotations

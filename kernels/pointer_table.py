@@ -41,7 +41,7 @@ class PointerTable:
 
     @property
     def heads(self) -> int:
-        """Number of lists per sequence, X."""
+        """Number of lists per sequence."""
         return self.tensors[0].shape[0]
 
     @property

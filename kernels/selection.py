@@ -117,7 +117,9 @@ def _affine(
 
 
 def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply weights int8 `[Hkv, G, d]` by the codes in packed int8 `[Hkv, m, d]` and sum over the columns.
+    """Return the dot products of int8 weights `[Hkv, G, d]` with the codes in packed int8 `[Hkv, m, d]`.
+
+    Each byte contains f = 8 / `bits` codes, of f tokens.
 
     Returns:
         Integers below 2^24 in dtype `dtype`, `[Hkv, G, f * m]`.

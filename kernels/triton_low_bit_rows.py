@@ -210,7 +210,8 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 def padded_sizes(layout: Layout) -> dict[str, int]:
     """Return the sizes in bytes of a packed key and a packed value, as kernel arguments.
 
-    KEYS and VALUES are the exact sizes. K and V are these sizes, rounded up as the matrix products need.
+    KEYS and VALUES are the exact sizes. K and V are these sizes rounded up to powers of two, as
+    matrix products require.
     """
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}

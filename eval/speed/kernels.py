@@ -111,7 +111,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
 
 
 def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> float | None:
-    """Return the time in ms of a call in a replayed CUDA graph, with an empty device cache.
+    """Return the time in ms of a call in a replayed CUDA graph, with a cold L2 cache.
 
     The time does not include the cost of launching on the host. The result is None on a CPU, or if the call cannot be
     captured.

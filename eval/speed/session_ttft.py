@@ -64,7 +64,7 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime without the history, and warm it up."""
+    """Create a runtime that has not seen the conversation, and warm it up with memory for `history` tokens."""
     # Touch the memory of the pool for `history` tokens and a turn. Pinned memory would be touched too. On a busy
     # machine, the first touch of a page can take longer than reading it from disk.
     llm = make()

@@ -303,7 +303,7 @@ def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]
 
 
 def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
-    """Return the key in the rotary module of each attention layer's frequencies; None for layers without RoPE."""
+    """Return, for each attention layer, the name of its frequencies in the rotary module, or None without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     several = isinstance(getattr(rotary, "rope_type", None), dict)

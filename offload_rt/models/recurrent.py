@@ -243,7 +243,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
 
 
 def _recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a decoder layer with a causal convolution, which all recurrent layers have, or None."""
+    """Return the recurrent module of a decoder layer, or None. It is recognised by its causal convolution."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

@@ -220,10 +220,10 @@ def _layout_of(attention: Any, waves: Rotation) -> Layout:
 
 
 def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
-    """Fix length-dependent rotary frequencies of `model` in place, for texts of up to `max_model_len` tokens.
+    """Make length-dependent rotary frequencies of `model` constant, for texts of up to `max_model_len` tokens.
 
     If `max_model_len` is at most the training length, `max_position_embeddings` is set to the training length. Models
-    with other RoPE types, or with several RoPE types, stay unchanged.
+    whose frequencies do not depend on the length, or that have several RoPE types, stay unchanged.
 
     Args:
         model: A loaded transformers model.

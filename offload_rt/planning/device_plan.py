@@ -173,7 +173,7 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
 
 
 def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield a plan for each cost model in `several`, unless no plan fits `limit` bytes."""
+    """Yield a plan of at most `limit` bytes for each cost model in `several` for which there is one."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)

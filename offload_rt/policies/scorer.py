@@ -245,7 +245,10 @@ class ScorerState(PolicyState):
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
     def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Store entries of keys k `[Hkv, m, d]`, unless `on_queries` has already stored them."""
+        """Store the scorer's entries of the m tokens from `start` on, computed from their keys k `[Hkv, m, d]`.
+
+        Entries that `on_queries` has already stored are kept.
+        """
         if layer in self._policy.dense_layers:
             return
         page, stop = self._policy.entries.page, start + k.shape[1]

@@ -85,7 +85,7 @@ _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 
 
 def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the single steps of a normalizer or pre-tokenizer, which may be a sequence of steps."""
+    """Yield the individual steps of a normalizer or pre-tokenizer. Nested sequences of steps are flattened."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
         found = left.pop(0)

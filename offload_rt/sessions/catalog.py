@@ -181,7 +181,8 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 class Deleted:
     """Result of deleting a stored session.
 
-    For an unreadable history, `name` is the document and `model` is the digest of the namespace.
+    If the session's history cannot be read, `name` is the name of the document with the history, and `model` is the
+    digest that names its folder.
     """
 
     name: str

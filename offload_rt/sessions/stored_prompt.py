@@ -104,7 +104,7 @@ class PromptKV(SessionKV):
         return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
 
     def persist(self) -> None:
-        """Record the use of the blocks on disk."""
+        """Record on disk that the blocks were used, so that they are evicted later."""
         self.claim()  # also blocks that a session has written since the start
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 

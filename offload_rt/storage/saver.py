@@ -161,7 +161,7 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
-        """Let the pool write a full block whose KV is not computed yet directly to a new store file.
+        """Let the pool write the KV of a full block to a new store file as soon as it is computed.
 
         Return whether that is possible.
         """
