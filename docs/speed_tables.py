@@ -60,9 +60,9 @@ def intel() -> str:
     for level, label in (("native", "AVX512-BF16, AMX"), ("avx2", "AVX2")):
         for row in load(f"cpu/intel/{level}/real_speed"):
             cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", row["quarters"], f"{row['step_ratio']:.1f}"]
-            rows.append([label, _runtime(row["runtime"]), *cells])
+            rows.append([label, f"{row['context']:,}", _runtime(row["runtime"]), *cells])
     head = ("prompt, s", "ms per token", "quartiles", "times as fast as `DynamicCache`")
-    return table(("instructions", "runtime", *head), rows)
+    return table(("instructions", "context", "runtime", *head), rows)
 
 
 def drafts() -> str:
