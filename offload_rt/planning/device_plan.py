@@ -173,7 +173,7 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
 
 
 def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield a plan of at most `limit` bytes for each cost model in `several` for which there is one."""
+    """Yield a plan of at most `limit` bytes for each cost model in `several`. Skip models without such a plan."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
