@@ -14,6 +14,7 @@ from typing import TypeVar
 from ..core import BLOCK_SIZE, BlockTable, Prompt
 from ..engine.cache_manager import salt_provenance
 from ..engine.runner import Runner
+from ..errors import PoolFullError
 from ..model_runner.prefill import Prefill
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Recorder
@@ -64,7 +65,7 @@ class PromptKV(SessionKV):
     def keep_windows(self) -> None:
         """Queue the sliding-window blocks that the next token attends to for writing, at the end of a full block.
 
-        They stay in memory until `drop`, even if the windows move past them.
+        They stay in memory until `drop` or `release_windows`, even if the windows move past them.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -78,12 +79,18 @@ class PromptKV(SessionKV):
         # Without full-attention layers there are no blocks that show how long a known prefix is.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
+    def release_windows(self) -> bool:
+        """Wait until the blocks of `keep_windows` are written, and free them. Return False if there are none."""
+        if self._windows is None:
+            return False
+        self.context.saver.wait_for(self._windows)
+        self.runner.pool.release(self._windows)
+        self._windows = None
+        return True
+
     def drop(self) -> None:
         super().drop()
-        if self._windows is not None:
-            self.context.saver.wait_for(self._windows)
-            self.runner.pool.release(self._windows)
-            self._windows = None
+        self.release_windows()
 
     def write_rest(self) -> bool:
         """Enqueue blocks that did not fit in the write buffer before. Return whether blocks remain to be written."""
@@ -156,6 +163,11 @@ class StoredPrompt(StoredRequest):
         self.kv.set_sequence(sequence)
 
     def _after_reclaim(self, action: Callable[[], T]) -> T:
+        try:
+            return self.kv.runner.retry_after_reclaim(action)
+        except PoolFullError:
+            if not self.kv.release_windows():
+                raise
         return self.kv.runner.retry_after_reclaim(action)
 
     def _after_drop(self, *, untouched: bool) -> None:

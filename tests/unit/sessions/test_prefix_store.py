@@ -260,6 +260,16 @@ def test_the_engine_goes_on_while_blocks_are_written(tmp_path: Path, monkeypatch
     assert kv_files(tmp_path) == 3 + 499 // 64
 
 
+def test_a_prompt_that_fits_alone_is_answered(tmp_path: Path) -> None:
+    """The windows that are kept for the store are released if the response needs their memory."""
+    pool = make(None, "qwen2").llm.runner.pool
+    memory = pool.groups.blocks(170 + 100) * pool.block_bytes
+    params = SamplingParams(max_tokens=100, temperature=0)
+    expected = served(make(None, "qwen2"), lambda engine: last(engine, prompt(170), params))
+    found = served(make(tmp_path, "qwen2", host_memory=memory), lambda engine: last(engine, prompt(170), params))
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e-9, 1e-3, 0.017, 1.0])
 def test_segments_are_whole_prefill_chunks_at_any_speed(seconds_per_token: float, tmp_path: Path) -> None:
     """Segments that end within a chunk would change the rounding, and with it the text of a seed."""
