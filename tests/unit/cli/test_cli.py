@@ -6,14 +6,14 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.child_processes import fork_command
 from support.commands import Cli, CommandRun
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
@@ -33,17 +33,15 @@ def generate(cli: Cli, pages: Path) -> Cli:
     return lambda *flags: cli(*given, *flags)
 
 
-def spawn(pages: Path, errors: Path, *flags: str) -> tuple[ForkProcess, int]:
-    """Start `offload-rt generate reference` with policy `full`. Return the process and a pipe with its output.
+def spawn(pages: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """Start `offload-rt generate reference` as a process with pipes and policy `full`.
 
-    Messages are written to the file `errors`.
+    The process handles Ctrl-C even if this one ignores it, like a background job of a shell.
     """
-    command = ("generate", "reference", "--prompt-file", str(pages), *SHORT, *flags, "--policy", "full")
-    reading, writing = os.pipe()
-    with errors.open("wb") as file:
-        process = fork_command(*command, stdout=writing, stderr=file.fileno(), close=[reading])
-    os.close(writing)
-    return process, reading
+    listens = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listens}; from offload_rt.cli import main; sys.exit(main())"
+    command = (sys.executable, "-P", "-c", code, "generate", "reference", "--prompt-file", str(pages), *SHORT, *flags)
+    return subprocess.Popen((*command, "--policy", "full"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 # ------------------------------------------------------------------------------------------------------------ behaviour
@@ -221,12 +219,14 @@ def test_info_prints_the_plan_and_the_working_set(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_reader_that_leaves_early_is_no_error(pages: Path, tmp_path: Path) -> None:
-    process, reading = spawn(pages, tmp_path / "errors", "--max-new-tokens", "40")
-    os.close(reading)
-    process.join(60)
-    errors = (tmp_path / "errors").read_text()
-    assert process.exitcode == 0, errors
+def test_reader_that_leaves_early_is_no_error(pages: Path) -> None:
+    process = spawn(pages, "--max-new-tokens", "40")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0, errors
     assert "continues 96 tokens" in errors
     assert "Statistics" not in errors  # generation stopped early
     assert "Traceback" not in errors
@@ -270,19 +270,16 @@ def test_ctrl_c_before_the_first_token(generate: Cli, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_ctrl_c_for_real(pages: Path, tmp_path: Path) -> None:
-    process, reading = spawn(pages, tmp_path / "errors", "--max-new-tokens", "3000", "--ignore-eos")
-    assert process.pid is not None
-    with open(reading, "rb") as pipe:
-        first = pipe.read(1)
-        os.kill(process.pid, signal.SIGINT)
-        out = first + pipe.read()
-    process.join(60)
-    errors = (tmp_path / "errors").read_text()
-    assert process.exitcode == 130, errors
-    assert out.decode().strip()
-    assert "Statistics" in errors
-    assert "Traceback" not in errors
+def test_ctrl_c_for_real(pages: Path) -> None:
+    process = spawn(pages, "--max-new-tokens", "3000", "--ignore-eos")
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert (first + out).decode().strip()
+    assert "Statistics" in err.decode()
+    assert "Traceback" not in err.decode()
 
 
 # -------------------------------------------------------------------------------------------------------- bad input
