@@ -45,7 +45,7 @@ def haystack(tested: ModelUnderTest) -> Haystack:
 
 
 @pytest.mark.parametrize(("kind", "asked_facts"), [*zip(KINDS, (1, 1, 3, 4, 3), strict=True)])
-def test_needles_stand_where_they_are_said_to(
+def test_needles_are_at_their_reported_positions(
     tested: ModelUnderTest, haystack: Haystack, kind: str, asked_facts: int
 ) -> None:
     tokenizer: Any = tested.loaded.tokenizer

@@ -189,7 +189,7 @@ def test_the_cache_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for age, name in enumerate(["a", "b"]):
         packed_cache.cached_folder(tmp_path / name, name, write)
         os.utime(tmp_path / name, (age, age))
-    (tmp_path / "new-d").mkdir()  # of a process that was killed
+    (tmp_path / "new-d").mkdir()  # left behind by a killed process
     packed_cache.cached_folder(tmp_path / "a", "a", write)  # used, so that "b" is the older one
     packed_cache.cached_folder(tmp_path / "c", "c", write)
     assert names() == ["a", "c", "lock"]

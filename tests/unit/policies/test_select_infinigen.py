@@ -284,8 +284,8 @@ def test_quantised_scores_are_those_of_the_dequantised_keys(bits: int, group: in
     query = quantiser.basis.skew_query(q[layer, :, -1])
     exact = query @ restored.transpose(1, 2)
     scores = state._keys.scores(layer, q[layer, :, -1].to(device), range(3, 50)).cpu()
-    # The error of the int8 query is at most 1/254 of its largest weight per column. It is multiplied by the distance
-    # of the code from the middle level.
+    # The error of the int8 query is at most 1/254 of its largest weight per column. This error is multiplied by the
+    # distance between the code and the middle level.
     weights = (query * quantiser.step.unsqueeze(1)).abs().amax(-1, keepdim=True)
     bound = weights / 254 * 20 * ((1 << bits) - 1) / 2
     assert ((scores - exact[:, :, 3:]).abs() <= bound).all()

@@ -312,7 +312,7 @@ def test_write_backs_of_a_graph_count_as_written() -> None:
         for one in inputs.rows._open:
             one.written = None
         runner.transfer.storage.settle(sequence.blocks)
-        assert last.k.isnan().all(), "nothing is marked, and the stream is late"
+        assert last.k.isnan().all(), "the write-back has finished although no event was awaited"
         inputs.rows.replayed()
         runner.transfer.storage.settle(sequence.blocks)
         assert not last.k.isnan().any()

@@ -170,7 +170,7 @@ def test_a_working_set_of_everything_fetches_every_row_once() -> None:
     options = OPTIONS | {"dense_layers": (), "max_fraction": 1.0, "alpha": float("inf")}
     prompt = tiny_prompt(60)
     [done] = completed(make(256, policy_options=options).generate([prompt], greedy(31)))
-    candidates = 60 + 30 - 2 - 8  # of the last step: each was fetched in some step
+    candidates = 60 + 30 - 2 - 8  # each candidate of the last step was fetched once
     assert done.stats.h2d_bytes == 3 * 2 * candidates * 2 * 32 * 4
 
 
