@@ -253,8 +253,11 @@ class ScorerState(PolicyState):
             return
         page, stop = self._policy.entries.page, start + k.shape[1]
         self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
-        first = self._entries.length(layer)
-        assert start == first or self._policy.wants_queries, f"layer {layer} has {first} keys, not {start}"
+        known = self._entries.length(layer)
+        assert start <= known, f"layer {layer} has {known} keys, not {start}"
+        # Without `on_queries`, later entries belong to rejected draft tokens and are replaced. In a page that has
+        # earlier tokens too, they stay part of the minimum.
+        first = known if self._policy.wants_queries else start
         entering = self._policy.entry(layer, k[:, first - start :])
         data = self._entries.reserve(layer, stop)
         if page == 1:

@@ -44,6 +44,15 @@ def texts(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
 PROMPTS = [tiny_prompt(150), tiny_prompt(70, seed=1), tiny_prompt(90, seed=2)]
 
 
+@pytest.mark.parametrize("policy", ["quest", "h2o", "streaming"])
+def test_lookup_works_with_policies_that_cannot_discard_tokens(policy: str) -> None:
+    """Rejected draft tokens leave entries in the policy's state, which the next pass replaces."""
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=[3, 50])
+    prompts = [[3, 50, 3, 3, 50, 50, 3, 50] * 8]
+    llm = runtime(tiny_model("llama"), policy, exact={"method": "lookup", "adaptive": False})
+    assert texts(llm, prompts, params) == texts(runtime(tiny_model("llama"), "full"), prompts, params)
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "exact"),
     [
