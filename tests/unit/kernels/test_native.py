@@ -205,7 +205,7 @@ def test_levels_of_a_processor(
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -> None:
-    """Cover the smallest and the largest value of each constant. At lower levels, `make test` only checks the syntax."""
+    """Cover the smallest and the largest value of each constant. `make test` only parses the code of lower levels."""
     if (compiler := native_code.find_compiler()) is None:
         pytest.skip("no C compiler")
     library = LIBRARIES[name]
