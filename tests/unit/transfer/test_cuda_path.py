@@ -88,7 +88,17 @@ ALLOWED: dict[str, set[tuple[str, str]]] = {
 }
 """All host waits of a decode step, as (operation, file), for each cell."""
 
-_SLOW = ("infinigen, batch", "streaming, batch", "rounded, full", "shared", "forks", "graphs", "eviction", "working set", "paper, batch")
+_SLOW = (
+    "infinigen, batch",
+    "streaming, batch",
+    "rounded, full",
+    "shared",
+    "forks",
+    "graphs",
+    "eviction",
+    "working set",
+    "paper, batch",
+)
 SLOW = () if ALL else (*_SLOW, *(name for name in ALLOWED if name.startswith("default")))
 
 
