@@ -224,7 +224,7 @@ class DocumentStore:
             found[name] = next((one.summary for one in known if one is not None), None)
         return found
 
-    def delete(self, name: str, summarise: Summarise | None = None) -> bool:
+    def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
         """Delete all generations and copies of a document.
 
         The newest generation is deleted last. If the process is killed before that, the document still exists.
@@ -236,21 +236,24 @@ class DocumentStore:
                 name decides.
 
         Returns:
-            False if the document did not exist.
+            If `summarise` is given, the sorted names of the unreadable files that are kept. One of them may have been a
+            file of the document, if it was renamed before it was damaged.
 
         Raises:
             StoreError: A file cannot be removed.
         """
         newest, _ = self._paths(name)
-        doomed = []
+        doomed, unreadable = list[Path](), list[str]()
         for path in self._files(newest.parent):
             known = None if summarise is None else self._summaries.get(path, summarise)
             summary = None if known is None else known.summary
             if newest.stem == (path.stem if summary is None else summary.document):
                 doomed.append(path)
+            elif summarise is not None and known is None:
+                unreadable.append(path.name)
         with self._writing:
             self._folder.remove(sorted(doomed, key=lambda path: path.suffix == DOCUMENTS))
-        return bool(doomed)
+        return sorted(unreadable)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
         """Return the files of the newest and the previous generation of a document."""
