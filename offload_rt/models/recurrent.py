@@ -235,6 +235,8 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
     shape = conv.in_channels, int(kernel)
     if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):  # gated delta rule
         return shape, (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+    if all(hasattr(mixer, name) for name in ("num_heads", "head_dim", "forget_gate")):  # Kimi Delta Attention
+        return shape, (mixer.num_heads, mixer.head_dim, mixer.head_dim)
     if all(hasattr(mixer, name) for name in ("num_heads", "head_dim", "ssm_state_size")):  # Mamba-2
         return shape, (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
     if any(hasattr(mixer, name) for name in ("A_log", "dt_bias", "ssm_state_size")):
