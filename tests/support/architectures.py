@@ -363,7 +363,7 @@ RECURRENT = (
     "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
     "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba",
 )  # fmt: skip
-"""Names in `RUNS` of hybrid models. Their recurrent state cannot go back to earlier tokens."""
+"""Names in `RUNS` of hybrid models."""
 
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 16,
