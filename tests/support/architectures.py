@@ -430,7 +430,7 @@ RECURRENT = (
     "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
     "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba", "kimi_linear",
 )  # fmt: skip
-"""Names in `RUNS` of hybrid models. Their recurrent state cannot go back to earlier tokens."""
+"""Names in `RUNS` of hybrid models."""
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "kimi_linear")
 """Names in `RUNS` of models with multi-head latent attention."""
