@@ -197,8 +197,7 @@ class Ours:
             adapter = self.runner.adapter
             keys, values = (rows.to(adapter.device, adapter.dtype) for rows in (kv.k, kv.v))
             for sequence in self._batch:
-                sequence.state.on_keys(layer, keys, 0)
-                sequence.state.on_values(layer, values, 0)
+                sequence.state.on_kv(layer, keys, values, 0)
 
     def step(self) -> None:
         """Decode one token of every sequence."""

@@ -153,8 +153,7 @@ def layer_seconds(
         pool.write(sequence.blocks, layer, 0, adapter.k, adapter.v)
         if policy.wants_queries:
             sequence.state.on_queries(layer, adapter.q.expand(-1, BLOCK_SIZE, -1), adapter.k, length - BLOCK_SIZE)
-        sequence.state.on_keys(layer, adapter.k, 0)
-        sequence.state.on_values(layer, adapter.v, 0)
+        sequence.state.on_kv(layer, adapter.k, adapter.v, 0)
     pool.commit(sequence.blocks, length)
     sequence.position, sequence.unlearned = length, 0
     for _ in range(REPEATS):

@@ -246,10 +246,9 @@ class Swap:
         runner = self._runner
         for layer in range(runner.adapter.geometry.layers):
             if layer not in runner.policy.dense_layers:
-                start = 0
+                start, device = 0, runner.adapter.device
                 for rows in runner.pool.runs(sequence.blocks, layer, range(sequence.position)):
-                    sequence.state.on_keys(layer, rows.k.to(runner.adapter.device), start)
-                    sequence.state.on_values(layer, rows.v.to(runner.adapter.device), start)
+                    sequence.state.on_kv(layer, rows.k.to(device), rows.v.to(device), start)
                     start += rows.k.shape[1]
         sequence.unlearned = 0
 

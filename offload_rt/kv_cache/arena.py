@@ -67,9 +67,9 @@ class Arena:
 
         `place` is the index of the layer within a block. Returns when the copy is complete.
         """
-        part = self.view(slab, place, offset, k.shape[1])
-        part.k.copy_(k)
-        part.v.copy_(v)
+        planes = self.planes[slab, place].narrow(2, offset, k.shape[1])
+        planes[:, 0].copy_(k)
+        planes[:, 1].copy_(v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""

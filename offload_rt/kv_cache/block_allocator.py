@@ -49,6 +49,10 @@ class BlockAllocator:
         """Return the reference count of `block`; 0 if it is free."""
         return self._refs[block]
 
+    def exclusive(self, blocks: Iterable[int]) -> bool:
+        """Return whether each of `blocks` has exactly one reference."""
+        return all(self._refs[block] == 1 for block in blocks)
+
     def add_slab(self) -> int:
         start = len(self._refs)
         self._refs.extend([0] * self.slab_blocks)

@@ -139,11 +139,19 @@ class HostPool(BlockSupply):
             blocks.windows[place] = window
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write KV (see `StoredRows.write`) into blocks that are exclusive to this block table."""
-        places = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
-        held = self.blocks_of(blocks, self.groups.group[layer], places)
-        assert all(self._held.refs(block) == 1 for block in held), "write to a shared block: reserve first"
-        super().write(blocks, layer, start, k, v)
+        """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n) in one layer.
+
+        The blocks must be exclusive to this block table. Return when the copy is complete.
+        """
+        stop, done = start + k.shape[1], 0
+        held = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
+        assert self._held.exclusive(held), "write to a shared block: reserve first"
+        if not self.format.exact:
+            k, v = self.format.encode(k), self.format.encode(v)
+        for slab, offset, size in self.spans_of(held, range(start, stop)):
+            own = slice(done, done + size)
+            self._arena.fill(slab, self.groups.place[layer], offset, k[:, own], v[:, own])
+            done += size
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Move KV (see `StoredRows.move`) into a block that is exclusive to this block table."""

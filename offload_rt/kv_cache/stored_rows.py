@@ -52,13 +52,6 @@ class StoredRows:
         lost = self.lost
         return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
-    def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n) in one layer.
-
-        Return when the copy is complete.
-        """
-        self.fill(blocks, layer, start, self.format.encode(k), self.format.encode(v))
-
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v `[Hkv, n, width]`, already encoded, as KV of the tokens [start, start + n) in one layer."""
         done = 0
@@ -106,8 +99,12 @@ class StoredRows:
         if not tokens:  # a sliding-window layer may have no slots for the requested tokens
             return []
         first = tokens.start // BLOCK_SIZE
-        held = self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop)))
-        assert len(held) == blocks_for(tokens.stop) - first
+        return self.spans_of(self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop))), tokens)
+
+    def spans_of(self, held: list[int], tokens: range) -> list[SlotSpan]:
+        """Return the slots of `tokens` in the blocks `held`, which must be the blocks that contain `tokens`."""
+        first = tokens.start // BLOCK_SIZE
+        assert len(held) == -(-tokens.stop // BLOCK_SIZE) - first
         spans = []
         start = tokens.start
         while start < tokens.stop:

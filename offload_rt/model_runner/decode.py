@@ -52,7 +52,9 @@ class DecodeStep:
         """Run all layers and return float32 logits `[B, V]`."""
         adapter, mode, batch = self.adapter, self.mode, self.batch
         last = batch.geometry.layers - 1
-        x = self._through_stages(-1, adapter.embed(self.tokens, self.positions))
+        x = adapter.embed(self.tokens, self.positions)
+        for stage in adapter.stages(-1):
+            x = stage.run(x)
         attend = None if 0 in batch.selecting else mode.fetch_all(0)
         for layer in range(last + 1):
             attention_input = adapter.attention_input(layer, x)
@@ -72,15 +74,11 @@ class DecodeStep:
             residual = adapter.after_attention(layer, x, attend(q))
             if source == "residual":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
-            x = self._through_stages(layer, adapter.mlp(layer, residual))
+            x = adapter.mlp(layer, residual)
+            for stage in adapter.stages(layer):  # decoder layers without attention
+                x = stage.run(x)
             attend = upcoming
         return adapter.logits(x)
-
-    def _through_stages(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Run the decoder layers without attention that follow attention layer `layer` on `x` `[B, D]`."""
-        for stage in self.adapter.stages(layer):
-            x = stage.run(x)
-        return x
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Attend:
         """Start fetching the tokens that `layer` selects with its predicted query.

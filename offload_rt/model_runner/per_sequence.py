@@ -40,8 +40,7 @@ class PerSequenceMode:
             slot, key, value = slots[b], k[:, b : b + 1], v[:, b : b + 1]
             sequence.trace.bytes_to_host += batch.transfer.storage.append(sequence.blocks, layer, slot, key, value)
             if layer in batch.learning:
-                sequence.state.on_keys(layer, key, slot)
-                sequence.state.on_values(layer, value, slot)
+                sequence.state.on_kv(layer, key, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
         """Select tokens with the predicted or true queries q `[H, B, d]` of `layer`, and start fetching their KV."""

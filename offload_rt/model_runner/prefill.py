@@ -260,8 +260,7 @@ def attend_past_kv(
 def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
     """Pass the KV in `rows` to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
-        state.on_keys(layer, rows.k[:, known:], at + known)
-        state.on_values(layer, rows.v[:, known:], at + known)
+        state.on_kv(layer, rows.k[:, known:], rows.v[:, known:], at + known)
 
 
 # Bytes of hidden states, queries and outputs of a segment. With larger segments, earlier KV is read less often, but

@@ -148,7 +148,7 @@ class DecoderAdapter(ModelAdapter):
         return hidden if self._multiplier == 1 else hidden * self._multiplier
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        normed, multiplier = self._layers[layer].attention_input(hidden), self._layers[layer].input_multiplier
+        normed, multiplier = self._layers[layer].before_attention(hidden), self._layers[layer].input_multiplier
         return normed if multiplier == 1 else normed * multiplier
 
     def qkv(
@@ -188,13 +188,12 @@ class DecoderAdapter(ModelAdapter):
         return self._sinks[layer]
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        projected = self._projections[layer].output(attended, self._gate(layer, hidden))
+        projections = self._projections[layer]
+        projected = projections.output(attended, self._gate(layer, hidden) if projections.gated else None)
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
-    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate."""
-        if not self._projections[layer].gated:
-            return None
+    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output gate of tokens with the layer input `hidden`."""
         if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
             return known  # In a decode step, `qkv` has already computed the gate.
         # The query is not used, so it need not be rotated.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from ..errors import ModelError
 from ..kernels.dispatch import rms_norm
 from .weights import attention_of
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
 
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 
@@ -83,24 +86,21 @@ class DecoderLayer:
                 reason="norms",
             )
         refuse_unused(module, own | present)
-        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
-            fused_norm(getattr(module, name)) if name else nn.Identity()
-            for name in (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+        # MiniCPM3 calls the multiplier `residual_scale`.
+        multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
+        self.before_attention, self._before_mlp = (
+            _norm_of(module, n) for n in (norms.before_attention, norms.before_mlp)
+        )
+        self._after_attention, self._after_mlp = (
+            _norm_of(module, name, multiplier) for name in (norms.after_attention, norms.after_mlp)
         )
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))
         if self._parallel and norms.before_mlp is None:
-            self._before_mlp = self._before_attention
-        # MiniCPM3 calls the multiplier `residual_scale`.
-        self._multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
+            self._before_mlp = self.before_attention
         self.input_multiplier = float(getattr(module, "attention_in_multiplier", 1.0))
         self._attention_multiplier = float(getattr(module, "attn_out_multiplier", 1.0))
         self._mixer_multiplier = float(getattr(module, "ssm_out_multiplier", 1.0))
         self.of_experts = hasattr(self._mlp, "experts")
-
-    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input `[T, D]` of the q, k and v projections, computed from the layer's input `[T, D]`."""
-        normed: torch.Tensor = self._before_attention(hidden)
-        return normed
 
     def after_attention(
         self, hidden: torch.Tensor, projected: torch.Tensor, mix: Callable[[Any, torch.Tensor], torch.Tensor]
@@ -111,9 +111,9 @@ class DecoderLayer:
         parallel to the attention, `mix` runs it on the layer's normed input.
         """
         if self._mixer is not None:
-            beside = mix(self._mixer, self.attention_input(hidden)) * self._mixer_multiplier
+            beside = mix(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
             projected = beside + projected * self._attention_multiplier
-        residual = hidden + self._scaled(self._after_attention(projected))
+        residual = hidden + self._after_attention(projected)
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
     def mlp(self, residual: torch.Tensor) -> torch.Tensor:
@@ -124,21 +124,24 @@ class DecoderLayer:
         """Return the output of the MLP that is added to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
-            return self._scaled(self._after_mlp(self._mlp(normed)))
+            return self._after_mlp(self._mlp(normed))
         # A mixture of experts needs an input `[1, T, D]` and may also return router scores.
         out = self._mlp(normed[None])
         mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
         if self._shared_mlp is not None:
             mixed = mixed + self._shared_mlp(normed)
-        return self._scaled(self._after_mlp(mixed))
-
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._multiplier == 1 else x * self._multiplier
+        return self._after_mlp(mixed)
 
 
 def _names(norms: Norms) -> set[str]:
     names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
     return {name for name in names if name}
+
+
+def _norm_of(module: nn.Module, name: str | None, multiplier: float = 1.0) -> Norm:
+    """Return a function that applies the norm `name` of a layer, if it is not None, and multiplies by `multiplier`."""
+    norm = nn.Identity() if name is None else fused_norm(getattr(module, name))
+    return norm if multiplier == 1 else lambda x: norm(x) * multiplier
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -166,7 +169,8 @@ def _is_llama_norm(module: nn.Module) -> bool:
     return (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names) and ours.co_consts == theirs.co_consts
 
 
-Norm = Callable[[torch.Tensor], torch.Tensor]
+_BY_HEAD: Norm = partial(torch.transpose, dim0=0, dim1=1)
+"""Function from `[T, heads, d]` to `[heads, T, d]`."""
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
@@ -212,9 +216,13 @@ class Projections:
             raise ModelError(
                 f"{type(attention).__name__} has none of q_proj, qkv_proj and query_key_value", reason="modules"
             )
-        self._query_norm = self._norm(attention, ("q_norm", "q_layernorm"), heads, used)
-        self._key_norm = self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used)
-        self._norm_after_rotation: Callable[[torch.Tensor], torch.Tensor] | None = getattr(attention, "qk_norm", None)
+        self.gated = self.gated_queries or self._gate is not None
+        """Whether attention outputs are multiplied by an output gate."""
+        self._query_norm = self._padded(self._norm(attention, ("q_norm", "q_layernorm"), heads, used))
+        self._key_norm = self._padded(self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used))
+        self._values_by_head = self._padded(_BY_HEAD)
+        self._norm_after_rotation: Norm | None = getattr(attention, "qk_norm", None)
+        """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
         refuse_unused(attention, used)
         self._check_widths(attention)
 
@@ -224,7 +232,7 @@ class Projections:
             return self.query(x, rotate), *self.key_value(x, rotate)
         q, k, v = self._split(self._q(x))
         q, k = self._turned(self._query_norm(q), rotate), self._turned(self._key_norm(k), rotate)
-        return q, k, self._wide(v.transpose(0, 1))
+        return q, k, self._values_by_head(v)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
@@ -232,11 +240,6 @@ class Projections:
             return self._turned(self._query_norm(self._split(self._q(x))[0]), rotate)
         rows = self._q(x).view(len(x), self.heads, -1)
         return self._turned(self._query_norm(rows[..., : self._key_dim]), rotate)
-
-    @property
-    def gated(self) -> bool:
-        """Whether attention outputs are multiplied by an output gate."""
-        return self.gated_queries or self._gate is not None
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `query` and the output gate, `[T, H, d]` or `[T, H, 1]`, computed from attention inputs `[T, D]`."""
@@ -250,17 +253,18 @@ class Projections:
         if self._split is not None:
             _, k, v = self._split(self._q(x))
         else:
-            k, v = (each(x).view(len(x), self.kv_heads, -1) for each in (self._k, self._v))
+            k = self._k(x).view(len(x), self.kv_heads, -1)
+            v = self._v(x).view(len(x), self.kv_heads, -1)
         k = k if self._key_multiplier == 1 else k * self._key_multiplier
-        return self._turned(self._key_norm(k), rotate), self._wide(v.transpose(0, 1))
+        return self._turned(self._key_norm(k), rotate), self._values_by_head(v)
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return cached keys `[Hkv, n, d]` rotated again. Llama 4's norm has no weight, so it commutes with this."""
         return rotate(k)
 
     def _turned(self, rows: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Pad and rotate queries or keys. Apply Llama 4's norm after the rotation, if any."""
-        rows = rotate(self._wide(rows))
+        """Rotate queries or keys `[heads, T, d]`. Apply Llama 4's norm after the rotation, if any."""
+        rows = rotate(rows)
         return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -272,10 +276,16 @@ class Projections:
         out: torch.Tensor = self._output(attended)
         return out
 
-    def _wide(self, rows: torch.Tensor) -> torch.Tensor:
-        """Pad the last dimension of queries, keys or values with zeros to `head_dim`."""
-        missing = self.head_dim - rows.shape[-1]
-        return F.pad(rows, (0, missing)) if missing else rows
+    def _padded(self, by_head: Norm) -> Norm:
+        """Return `by_head`, followed by padding with zeros to `head_dim` if keys and values have different widths."""
+        if self._key_dim == self._value_dim:
+            return by_head
+
+        def pad(rows: torch.Tensor) -> torch.Tensor:
+            found = by_head(rows)
+            return F.pad(found, (0, self.head_dim - found.shape[-1]))
+
+        return pad
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`: all queries, all keys, all values (Phi-3)."""
@@ -296,7 +306,7 @@ class Projections:
         """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
-            return lambda rows: rows.transpose(0, 1)
+            return _BY_HEAD
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None

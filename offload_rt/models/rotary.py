@@ -88,7 +88,7 @@ def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
     """
     cos, sin = rotation
     width = cos.shape[-1]
-    if layout is HalfSplit and width == x.shape[-1]:
+    if x.is_cuda and layout is HalfSplit and width == x.shape[-1]:
         return rotate_halves(x, cos, sin)
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
     wide = turned.to(torch.promote_types(x.dtype, cos.dtype))
@@ -132,9 +132,8 @@ class Rotary:
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate `x` `[heads, T, d]` to `positions` `[T]`, unless the layer has no rotary positions."""
-        known = None if layer == 0 else self._find(positions)
-        if known is None:
-            known = self._new_entry(positions)
+        held = [] if layer == 0 else [tables for own, tables in self._known if own() is positions]
+        known = held[0] if held else self._new_entry(positions)
         kind = self._kinds[layer]
         if kind is None:
             return x
@@ -145,13 +144,6 @@ class Rotary:
                 cos, sin = (self._layout.spread(table[..., :pairs]) for table in (cos, sin))
             known[kind] = cos, self._layout.signed(sin)
         return rotate(x, known[kind], self._layout)
-
-    def _find(self, positions: torch.Tensor) -> dict[str, Rotation] | None:
-        """Return the cached tables of `positions`, if any."""
-        for held, tables in self._known:
-            if held() is positions:
-                return tables
-        return None
 
     def _new_entry(self, positions: torch.Tensor) -> dict[str, Rotation]:
         """Add an empty entry for `positions` to the cached tables. Drop the oldest entry and those of freed tensors."""

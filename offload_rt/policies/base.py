@@ -5,10 +5,8 @@ scoring keys, accumulated attention or page bounds of its tokens. Forking the se
 sequence, the decode loop calls:
 
     prefill, layer l      state.on_queries(l, q, k, start)      for each prefill chunk
-                          state.on_keys(l, k, 0)                the keys of the prompt
-                          state.on_values(l, v, 0)              the values of the prompt
-    decode, layer l       state.on_keys(l, k, N - 1)            the newest key, before layer l attends
-                          state.on_values(l, v, N - 1)          the newest value
+                          state.on_kv(l, k, v, 0)               the KV of the prompt
+    decode, layer l       state.on_kv(l, k, v, N - 1)           the newest KV entry, before layer l attends
                           state.select(l, q, visible)           as soon as the query from `Policy.query_source` exists
                           state.repair(l, q, visible, sel)      with the layer's true query, before it attends
                           state.merge_approximate(l, q, visible, sel, out, lse)
@@ -81,25 +79,23 @@ class PolicyState:
             start: Token index of the first query in `q`.
         """
 
-    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Observe keys `[Hkv, m, d]` (after RoPE) written to the slots [start, start + m) of the layer's KV cache.
+    def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Observe k (after RoPE) and v, `[Hkv, m, d]` each, of the slots [start, start + m) of the layer's KV cache.
 
-        `start` is the end of the previous call for this layer, or the slot of a token that has been moved or evicted.
+        `start` is at most the end of the previous calls for this layer. If it is lower, the slots get new tokens:
+        their old tokens were moved, evicted, or rejected drafts.
         """
-
-    def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Observe the values `[Hkv, m, d]` of the tokens that were passed to the preceding `on_keys` of this layer."""
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Move the selection data of slot `source` to slot `target`. The token in `target` has been evicted.
 
-        The caller then calls `on_keys` with a new token for `source`. Only called if the policy is `evictable`.
+        The caller then calls `on_kv` with a new token for `source`. Only called if the policy is `evictable`.
         """
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the tokens of `visible.candidates` to fetch for this layer, with the (predicted) query q `[H, d]`.
 
-        All candidates must have been passed to `on_keys`.
+        All candidates must have been passed to `on_kv`.
         """
         raise NotImplementedError
 
@@ -206,7 +202,7 @@ class Policy(Protocol):
     def rule(self) -> Rule | None:
         """Rule that selects tokens for a whole batch with `KeyLists`. If None, each sequence selects separately.
 
-        With a rule, `KeyLists` replace `on_keys` and `select` during decoding, and the numbers of selected tokens stay
+        With a rule, `KeyLists` replace `on_kv` and `select` during decoding, and the numbers of selected tokens stay
         on the device.
         """
         ...

@@ -19,7 +19,7 @@ from .scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
 class OracleState(ScorerState):
     """State of policy "oracle", which reads keys from the pool instead of storing entries."""
 
-    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
+    def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """No-op, because keys are read from the host pool."""
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:

@@ -241,16 +241,18 @@ class ScorerState(PolicyState):
         """Pass the queries q `[H, m, d]` of a prefill chunk to the policy if it sets `wants_queries`."""
         if self._policy.wants_queries and layer not in self._policy.dense_layers:
             known, stop = self._entries.length(layer), start + q.shape[1]
-            self.on_keys(layer, k[:, known:stop], known)
+            self._store(layer, k[:, known:stop], known)
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
-    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Store the scorer's entries of the m tokens from `start` on, computed from their keys k `[Hkv, m, d]`.
+    def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Store the policy's entries of the m tokens from `start` on, computed from their keys k `[Hkv, m, d]`.
 
         Entries that `on_queries` has already stored are kept.
         """
-        if layer in self._policy.dense_layers:
-            return
+        if layer not in self._policy.dense_layers:
+            self._store(layer, k, start)
+
+    def _store(self, layer: int, k: torch.Tensor, start: int) -> None:
         page, stop = self._policy.entries.page, start + k.shape[1]
         self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
         known = self._entries.length(layer)

@@ -123,8 +123,7 @@ def plain_scores(
         layers.append(_Slots(geometry, layer, made, config, KVPart(k, v)))
         if layer not in made.dense_layers:
             state.on_queries(layer, q, k, 0)
-            state.on_keys(layer, k, 0)
-            state.on_values(layer, v, 0)
+            state.on_kv(layer, k, v, 0)
         x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), start))
     found = PlainScore([], [], [], [], [])
     for t in range(start, len(ids) - 1):
@@ -151,8 +150,7 @@ def _step(
         else:
             if moved is not None:
                 state.on_moved(layer, *moved)
-            state.on_keys(layer, k, slots.newest)
-            state.on_values(layer, v, slots.newest)
+            state.on_kv(layer, k, v, slots.newest)
             chosen = _select(state, layer, q[:, 0], q[:, 0] if guess is None else guess, slots)
         out = _attend(loaded, policy, state, layer, q[:, 0], slots, chosen, found)
         residual = adapter.after_attention(layer, x, out.flatten()[None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload_rt.core import ModelGeometry
+from offload_rt.policies.base import PolicyState
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.guess import Correction
 
@@ -46,6 +47,11 @@ def tokens(shape: ModelGeometry, count: int, seed: int = 1) -> tuple[torch.Tenso
     q = torch.randn(shape.layers, shape.heads, count, d, generator=generator, dtype=torch.float64) * 2
     k = torch.randn(shape.layers, shape.kv_heads, count, d, generator=generator, dtype=torch.float64)
     return q, k
+
+
+def pass_keys(state: PolicyState, layer: int, k: torch.Tensor, start: int) -> None:
+    """Pass keys `[Hkv, m, d]` to a state in tests that do not depend on values."""
+    state.on_kv(layer, k, torch.zeros_like(k), start)
 
 
 def no_keys(layer: int, wanted: range) -> torch.Tensor:

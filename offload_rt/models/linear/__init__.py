@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import ModelError
-from .backend import MXFP4, BackendLinear, BitsAndBytes, LinearBackend, TensorLocation, TorchAO, quantization_option
+from .backend import MXFP4, BitsAndBytes, LinearBackend, TensorLocation, TorchAO, quantization_option
 from .dense import DenseCPU
 from .packed import PACKED
 
@@ -30,8 +30,7 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
         backend = next((backend for backend in BACKENDS if backend.takes(module, device)), None)
         if backend is not None:
             backend.pack(module)
-            module.__class__ = BackendLinear
-            cast(BackendLinear, module).backend = backend
+            module.__class__ = backend.layer_class
 
 
 def packing(config: Any) -> str | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -38,22 +37,21 @@ def quantization_option(config: Any, name: str) -> Any:
 
 
 class BackendLinear(nn.Linear):
-    """A linear layer that is computed by a `LinearBackend`. Existing layers are converted by changing their class."""
-
-    backend: LinearBackend
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.backend.linear(self, input)
+    """A linear layer with the weight format of a `LinearBackend`. Its subclasses override `forward`."""
 
 
 class LinearBackend:
     """A weight format of linear layers. This base class is the format of plain weights, which torch computes.
 
     To add a format, override the methods that differ in a new file, and add an instance to `BACKENDS`. A format that
-    computes its own products overrides `takes`, `pack` and `linear`. All its tensors must be parameters of the layer,
-    because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers loads into its
-    own modules sets `method` and overrides `stays_packed`, `can_stream`, `prepare` and `places` if needed.
+    computes its own products overrides `takes` and `pack`, and sets `layer_class`. All its tensors must be parameters
+    of the layer, because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers
+    loads into its own modules sets `method` and overrides `stays_packed`, `can_stream`, `prepare` and `places` if
+    needed.
     """
+
+    layer_class: type[BackendLinear] = BackendLinear
+    """Class of the linear layers with this format. Existing layers are converted by changing their class."""
 
     method = ""
     """Value of `quant_method` in the configurations of checkpoints with this format; "" if there are none."""
@@ -64,10 +62,6 @@ class LinearBackend:
 
     def pack(self, layer: nn.Linear) -> None:
         """Convert the weight of `layer` to this format in place. On the meta device, only sizes are used."""
-
-    def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return the output `[..., out]` of `layer` for input x `[..., in]`."""
-        return F.linear(x, layer.weight, layer.bias)
 
     def stays_packed(self, device: torch.device) -> bool:
         """Return whether the weights of a checkpoint stay packed, or are dequantised when they are loaded."""

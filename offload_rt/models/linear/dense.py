@@ -20,25 +20,31 @@ TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
 
 
-class DenseCPU(LinearBackend):
+class DenseLinear(BackendLinear):
     """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and more rows with torch.
 
     Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows.
     """
 
-    def takes(self, layer: nn.Linear, device: torch.device) -> bool:
-        return device.type == "cpu" and row_products.takes(layer.weight) is not None
-
-    def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        weight = layer.weight  # Modules look up parameters slowly, and a decode step has hundreds of linear layers.
-        if torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
-            return super().linear(layer, x)
-        if x.numel() > row_products.MAX_ROWS * layer.in_features:
-            return product_by_tiles(x, lambda tile, dtype: weight[tile].to(dtype), len(weight), layer.bias)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight  # Modules look up parameters slowly, and a decode step has hundreds of linear layers.
+        if torch.is_grad_enabled() or input.dtype != weight.dtype or not input.numel():
+            return super().forward(input)
+        if input.numel() > row_products.MAX_ROWS * self.in_features:
+            return product_by_tiles(input, lambda tile, dtype: weight[tile].to(dtype), len(weight), self.bias)
         # The owner of the model may have moved the weight, and the C code reads it through its address.
         in_place = weight.is_cpu and weight.is_contiguous()
         code = row_products.code_for(weight.dtype) if in_place else None
-        return super().linear(layer, x) if code is None else code.linear(x, weight, layer.bias)
+        return super().forward(input) if code is None else code.linear(input, weight, self.bias)
+
+
+class DenseCPU(LinearBackend):
+    """Weight format of plain weights on a CPU."""
+
+    layer_class = DenseLinear
+
+    def takes(self, layer: nn.Linear, device: torch.device) -> bool:
+        return device.type == "cpu" and row_products.takes(layer.weight) is not None
 
 
 def product_by_tiles(

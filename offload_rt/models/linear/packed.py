@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,18 @@ from .backend import BackendLinear, LinearBackend
 from .dense import product_by_tiles
 
 
+class PackedLinear(BackendLinear):
+    """A linear layer with packed weights. `order` is only set if the inputs are permuted."""
+
+    form: PackedFormat
+    packed: nn.Parameter
+    order: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        form = self.form
+        return packed_linear(input[..., self.order] if form.permuted else input, self.packed, form, self.bias)
+
+
 class PackedWeights(LinearBackend):
     """Weight format with integer codes and a scale per group of inputs, stored in the layer's parameter `packed`.
 
@@ -23,15 +35,10 @@ class PackedWeights(LinearBackend):
     """
 
     method = "offload-rt"
+    layer_class = PackedLinear
 
     def can_stream(self, config: Any) -> bool:
         return True
-
-    def linear(self, layer: BackendLinear, x: torch.Tensor) -> torch.Tensor:
-        form, packed = cast(PackedFormat, layer.form), cast(torch.Tensor, layer.packed)
-        if form.permuted:
-            x = x[..., cast(torch.Tensor, layer.order)]
-        return packed_linear(x, packed, form, layer.bias)
 
 
 PACKED = PackedWeights()
@@ -96,8 +103,7 @@ def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows:
         module.order = nn.Parameter(order, requires_grad=False)
     del module.weight
     if isinstance(module, nn.Linear):
-        module.__class__ = BackendLinear
-        module.backend = PACKED  # type: ignore[assignment]
+        module.__class__ = PackedLinear
         return
     module.dtype = dtype  # type: ignore[assignment]
     kind = type(module)

@@ -111,10 +111,9 @@ class LowBitRows:
         self.bases, self._layout = bases, layout
         heads = next((own.mean.shape[0] for own in bases.values()), 0)
         self._rows = LayerPages(bases, heads, layout.block_bytes, device)
-        self._wait = device.type == "cpu"
-        self._lengths = dict.fromkeys(bases, 0)
-        self._keys: dict[int, list[torch.Tensor]] = {}
-        self._values: dict[int, list[torch.Tensor]] = {}
+        self._waits = device.type == "cpu"
+        self._waiting: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {layer: [] for layer in bases}
+        """K and V of the newest tokens of each layer, which are not quantised yet."""
 
     @property
     def bytes(self) -> int:
@@ -125,59 +124,44 @@ class LowBitRows:
         return self._rows.nbytes
 
     def length(self, layer: int) -> int:
-        """Return the number of keys of the layer, including keys that wait to be quantised."""
-        return self._lengths.get(layer, 0)
+        """Return the number of tokens of the layer, including tokens that wait to be quantised."""
+        return self._rows.lengths[layer] + len(self._waiting[layer]) if layer in self.bases else 0
 
-    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Write keys k `[Hkv, m, d]` to the slots from `start` on."""
-        known = self._lengths[layer]
-        assert start <= known, f"layer {layer} has {known} keys, not {start}"
-        if self._wait and k.shape[1] == 1 and start == known:
-            self._keys.setdefault(layer, []).append(k)
-            self._lengths[layer] = start + 1
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Write k and v `[Hkv, m, d]` to the slots from `start` on."""
+        waiting = self._waiting[layer]
+        known = self._rows.lengths[layer] + len(waiting)
+        assert start <= known, f"layer {layer} has {known} tokens, not {start}"
+        if not self._waits or k.shape[1] > 1 or start < known:
+            self._quantise_waiting(layer)
+            self._quantise(layer, k, v, start)
             return
-        self._round(layer)
-        self._write(layer, k, start)
+        waiting.append((k, v))
+        if len(waiting) == WAITING:
+            self._quantise_waiting(layer)
 
-    def write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Write values v `[Hkv, m, d]` to the slots from `start` on. Their keys must be written first."""
-        assert start + v.shape[1] <= self._lengths[layer], "keys come before values"
-        if start < self._rows.lengths[layer]:
-            self._write_values(layer, v, start)
-            return
-        values = self._values.setdefault(layer, [])
-        assert start == self._rows.lengths[layer] + len(values)
-        values.append(v)
-        if len(values) >= WAITING:
-            self._round(layer)
+    def _quantise_waiting(self, layer: int) -> None:
+        if waiting := self._waiting[layer]:
+            self._waiting[layer] = []
+            k, v = (torch.cat(rows, dim=1) for rows in zip(*waiting, strict=True))
+            self._quantise(layer, k, v, self._rows.lengths[layer])
 
-    def _round(self, layer: int) -> None:
-        """Quantise the tokens of the layer that have not been quantised yet."""
-        if keys := self._keys.pop(layer, None):
-            start, values = self._rows.lengths[layer], self._values.pop(layer, None)
-            self._write(layer, torch.cat(keys, dim=1), start)
-            if values:
-                self._write_values(layer, torch.cat(values, dim=1), start)
-
-    def _write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        own = self.bases[layer]
-        pages = self.storage(layer, range(start, start + k.shape[1]))
-        for at, rows in _pieces(k, start):
-            turned = skew(rows, own.basis.key).sub_(own.mean.unsqueeze(1))
-            dispatch.store_low_bit(pages, self._layout, turned, at, values=False)
-
-    def _write_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        own = self.bases[layer]
-        pages = self.storage(layer, range(start, start + v.shape[1]))
-        for at, rows in _pieces(v, start):
-            dispatch.store_low_bit(pages, self._layout, rows.to(own.mixing.dtype) @ own.mixing, at, values=True)
+    def _quantise(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Quantise k and v `[Hkv, m, d]` and write them to the pages, in pieces of `PROMPT_KEYS_AT_ONCE` tokens."""
+        own, stop = self.bases[layer], start + k.shape[1]
+        pages = self._rows.reserve(layer, range(start, stop))
+        for first in range(start, stop, PROMPT_KEYS_AT_ONCE):
+            piece = slice(first - start, first - start + PROMPT_KEYS_AT_ONCE)
+            keys = skew(k[:, piece], own.basis.key).sub_(own.mean.unsqueeze(1))
+            dispatch.store_low_bit(pages, self._layout, keys, first, values=False)
+            values = v[:, piece].to(own.mixing) @ own.mixing
+            dispatch.store_low_bit(pages, self._layout, values, first, values=True)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """No-op, because the basis is calibrated and does not depend on the prompt."""
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copy the KV entry in slot `source` to slot `target`."""
-        self._round(layer)
         pages = self.storage(layer, range(target, target + 1))
         [(read, here, _)] = pages.parts(range(source, source + 1))
         [(written, there, _)] = pages.parts(range(target, target + 1))
@@ -193,7 +177,7 @@ class LowBitRows:
     def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
         """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
         if tokens.stop > self._rows.lengths[layer]:
-            self._round(layer)
+            self._quantise_waiting(layer)
         own, pages = self.bases[layer], self._rows.pages(layer)
         return low_bit_query(own.basis.skew_query(q), own.mean, pages, self._layout, tokens)
 
@@ -203,8 +187,7 @@ class LowBitRows:
 
     def storage(self, layer: int, slots: range) -> Pages:
         """Return the pages of the layer for writing to `slots`. Extend the length of the layer to include the slots."""
-        self._round(layer)
-        self._lengths[layer] = max(self._lengths[layer], slots.stop)
+        self._quantise_waiting(layer)
         return self._rows.reserve(layer, slots)
 
     def append_batch(
@@ -257,27 +240,14 @@ class LowBitRows:
 
     def fork(self, tokens: int | None = None) -> LowBitRows:
         """Return a copy-on-write copy of the first `tokens` tokens. None means all tokens."""
-        for layer in list(self._keys):
-            self._round(layer)
+        for layer in self.bases:
+            self._quantise_waiting(layer)
         twin = object.__new__(LowBitRows)
         twin.bases, twin._layout, twin._rows = self.bases, self._layout, self._rows.fork(tokens)
-        twin._lengths = dict(twin._rows.lengths)
-        twin._wait, twin._keys, twin._values = self._wait, {}, {}
+        twin._waits, twin._waiting = self._waits, {layer: [] for layer in self.bases}
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that the pages cover all tokens of every layer and that page holders are consistent."""
+        """Assert that page holders are consistent and that few tokens wait to be quantised."""
         self._rows.check_integrity()
-        for layer, length in self._lengths.items():
-            assert length == self._rows.lengths[layer] + len(self._keys.get(layer, ()))
-        for layer, keys in self._keys.items():
-            assert len(self._values.get(layer, ())) in (len(keys), len(keys) - 1) and len(keys) <= WAITING
-
-
-def _pieces(rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
-    """Split `rows` `[Hkv, m, d]` into pieces of up to `PROMPT_KEYS_AT_ONCE` tokens.
-
-    Return each piece with the slot of its first token.
-    """
-    firsts = range(0, rows.shape[1], PROMPT_KEYS_AT_ONCE)
-    return [(start + first, rows[:, first : first + PROMPT_KEYS_AT_ONCE]) for first in firsts]
+        assert all(len(waiting) < WAITING for waiting in self._waiting.values())

@@ -70,15 +70,10 @@ class InfiniGenState(PolicyState):
         if layer not in self._policy.dense_layers:
             self._keys.observe(layer, q.to(self._policy.keys_device))
 
-    def on_keys(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Skew keys k `[Hkv, m, d]` and write them to the scoring keys from slot `start` on."""
+    def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Write k and v `[Hkv, m, d]` to the scoring keys and the approximate KV from slot `start` on."""
         if layer not in self._policy.dense_layers:
-            self._keys.write(layer, k.to(self._policy.keys_device), start)
-
-    def on_values(self, layer: int, v: torch.Tensor, start: int) -> None:
-        """Write values v `[Hkv, m, d]` to the approximate KV, if it is enabled."""
-        if self._approximate is not None and layer not in self._policy.dense_layers:
-            self._approximate.write_values(layer, v.to(self._policy.keys_device), start)
+            self._keys.write(layer, k.to(self._policy.keys_device), v, start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
         """Copy the scoring key in slot `source` to slot `target`, like the KV of its token."""
@@ -138,7 +133,7 @@ class InfiniGenState(PolicyState):
         most = selection_limit(len(candidates), options.max_fraction) - selection.count
         if most <= 0:
             return None
-        assert self._keys.length(layer) >= visible.all.stop, "on_keys comes before repair"
+        assert self._keys.length(layer) >= visible.all.stop, "on_kv comes before repair"
         estimated = self._keys.scores(layer, q.to(self._policy.keys_device), visible.all)
         scores = capped(estimated, self._policy.geometry.softcap)
         first = visible.all.start

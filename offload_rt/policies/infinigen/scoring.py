@@ -88,7 +88,7 @@ class PartialKeys:
         """Observe the queries `[H, m, d]` of a prefill chunk. They are used if columns are chosen from the prompt."""
         self._columns.observe(layer, q)
 
-    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Skew keys k `[Hkv, m, d]` and store them in the slots from `start` on."""
         assert start <= self.length(layer), f"layer {layer} has {self.length(layer)} keys, not {start}"
         if layer not in self._bases:
@@ -201,7 +201,7 @@ class QuantisedKeys:
     def observe(self, layer: int, q: torch.Tensor) -> None:
         """No-op, because the columns are fixed."""
 
-    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
         known = self.length(layer)

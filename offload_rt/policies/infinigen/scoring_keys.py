@@ -77,8 +77,11 @@ class ScoringKeys(ListedKeys, Protocol):
         """Observe the queries `[H, m, d]` of a prefill chunk."""
         ...
 
-    def write(self, layer: int, k: torch.Tensor, start: int) -> None:
-        """Write keys k `[Hkv, m, d]` to the slots from `start` on. `start` is at most `length(layer)`."""
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Write k `[Hkv, m, d]` to the slots from `start` on. `start` is at most `length(layer)`.
+
+        Approximate KV also stores v `[Hkv, m, d]`, which may be on another device than k.
+        """
         ...
 
     def move(self, layer: int, source: int, target: int) -> None:

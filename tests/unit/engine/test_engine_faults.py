@@ -74,12 +74,12 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list
     assert called or place in ("select", "fork")
 
 
-@pytest.mark.parametrize("method", ["on_keys", "reserve", "accept", "stats"])
+@pytest.mark.parametrize("method", ["on_kv", "reserve", "accept", "stats"])
 def test_only_the_request_that_fails_again_and_again_ends(
     method: str, llm: LLM, alone: list[list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One request raises from a given length on. In a batched decode step, the engine must find out which one."""
-    if method == "on_keys" and llm.config.policy == "full":
+    if method == "on_kv" and llm.config.policy == "full":
         pytest.skip("policy 'full' keeps no state")
     failed: dict[Request, Exception] = {}
     engine = Engine(llm.runner, max_num_seqs=8, on_failure=failed.__setitem__)
@@ -99,14 +99,14 @@ def test_only_the_request_that_fails_again_and_again_ends(
             state: PolicyState = sequence.state
             if not hasattr(state, "is_broken"):
                 state.is_broken = True  # type: ignore[attr-defined]
-                state.on_keys = broken(state.on_keys)  # type: ignore[method-assign]
+                state.on_kv = broken(state.on_kv)  # type: ignore[method-assign]
 
-    if method != "on_keys":
+    if method != "on_kv":
         setattr(culprit, method if method != "stats" else "finish", broken(getattr(culprit, method)))
     while not engine.idle:
         engine.step()
         engine.check_integrity()
-        if method == "on_keys":
+        if method == "on_kv":
             break_state()
     assert list(failed) == [culprit]
     for i, request in enumerate(requests[:3]):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.kernels import causal_cpu, decode_attention, low_bit_cpu, native, row_products
-from offload_rt.models.linear import BackendLinear
+from offload_rt.models.linear.backend import BackendLinear
 
 PROMPT = tiny_prompt(300)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.outputs import completed
-from support.select_models import CPU, as_sets, geometry, no_keys, tokens
+from support.select_models import CPU, as_sets, geometry, no_keys, pass_keys, tokens
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -40,7 +40,7 @@ def test_landmarks_rank_blocks_by_their_mean_key(group: int) -> None:
     q, k = tokens(shape, 100)
     policy = Landmarks(LandmarkOptions(**WINDOW), shape, CPU, torch.float64)
     state = policy.new_state(no_keys)
-    state.on_keys(0, k[0], 0)
+    pass_keys(state, 0, k[0], 0)
     visible = VisibleTokens.of(100, sinks=2, recent=8, window=None)  # candidates: tokens 2 to 91, 12 blocks
     blocks = [range(max(2, i * 8), min(92, i * 8 + 8)) for i in range(12)]
     means = torch.stack([k[0][:, block.start : block.stop].mean(1) for block in blocks], 1)
@@ -58,7 +58,7 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_attended_to() -> None:
     state = SnapKV(options, shape, CPU, torch.float64).new_state(no_keys)
     prompt = q[0, :, :90]
     state.on_queries(0, prompt, k[0, :, :90], 0)
-    state.on_keys(0, k[0, :, 90:], 90)
+    pass_keys(state, 0, k[0, :, 90:], 90)
     observed = prompt[:, 85:90].view(2, 2, 5, -1)
     scores = torch.einsum("hgmd,hnd->hgmn", observed * shape.scales[0], k[0, :, :90])
     later = torch.arange(90) > torch.arange(85, 90).unsqueeze(1)

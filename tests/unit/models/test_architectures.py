@@ -270,7 +270,7 @@ def geometry_with(adapter: DecoderAdapter, **changes: Any) -> None:
 
 def swap_norms(adapter: DecoderAdapter) -> None:
     layer = adapter._layers[1]
-    layer._before_attention, layer._before_mlp = layer._before_mlp, layer._before_attention
+    layer.before_attention, layer._before_mlp = layer._before_mlp, layer.before_attention
 
 
 def unnormed(rows: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     ),
     "positions in a layer that has none": ("smollm3", lambda a: setattr(a._rotary, "_kinds", ("",) * 3), "layer 1"),
     "interleaved rotated as half-split": ("glm4", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
-    "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_multiplier", 1.0), "layer 2"),
+    "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_after_mlp", nn.Identity()), "layer 2"),
     "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
     "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
     "no cap of logits": ("gemma3", lambda a: setattr(a, "_logit_cap", None), "the head"),
@@ -303,7 +303,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no norm of low-rank queries": ("deepseek_v3", lambda a: a._projections[1]._query.pop(1), "layer 1"),
     "the scale of latent keys": ("glm4_moe_lite", lambda a: geometry_with(a, scales=(32**-0.5,) * 3), "layer 0"),
     "latent keys rotated as half-split": ("youtu", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
-    "no multiplier of residuals": ("minicpm3", lambda a: setattr(a._layers[1], "_multiplier", 1.0), "layer 1"),
+    "no multiplier of residuals": ("minicpm3", lambda a: setattr(a._layers[1], "_after_mlp", nn.Identity()), "layer 1"),
     "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
     "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
     "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),

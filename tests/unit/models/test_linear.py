@@ -11,7 +11,8 @@ from support.tiny_models import tiny_checkpoint, tiny_model
 from torch import nn
 
 from offload_rt.kernels import row_products, team
-from offload_rt.models.linear import BackendLinear, dense, use_backends
+from offload_rt.models.linear import dense, use_backends
+from offload_rt.models.linear.backend import BackendLinear
 from offload_rt.models.loading import load_model
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +33,7 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: t
     x = torch.randn(row_products.MAX_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     use_backends(layer, CPU)
-    assert type(layer) is BackendLinear
+    assert type(layer) is dense.DenseLinear
     with torch.inference_mode():
         few = layer(x)
         fewer = [layer(x[:rows]) for rows in range(1, row_products.MAX_ROWS)]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig, SamplingParams
 from offload_rt.models import linear
-from offload_rt.models.linear import LinearBackend
+from offload_rt.models.linear.backend import BackendLinear, LinearBackend
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 from offload_rt.models.weights import layer_bytes
@@ -23,8 +23,16 @@ from offload_rt.planning.device_plan import plan_for
 PROMPT = tiny_prompt(150)
 
 
+class RowInt8Linear(BackendLinear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own: Any = self
+        return nn.functional.linear(input, own.codes * own.scale, own.bias)
+
+
 class RowInt8(LinearBackend):
-    """A weight format in one class: int8 codes with a scale for each output, packed when a checkpoint is loaded."""
+    """A weight format: int8 codes with a scale for each output, packed when a checkpoint is loaded."""
+
+    layer_class = RowInt8Linear
 
     def takes(self, layer: nn.Linear, device: torch.device) -> bool:
         return True
@@ -35,9 +43,6 @@ class RowInt8(LinearBackend):
         del layer.weight
         layer.codes = nn.Parameter((weight / scale).round().to(torch.int8), requires_grad=False)
         layer.scale = nn.Parameter(scale, requires_grad=False)
-
-    def linear(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, layer.codes * layer.scale, layer.bias)
 
 
 @pytest.fixture

@@ -72,21 +72,16 @@ def test_an_estimate_without_rounding_is_full(
     """For any selection, exact and approximate KV together give full attention."""
     # Only models with full-attention layers: all layers of Mistral slide and select nothing.
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    keys: dict[int, torch.Tensor] = {}
-    write, write_values = LowBitRows.write, LowBitRows.write_values
+    write = LowBitRows.write
 
-    def spy(self: LowBitRows, layer: int, k: torch.Tensor, start: int) -> None:
-        keys[layer] = torch.cat((keys[layer][:, :start], k), 1) if start else k.clone()
-        write(self, layer, k, start)
-
-    def spy_values(self: LowBitRows, layer: int, v: torch.Tensor, start: int) -> None:
-        kept[layer] = keys[layer], torch.cat((kept[layer][1][:, :start], v), 1) if start else v.clone()
-        write_values(self, layer, v, start)
+    def spy(self: LowBitRows, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        before = [rows[:, :start] for rows in kept.get(layer, ())] or [k[:, :0], v[:, :0]]
+        kept[layer] = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
+        write(self, layer, k, v, start)
 
     options = {"approximate_kv": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
     llm, prompt = make_llm(name, options), tiny_prompt(150)
     monkeypatch.setattr(LowBitRows, "write", spy)
-    monkeypatch.setattr(LowBitRows, "write_values", spy_values)
     scales = llm.runner.adapter.geometry.scales
     monkeypatch.setattr(InfiniGenState, "merge_approximate", merge_exactly(kept, scales))
     [found] = completed(llm.generate([prompt], GREEDY))

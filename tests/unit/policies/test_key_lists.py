@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.select_models import CPU, artifact, geometry, no_keys, tokens
+from support.select_models import CPU, artifact, geometry, no_keys, pass_keys, tokens
 
 from offload_rt.core import VisibleTokens
 from offload_rt.kernels.selection import select_tokens
@@ -38,7 +38,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
         for states in (alone, batched):
             for state, (q, k), length in zip(states, streams, LENGTHS, strict=True):
                 state.on_queries(layer, q[layer, :, :length], k[layer, :, :length], 0)
-                state.on_keys(layer, k[layer, :, :length], 0)
+                pass_keys(state, layer, k[layer, :, :length], 0)
     lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), 160, CPU)
     for step in range(5):
         places = [length + step for length in LENGTHS]
@@ -49,7 +49,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
         spans = Spans(*numbers, max(places) + 1, max(numbers[2].tolist()))
         for layer in range(shape.layers):
             for state, (_, k), place in zip(alone, streams, places, strict=True):
-                state.on_keys(layer, k[layer, :, place : place + 1], place)
+                pass_keys(state, layer, k[layer, :, place : place + 1], place)
             newest = torch.cat([k[layer, :, place] for (_, k), place in zip(streams, places, strict=True)])
             lists.append(layer, newest, newest, torch.tensor(places).repeat_interleave(shape.kv_heads))
             queries = torch.stack([q[layer, :, place] for (q, _), place in zip(streams, places, strict=True)], 1)

@@ -13,7 +13,7 @@ import torch
 from support.cuda_cells import GRAPHS, captured
 from support.cuda_simulator import Late, Lazy, simulated
 from support.outputs import completed
-from support.select_models import CPU, as_sets, geometry, no_keys, tokens
+from support.select_models import CPU, as_sets, geometry, no_keys, pass_keys, tokens
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
@@ -63,8 +63,8 @@ def test_the_best_scores_within_the_budget_are_selected(name: str, group: int) -
     state = policy.new_state(no_keys)
     visible = VisibleTokens.of(100, sinks=2, recent=8, window=None)
     for layer in range(shape.layers):
-        state.on_keys(layer, k[layer, :, :90], 0)
-        state.on_keys(layer, k[layer, :, 90:], 90)
+        pass_keys(state, layer, k[layer, :, :90], 0)
+        pass_keys(state, layer, k[layer, :, 90:], 90)
         scores = -k[layer].norm(dim=-1)
         if name == "best-query":
             scores = torch.einsum("hgd,hnd->hgn", q[layer, :, 0].view(2, group, -1), k[layer]).amax(1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.select_models import CPU, as_sets, geometry, no_keys, tokens
+from support.select_models import CPU, as_sets, geometry, no_keys, pass_keys, tokens
 from support.tiny_models import tiny_model
 
 from offload_rt import LLM
@@ -76,7 +76,7 @@ def test_oracle_takes_the_true_best(group: int, softcap: float | None, budget: f
 def test_streaming_takes_the_newest(budget: float, device: torch.device) -> None:
     shape = geometry()
     state = Streaming(options(budget), shape, device, torch.float64).new_state(no_keys)
-    state.on_keys(0, torch.zeros(2, TOTAL, 16, device=device), 0)
+    pass_keys(state, 0, torch.zeros(2, TOTAL, 16, device=device), 0)
     visible = visible_of(TOTAL)
     n = count(budget, visible)
     expected = set(range(TOTAL - 8 - n, TOTAL - 8))
@@ -88,7 +88,7 @@ def quest_state(budget: float, shape: ModelGeometry, k: torch.Tensor, page: int)
     state = Quest(chosen, shape, k.device, torch.float64).new_state(no_keys)
     for layer in range(shape.layers):
         for start, stop in ((0, 1), (1, PROMPT), *((t, t + 1) for t in range(PROMPT, k.shape[2]))):
-            state.on_keys(layer, k[layer, :, start:stop], start)
+            pass_keys(state, layer, k[layer, :, start:stop], start)
     state.check_integrity()
     return state
 
@@ -120,12 +120,12 @@ def test_quest_forks_and_bytes() -> None:
     shape = geometry(head_dim=64, layers=1)
     _, k = tokens(shape, 2048)
     state = Quest(QuestOptions(dense_layers=()), shape, CPU, torch.bfloat16).new_state(no_keys)
-    state.on_keys(0, k[0].bfloat16(), 0)
+    pass_keys(state, 0, k[0].bfloat16(), 0)
     # Two bounds per page of 16 keys and values: 1/16 of the KV, plus room to grow.
     assert 1 / 16 <= state.device_bytes / shape.kv_bytes(2048, torch.bfloat16) <= 1.5 / 16
     fork = state.fork(no_keys)
-    fork.on_keys(0, 100 * k[0, :, :1].bfloat16(), 2048)
-    state.on_keys(0, -100 * k[0, :, :1].bfloat16(), 2048)
+    pass_keys(fork, 0, 100 * k[0, :, :1].bfloat16(), 2048)
+    pass_keys(state, 0, -100 * k[0, :, :1].bfloat16(), 2048)
     for each in (state, fork):
         each.check_integrity()
     one, other = (-each._entries.data(0)[:, 128, 64:] for each in (state, fork))
@@ -166,7 +166,7 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
     for layer in range(shape.layers):
         for start, stop in ((0, 40), (40, PROMPT)):
             state.on_queries(layer, q[layer, :, start:stop], k[layer, :, :PROMPT], start)
-        state.on_keys(layer, k[layer, :, :PROMPT], 0)
+        pass_keys(state, layer, k[layer, :, :PROMPT], 0)
     state.check_integrity()
     return state
 
@@ -186,7 +186,7 @@ def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
         dropped: list[set[int]] = [set(), set()]
         for length in range(PROMPT + 1, TOTAL + 1):
             visible = visible_of(length)
-            state.on_keys(layer, k[layer, :, length - 1 : length].to(device), length - 1)
+            pass_keys(state, layer, k[layer, :, length - 1 : length].to(device), length - 1)
             chosen = as_sets(state.select(layer, q[layer, :, 0].to(device), visible).tokens)
             assert chosen == plain.select(visible)
             assert not any(a & b for a, b in zip(chosen, dropped, strict=True))

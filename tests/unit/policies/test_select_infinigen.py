@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.select_models import CPU, artifact, as_sets, geometry, no_keys, tokens
+from support.select_models import CPU, artifact, as_sets, geometry, no_keys, pass_keys, tokens
 
 from offload_rt.core import ModelGeometry, VisibleTokens
 from offload_rt.errors import ArtifactError, ConfigError
@@ -38,9 +38,9 @@ def filled(rule: InfiniGen, q: torch.Tensor, k: torch.Tensor, prompt: int = PROM
     for layer in range(len(k)):
         for start, stop in ((0, prompt // 3), (prompt // 3, prompt)):
             state.on_queries(layer, q[layer, :, start:stop], k[layer, :, :prompt], start)
-        state.on_keys(layer, k[layer, :, :prompt], 0)
+        pass_keys(state, layer, k[layer, :, :prompt], 0)
         for token in range(prompt, k.shape[2]):
-            state.on_keys(layer, k[layer, :, token : token + 1], token)
+            pass_keys(state, layer, k[layer, :, token : token + 1], token)
     state.check_integrity()
     return state
 
@@ -178,9 +178,9 @@ def test_incremental_keys_equal_bulk_keys(scorer: str) -> None:
     rule = policy(shape, torch.float64, scorer=scorer)
     q, k = tokens(shape, 80)
     bulk, single = rule.new_state(no_keys), rule.new_state(no_keys)
-    bulk.on_keys(0, k[0], 0)
+    pass_keys(bulk, 0, k[0], 0)
     for start, stop in ((0, 1), (1, 2), (2, 7), (7, 66), (66, 80)):
-        single.on_keys(0, k[0, :, start:stop], start)
+        pass_keys(single, 0, k[0, :, start:stop], start)
     for wanted in (range(80), range(5, 71), range(78, 79)):
         a, b = (state._keys.scores(0, q[0, :, 3], wanted) for state in (bulk, single))
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # products of other shapes may round differently
@@ -197,8 +197,8 @@ def test_forks_are_independent(options: dict[str, str]) -> None:
     before = state._keys.scores(0, q[0, :, 0], visible.all).clone()
     fork = state.fork(no_keys)
     for token in range(PROMPT, TOTAL):
-        state.on_keys(0, k[0, :, token : token + 1], token)
-        fork.on_keys(0, -k[0, :, token : token + 1], token)
+        pass_keys(state, 0, k[0, :, token : token + 1], token)
+        pass_keys(fork, 0, -k[0, :, token : token + 1], token)
     assert torch.equal(fork._keys.scores(0, q[0, :, 0], visible.all), before)
     new = range(PROMPT, TOTAL)
     assert not torch.allclose(fork._keys.scores(0, q[0, :, 0], new), state._keys.scores(0, q[0, :, 0], new))
@@ -220,7 +220,7 @@ def test_device_bytes(options: dict[str, object], share: float) -> None:
     shape = geometry(layers=1, head_dim=64)
     state = policy(shape, torch.bfloat16, **options).new_state(no_keys)
     _, k = tokens(shape, 2048)
-    state.on_keys(0, k[0].bfloat16(), 0)
+    pass_keys(state, 0, k[0].bfloat16(), 0)
     exact = share if "partial_ratio" not in options else math.floor(float(options["partial_ratio"]) * 64) / 128  # type: ignore[arg-type]
     kv_bytes = shape.kv_bytes(2048, torch.bfloat16)
     # Room to grow is one sixteenth, rounded up to 64 slots.
@@ -233,7 +233,7 @@ def test_half_precision_keys_are_scored_in_float32() -> None:
     q, k = tokens(shape, 64)
     rule = policy(shape, torch.bfloat16, partial_ratio=1.0)
     state = rule.new_state(no_keys)
-    state.on_keys(0, k[0].bfloat16(), 0)
+    pass_keys(state, 0, k[0].bfloat16(), 0)
     scores = state._keys.scores(0, q[0, :, -1].bfloat16(), range(64))
     exact = plain_scores(rule, 0, q[0, :, -1], k, calibrated(rule)).view(2, 2, 64)
     assert scores.dtype == torch.float32

@@ -56,9 +56,9 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     starts: list[int] = []
     write = LowBitRows.write
 
-    def spied(self: LowBitRows, layer: int, k: torch.Tensor, start: int) -> None:
+    def spied(self: LowBitRows, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         starts.append(start)
-        write(self, layer, k, start)
+        write(self, layer, k, v, start)
 
     monkeypatch.setattr(LowBitRows, "write", spied)
     return starts
