@@ -47,7 +47,7 @@ class Pythonic(Scanner):
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Return the keyword arguments of a call, or None if they are not literals with JSON types."""
+    """Parse the keyword arguments of a Python call. Return None if they are not literals of JSON types."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
