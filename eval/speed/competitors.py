@@ -30,7 +30,7 @@ Ask = Callable[[Sequence[int]], Turn]
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Settings of the speed comparison with other runtimes."""
+    """Settings of the comparison with other runtimes."""
 
     contexts: tuple[int, ...] = option((2048, 8192), help="tokens of a prompt, increasing", metavar="2k,8k")
     tokens: int = option(24, help="tokens decoded after each prompt", metavar="N")

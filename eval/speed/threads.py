@@ -137,7 +137,7 @@ def measure_case(case: _Case) -> list[Row]:
 
     config = case.config
     torch.set_num_threads(case.threads)
-    # Without shared prefixes, each policy has its own contiguous KV, as if it ran alone.
+    # Do not share prefixes, so that each policy has its own contiguous KV, as if it ran alone.
     llm = LLM(
         case.model, policy=config.policies[0], dtype=config.dtype, missed_mass_every=0, enable_prefix_caching=False
     )
