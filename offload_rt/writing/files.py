@@ -96,7 +96,7 @@ class TextFile:
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Copy the file, then truncate it at the current position, because the text after it differs from the new one."""
+        """Copy the file, then truncate it at the current position, because the rest differs from the new text."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
