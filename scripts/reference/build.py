@@ -27,8 +27,8 @@ def blocked_causal_attention(
     Maps query `[B, H, N, d]`, key and value `[B, Hkv, N, d]` to `[B, N, H, d]`. Equal to full causal attention up to
     rounding.
     """
-    # On a CPU, the fused kernel of torch is slower, in particular in the backward pass. A plain product would also compute
-    # the masked half above the diagonal.
+    # On a CPU, the fused kernel of torch is slower, in particular in the backward pass. A plain product would also
+    # compute the masked half above the diagonal.
     batch, heads, n, d = query.shape
     groups = heads // key.shape[1]
     query = query * (d**-0.5 if scaling is None else scaling)

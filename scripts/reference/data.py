@@ -1,8 +1,8 @@
 """Training data of the reference models: packed novels, and recall passages generated on the fly.
 
 A recall passage states facts about people, separated by text of the novels, and later asks for every fact once. A
-question repeats the wording of its statement (except in `paraphrase`), so that the model learns to look back rather than
-to rephrase. Batches depend only on the seed and the step.
+question repeats the wording of its statement (except in `paraphrase`), so that the model learns to look back rather
+than to rephrase. Batches depend only on the seed and the step.
 """
 
 from __future__ import annotations
