@@ -16,10 +16,7 @@ KEYS_AT_ONCE = 1024
 """Number of keys that are processed at a time if scores are capped or there are sinks."""
 
 FEW = 128
-"""Up to this number of queries per KV head, all query heads of a group are computed in one call.
-
-This is one or two blocks of the flash kernel.
-"""
+"""Maximum number of queries per KV head for which all query heads of a group are computed in one call."""
 
 
 def attend_causal(

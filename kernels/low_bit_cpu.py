@@ -100,8 +100,8 @@ class NativeQuery:
         code: The compiled code.
         call: Arguments of the C functions, with the addresses of all tensors of this object.
         scores: Scores of the n tokens, `[Hkv, G, n]`, a view of the scores of complete blocks.
-        statistics: Largest score and log-sum-exp of each query, then the same for each part of the tokens, `[2 + 2 *
-            parts, Hkv, G]`.
+        statistics: Statistics `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query over all tokens,
+            then largest score and log-sum-exp over each part of the tokens.
         inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages, kept alive because `call` has their addresses.
     """
 

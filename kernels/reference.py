@@ -14,7 +14,7 @@ CACHED = 8 << 20
 """Size in bytes of keys that still fit in the caches of a processor."""
 
 FEW = 8
-"""Largest number of queries per KV head for which keys larger than the caches are multiplied as k q^T."""
+"""Maximum number of queries per KV head for which products with keys larger than the caches are computed as k q^T."""
 
 
 HALF = (torch.bfloat16, torch.float16)

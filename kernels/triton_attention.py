@@ -25,8 +25,7 @@ PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
 
 _PARTS, LISTED = 16, 256
-"""Number of parts whose outputs the merge reads at a time, and number of parts whose log-sum-exps it reads at a time.
-"""
+"""Numbers of parts of which the merge reads the outputs, and the log-sum-exps, at a time."""
 
 
 @triton.jit

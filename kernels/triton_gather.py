@@ -21,8 +21,8 @@ from .pointer_table import ALIGNED, FIELDS, PointerTable
 PROGRAMS = 32
 """Number of programs per gather.
 
-With blocks of 8 KiB (K and V), they request 256 KiB at a time. A 50 GB/s bus with a latency of 2 us needs 100 KiB in
-flight. `offload-rt eval gpu --part kernels` measures other numbers of programs.
+With blocks of 8 KiB (K and V), the programs request 256 KiB at a time. A 50 GB/s bus with a latency of 2 us needs 100
+KiB in flight. `offload-rt eval gpu --part kernels` measures other numbers of programs.
 """
 
 _BLOCK_BYTES = 1 << 12

@@ -115,7 +115,7 @@ class ModelUnderTest:
     def describe(self, variant: Variant) -> dict[str, Any]:
         """Return the model and variant columns of a result row.
 
-        `provenance_key` identifies the options, defaults and skew artifact of the policy.
+        The column `provenance_key` identifies the options, defaults and skew artifact of the policy.
         """
         policy = self.policy(variant)
         return {

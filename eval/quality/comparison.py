@@ -33,10 +33,7 @@ MAX_SCORED = 256
 """Maximum number of new tokens to compare. Log-probabilities of the whole vocabulary are kept for each token."""
 
 MAX_OTHERS = 17
-"""Number of new tokens that the `OTHERS` in a plot compute.
-
-It suffices for two measurements of missed attention mass.
-"""
+"""Number of new tokens that the policies `OTHERS` decode, enough for two measurements of missed attention mass."""
 
 BINS = 160
 """Number of position ranges (bins) in the plot of the selected positions."""

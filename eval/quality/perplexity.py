@@ -209,7 +209,7 @@ def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: 
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """Add columns `against_infinigen_*`, which compare with `infinigen` at the same budget and dense layers."""
+    """Compare rows with `infinigen` at the same budget and dense layers, in new columns `against_infinigen_*`."""
     for row in rows:
         same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
         mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]

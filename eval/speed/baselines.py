@@ -1,6 +1,6 @@
 """Baselines of the speed benchmark: transformers with each of its caches, and this runtime with each policy.
 
-All baselines decode the same random model and synthetic context. Several sequences have no common prefix.
+All baselines use the same random model and synthetic context. The sequences of a batch share no prefix.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ FIRST = "transformers, DynamicCache"
 """Competitor to which all ratios refer."""
 
 FLOAT32 = "full, float32"
-"""Competitor with whose tokens all others are compared."""
+"""Competitor that generates the reference tokens."""
 
 Turn = Iterator[int]
 """Iterator over greedy tokens, beginning with the first token after the prompt."""

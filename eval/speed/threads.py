@@ -29,7 +29,7 @@ TURN = 3
 """Number of tokens that a policy decodes before the next policy takes its turn."""
 
 WARM_UP = 4
-"""Number of first turns of each policy that are not counted, because `ThreadChoice` makes its measurements in them."""
+"""Number of untimed first turns of each policy, in which `ThreadChoice` makes its measurements."""
 
 _CASE = "import torch, transformers; from offload_rt.eval.speed import threads; threads.run_case()"
 

@@ -32,7 +32,7 @@ LIMIT = 570
 """Timeout in seconds of each program that a part runs."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
-"""Environment variable with which tests run without the packages of this project's extras."""
+"""Environment variable that makes tests run without optional packages."""
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:

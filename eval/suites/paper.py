@@ -84,8 +84,8 @@ SIBLING = PaperSize(
 )
 """Sample sizes for every model except the first.
 
-In the OPT model, the attention of the second layer is spread over as many tokens as in a first layer. Therefore this
-layer is also tested as a dense layer.
+In the OPT model, attention in the second layer is spread over as many tokens as in the first layer of other models.
+Therefore this layer is also tested as a dense layer.
 """
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)

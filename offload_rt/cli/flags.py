@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 POLICY_OPTION = "policy_option_"
-"""Prefix for policy options in the parsed arguments. The engine and a policy both have an option `skew`."""
+"""Prefix of policy options in the parsed arguments, because engine and policies both have an option `skew`."""
 
 COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
 """Fields of `EngineConfig` whose flags come first in `--help`."""
@@ -91,7 +91,7 @@ def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> di
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return the parsed arguments `prefix` + name that the user has set (not None), by name."""
+    """Return {name: value of the parsed argument `prefix` + name} for the arguments that the user has set."""
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 

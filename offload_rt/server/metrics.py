@@ -40,7 +40,7 @@ _TIERS = {
     "disk": "disk_hit_tokens",
     "lost": "lost_tokens",
 }
-"""Maps each tier to the field of `EngineLoad` that counts its tokens.
+"""Field of `EngineLoad` that counts the tokens of each tier.
 
 `_GAUGES` and `_TOTALS` map metric names to (help text, field of `EngineLoad`).
 """

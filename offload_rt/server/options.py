@@ -30,7 +30,7 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 DELIVERY_SECONDS = 2.0
-"""Seconds between `timeout` and the abort of the connection. They allow the server to send the error first."""
+"""Seconds between `timeout` and the abort of the connection, in which the server sends the error."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ LONG = 1 << 18
 """Length in characters above which a text is long. Long texts are tokenized one after another."""
 
 TOKEN_SIZE = 4
-"""Number of characters that a token id counts as when a thread is chosen. A message counts as 16 more token ids."""
+"""Assumed characters per token id when a thread is chosen. A message counts as 16 additional token ids."""
 
 SHORT_THREADS = 2
 """Number of threads for short texts."""

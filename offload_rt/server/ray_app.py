@@ -33,10 +33,10 @@ ENGINE, PROXY = "engine", "proxy"
 """Names of the two Ray deployments."""
 
 MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
-"""Maximum number of running requests per replica of each deployment. The proxy accepts many, because it only waits."""
+"""Maximum number of running requests per replica of each deployment. Requests in the proxy only wait."""
 
 MAX_FOLDERS = 1000
-"""Maximum number of KV folders to try. There are fewer replicas, so if all folders fail, there is another error."""
+"""Maximum number of KV folders to try. It exceeds the number of replicas."""
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}

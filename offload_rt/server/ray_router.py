@@ -9,7 +9,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from .proxy import balance_by_load
 
 MAX_AHEAD = 4
-"""Difference in running requests from which low load is more important than cached prefixes."""
+"""Maximum difference in running requests up to which cached prefixes are more important than low load."""
 
 
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]

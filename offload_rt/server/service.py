@@ -86,7 +86,7 @@ class Service:
             request.state.notes["ignored_fields"] = ignored
 
     def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
-        """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
+        """Return the engine options of a request. Raises RefusedError if its fields cannot be combined."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
             raise bad_request(
                 "exact differs from the server's setting, which requests cannot change: remove it", "exact"

@@ -33,7 +33,7 @@ LOCAL_PATTERNS = (
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPACES = (" ", "Ġ", "▁")
-"""How a space is written in vocabularies: plain, in byte-level BPE, and in SentencePiece."""
+"""Representations of a space in vocabularies: plain, byte-level BPE, SentencePiece."""
 
 
 class CancelledError(Exception):

@@ -86,8 +86,8 @@ class SessionKV:
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises DamagedBlockError if a block on disk is damaged. The next load skips it, so its tokens will be computed
-        again.
+        Raises DamagedBlockError if a block on disk is damaged. The next load skips this block, so that its KV will be
+        computed again.
         """
         if self.loader is None:
             return

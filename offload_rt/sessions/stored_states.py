@@ -18,9 +18,9 @@ from ..storage.policies import recomputation_cost
 from ..storage.saver import WRITE_BUFFER, Saver
 
 DISK_SLACK = 1024
-"""Tokens that may be computed again after a restart, in addition to twice the length of an edit.
+"""Number of tokens that may be computed again after a restart, in addition to twice the length of an edit.
 
-Fewer would need more snapshots, each of which takes as much space as hundreds of tokens.
+A smaller number would need more snapshots. Each takes as much space as the KV of hundreds of tokens.
 """
 
 

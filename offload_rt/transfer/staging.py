@@ -53,7 +53,7 @@ class Staging:
 HELD_BACK = 1 << 20
 """Maximum size in bytes of pending write-backs in decode steps. Above it, the compute stream waits for the oldest ones.
 
-One step never writes this many bytes, so the compute stream only waits for write-backs of earlier steps.
+It exceeds the size of one step's write-backs, so the compute stream only waits for write-backs of earlier steps.
 """
 
 

@@ -127,7 +127,7 @@ class LayerSet:
         return LayerSet(self.table.clone(), self.rows.clone())
 
     def check_integrity(self) -> None:
-        """Assert that no token has two slots in a list, that empty slots have no score, and that all others have."""
+        """Assert that no token has two slots in a list, and that a slot has a score if and only if it has a token."""
         for tokens, scores in zip(self.tokens, self.table.view(torch.float32)[:, :-1, 1], strict=True):
             held = tokens[tokens >= 0]
             assert len(held.unique()) == len(held)

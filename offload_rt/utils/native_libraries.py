@@ -25,8 +25,8 @@ SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
 PAGE_BLOCKS = 8
 """Number of blocks per page of low-bit KV.
 
-A kernel program reads one page, so it looks up one address. 8, 16 and 32 blocks are equally fast on a CPU. With small
-pages, forks copy less: their first write copies half a page on average.
+A kernel program reads one page, so it looks up one address. 8, 16 and 32 blocks are equally fast on a CPU. The first
+write after a fork copies half a page on average, so a small page is better.
 """
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)

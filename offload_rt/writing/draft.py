@@ -14,7 +14,7 @@ from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
 NAMES = {"chapter_tokens": "chapter length"}
-"""Names of settings in messages, where they differ from the names of the fields."""
+"""Names of settings in messages, if they differ from the names of the fields."""
 
 NOT_SUPPORTED = (
     "n",

@@ -31,7 +31,7 @@ class Pythonic(Scanner):
         return True
 
     def _call(self) -> Scan[bool]:
-        """Read one call. If the text is not a call of an offered tool, keep the position in the text."""
+        """Read one call. Return False and keep the position if the text is not a call of an offered tool."""
         yield from self.peek()
         start = self._at
         name = yield from self.read_word()
