@@ -136,9 +136,9 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the bound, which is the first KNOWN digits of the rank-th largest order.
+    """Return the bound: the first KNOWN bytes of the rank-th largest order (an integer that sorts like the score).
 
-    Also return the rank of this order among the orders with the same first digits.
+    Also return the rank of this order among the orders that begin with these bytes.
     """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):

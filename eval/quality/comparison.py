@@ -77,8 +77,8 @@ class Comparison:
     """Results of comparing a generated text with full attention.
 
     Attributes:
-        policy: Statistics of the generation.
-        full: Statistics of the generation by full attention with the same seed.
+        policy: Statistics of the generation with the policy.
+        full: Statistics of the generation with full attention and the same seed.
         full_tokens: Tokens that full attention generated.
         kl: Mean KL(full || policy) of the next-token distributions, in nats.
         top_1: Fraction of positions with the same most probable token.

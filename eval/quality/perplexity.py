@@ -1,6 +1,6 @@
 """Perplexity of a text under each policy.
 
-Every scored token is predicted by a decode step. Windows of the text are compared pairwise with the policy `full`.
+Every scored token is predicted by a decode step. Each window of the text is compared with the same window under `full`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ ROOM = 192
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:
-    """Time and trace decode steps of an 8B shape at each point."""
+    """Time and trace decode steps of an 8B-sized random model at each `TracePoint`."""
     shape = SHAPES[job.size.decode.shape[0]]
     model = shape.model(max(point.context for point in job.size.traced) + 4096, job.device)
     rows: list[dict[str, Any]] = []

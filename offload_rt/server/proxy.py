@@ -24,7 +24,7 @@ PREFIX = 2048
 """Number of characters at the start of a long prompt that determine its replica."""
 
 MIN_PREFIX = 256
-"""Number of characters that determine the replica of a prompt shorter than `PREFIX`. Shorter prompts use any replica."""
+"""Number of characters that determine the replica of a prompt shorter than `PREFIX`. Shorter prompts use any one."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Request fields with the prompt, in all protocols, sorted as in a rendered chat template."""

@@ -156,7 +156,7 @@ class RowLists:
             self._captures, self._captured = False, None
 
     def replayed(self) -> None:
-        """Set the write-back events of the sequences after a graph replay: an event after all queued compute work."""
+        """After a graph replay, set the write-back event of each sequence to an event after all queued compute work."""
         with self._write_back.behind_compute():
             self._set_written(self._write_back.record_event())
 
