@@ -56,8 +56,8 @@ class Scores:
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
     """Copy rows of `rows` `[R, w]` by their indices to out `[P, n, w]`.
 
-    `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. Entries of `out` with other or
-    negative ids stay unchanged. `rows` may be `out` itself if no row is both read and written.
+    `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. All other entries of `out`, and
+    entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
         wanted = (ids[p, :count] >= 0).nonzero().squeeze(1)

@@ -85,9 +85,9 @@ def select(
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of `function` until `forget` is called, because the processor level has changed.
+    """Cache the results of `function` until `forget` is called.
 
-    The processor level tells which instruction sets compiled code may use.
+    The results depend on the processor level: the instruction sets that compiled code may use.
     """
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)

@@ -95,7 +95,7 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide acc by total and store it as the channels of field FIELD in rows [first, first + G) of `outs`."""
+    """Divide acc by total. Store the result in `outs`, rows [first, first + G), from channel FIELD * VALUES on."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])

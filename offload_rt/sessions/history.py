@@ -180,7 +180,7 @@ class History:
         ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
         self.decoded, self.starts = [(run.start, run.stop) for run in ranges], gaps
-        # Sliding windows end at the last gap. If the last computed token is dropped, that gap is at the end.
+        # Sliding windows do not cross gaps. If the last computed token is dropped, they include no kept token.
         follows = kept[-1:] == [self.computed - 1]
         run = len(ranges_of(kept)[-1]) if follows else 0
         self.floor = max(len(kept) - run, sum(token < self.floor for token in kept))

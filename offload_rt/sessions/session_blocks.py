@@ -92,7 +92,7 @@ class SessionBlocks:
             pool.truncate(blocks, 0 if blocks.windows else count * BLOCK_SIZE)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find blocks on disk that continue `blocks`. Return them, and the number of tokens in both together.
+        """Find blocks on disk that continue `blocks`. Return them, and the number of tokens in `blocks` and in them.
 
         The number is chosen so that all sliding-window blocks that the next token attends to are available, and, for
         models with recurrent state, the snapshot of the state after the last token.

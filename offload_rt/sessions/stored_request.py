@@ -83,7 +83,7 @@ class StoredRequest(SampledRequest):
     def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        `untouched` tells that no layer of the prefill was computed, so that the reused KV is unchanged.
+        If `untouched`, the KV of the session is intact, and the prefill has not computed any layer.
         """
 
     @abstractmethod

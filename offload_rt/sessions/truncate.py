@@ -223,7 +223,7 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, and the window blocks that follow the first `known` tokens.
+    """Allocate a block table for `size` tokens. The caller copies the KV of the first `known` tokens into it.
 
     `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
     """

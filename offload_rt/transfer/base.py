@@ -28,8 +28,8 @@ class PrefilledLayer:
         first: Index of the first token in `kv`.
         bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
         bytes_to_host: Size in bytes of the new KV that was written back to the pool.
-        past: KV of the tokens before `first`, as parts in token order. It can be iterated over once. Empty unless KV is
-            on disk, or is read in place and is not contiguous.
+        past: KV of the visible tokens before `first`, as parts in token order. It can be iterated over once. Empty
+            unless KV is on disk, or is read in place and is not contiguous.
     """
 
     kv: KVPart
