@@ -188,7 +188,7 @@ class _SplitPart(KVPart):
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on the CPU. All KV is in the pool only. For resident tokens, only the size is counted."""
+    """`KVStorage` on the CPU. KV is stored only in the pool. Resident KV is counted, but not copied."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
