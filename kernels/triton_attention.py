@@ -25,7 +25,7 @@ PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
 
 _PARTS, LISTED = 16, 256
-"""Numbers of parts of which the merge reads the outputs, and the log-sum-exps, at a time."""
+"""Number of outputs, and number of log-sum-exps, that the merge reads at a time."""
 
 
 @triton.jit

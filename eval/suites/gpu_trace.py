@@ -94,8 +94,8 @@ def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
     Returns:
         "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by
-        stream. "wall": µs from the start of the first kernel to the end of the last one. "link busy": µs in which a
-        kernel or copy uses PCIe. "device busy": µs in which any kernel runs.
+        stream. "wall": µs from the start of the first kernel to the end of the last one. "link busy": µs while a
+        kernel or copy uses PCIe. "device busy": µs while any kernel runs.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -163,7 +163,7 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is a part of its own,
+        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is a separate part
         with these counts.
         """
         ...

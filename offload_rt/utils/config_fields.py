@@ -44,7 +44,7 @@ class Option:
         group: Heading under which commands that run a model list the flag. None if the option is available in Python
             only.
         plans: Whether memory demand depends on the option. If so, the command `info` has the flag.
-        neutral: Value with which the option has no effect. It is left out of KV provenance keys, so that stores of
+        neutral: Value that gives the option no effect. It is left out of KV provenance keys, so that stores of
             versions without the option stay valid.
         stored_name: Name of the field in KV provenance keys, if the field was renamed, else None.
     """
