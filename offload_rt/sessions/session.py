@@ -345,7 +345,7 @@ class Session:
         """Close the session without saving it, and delete it from the store.
 
         Blocks that another session or a prompt without a session name uses are kept. If a response is being streamed,
-        it ends. A session that is already closed is not deleted. Warns if other sessions of the store cannot be read.
+        it ends. A session that is already closed is not deleted. Warns if files of other sessions cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -355,10 +355,7 @@ class Session:
             return Removed()
         with self._closing():
             self.kv.discard()
-            removed = self._store.delete_stored(self.name)
-        if removed.note:
-            warnings.warn(f"session {self.name!r} was deleted; {removed.note}", stacklevel=3)
-        return removed
+            return self._store.delete_stored(self.name)
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
