@@ -1,7 +1,7 @@
-"""Exact causal attention of the newest queries over all keys so far, for prefill chunks and calibration.
+"""Exact causal attention of the newest m queries over all n keys so far, for prefill chunks and calibration.
 
-m queries over n keys take 4 * H * m * n * d floating-point operations. Only a sliding window needs memory beyond inputs
-and output: a mask of up to m * (window + m) entries.
+It takes 4 * H * m * n * d floating-point operations. Only a sliding window needs additional memory: a mask of up to
+m * (window + m) entries.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ KEYS_AT_ONCE = 1024
 """Number of keys that are processed at a time if scores are capped or there are sinks."""
 
 FEW = 128
-"""Up to this number of queries per KV head, all query heads of a group are computed in one call.
-
-This is one or two blocks of the flash kernel.
-"""
+"""Maximum number of queries per KV head for which all query heads of a group are computed in one call."""
 
 
 def attend_causal(
@@ -39,8 +36,8 @@ def attend_causal(
         scale: Factor by which scores q·k are multiplied.
         window: Length of the sliding window in tokens, or None for full attention.
         softcap: Soft cap c: scores s become c tanh(s / c). None disables it.
-        sinks: Learned attention sinks `[H]`: one additional score per head that adds to the denominator of the softmax,
-            without a value.
+        sinks: Learned attention sinks `[H]`: one additional score per head in the denominator of the softmax, without a
+            value.
     """
     heads, m, d = q.shape
     if (library := causal_cpu.takes(q)) is not None:
@@ -61,8 +58,7 @@ def attend_causal(
 def _few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend with few queries q `[Hkv, G, m, d]`. Return `[H, m, d]`.
 
-    Reading K and V dominates the time. The G query heads of a group are computed together, so that K and V are read
-    once.
+    The G query heads of a group are computed together, so that K and V, which dominate the time, are read once.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
@@ -100,8 +96,8 @@ def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
-    """Attend with torch's causal bias object. CUDA flash kernels apply this object without allocating a mask."""
-    # This import takes longer than the import of torch, and CPUs and `info` do not need it.
+    """Attend with torch's causal bias object, which CUDA flash kernels apply without allocating a mask."""
+    # Imported late, because this takes longer than the import of torch, and CPUs and `info` do not need it.
     from torch.nn.attention.bias import causal_lower_right
 
     mask: torch.Tensor = causal_lower_right(q.shape[2], k.shape[2])
@@ -136,8 +132,8 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Attend block by block of keys, with the running maximum and sum of each query (online softmax).
 
-    Supports soft caps and sinks, which torch's attention does not. A sink is the initial maximum, and the initial sum
-    is 1. The temporary memory is two buffers of scores `[H, m, KEYS_AT_ONCE]` in the wider dtype.
+    Supports soft caps and sinks, which torch's attention does not. With a sink, the maximum starts as the sink's score
+    and the sum as 1. Temporary memory: two score buffers `[H, m, KEYS_AT_ONCE]` in the wider dtype.
     """
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)

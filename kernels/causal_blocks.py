@@ -1,8 +1,8 @@
 """Causal attention of many queries whose keys arrive block by block from a disk.
 
-All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Memory in
-addition to the queries: output `[H, m, d]` and log-sum-exp `[H, m]` in float32. The scores of one block are also stored
-if neither `causal.c` nor torch has a kernel that returns output and log-sum-exp.
+All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Output
+`[H, m, d]` and log-sum-exp `[H, m]` are accumulated in float32. If neither `causal.c` nor torch has a kernel that
+returns both, the scores of one block are stored too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BLOCK = 1024
 class BlockedAttention:
     """Attention of queries q `[H, m, d]`, accumulated over blocks of keys.
 
-    Call `add`, in any order, for the blocks that all queries can see. Then call `add_own` once with the last keys,
-    which end with the keys of the m query tokens.
+    Call `add`, in any order, for the blocks that all queries attend to completely. Then call `add_own` once with the
+    last keys, which include the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
@@ -34,7 +34,7 @@ class BlockedAttention:
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend to keys and values `[Hkv, n, d]`, n >= 1, that all queries can see."""
+        """Attend with all queries to all of the keys and values `[Hkv, n, d]`, n >= 1."""
         if self._library is not None:
             self._further(self._library, k, v, causal=False)
             return

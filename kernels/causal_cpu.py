@@ -33,10 +33,10 @@ class _Call(ctypes.Structure):
 
 
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
-    """Return the compiled library for the dtype and head dimension of queries q `[..., d]`, or None.
+    """Return the compiled library for the dtype and head dimension of queries q `[..., d]`.
 
-    The result is None if the dtype or the head dimension is not supported, or if there is no compiled code. It is also
-    None for bfloat16 on a processor with AMX, because torch is faster there.
+    Return None if it cannot be compiled or does not support them, and for bfloat16 on a processor with AMX, because
+    torch is faster there.
     """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
         return None
@@ -75,18 +75,14 @@ def attend_further(
     *,
     causal: bool,
 ) -> None:
-    """Attend with q `[H, m, d]` to additional k, v `[Hkv, n, d]`, n >= 1, and merge the result into `out` and `lse`.
-
-    out `[H, m, d]` and lse `[H, m]` are float32 and updated in place; lse must be contiguous. Before the first call,
-    fill out with 0 and lse with -inf.
+    """Attend to further keys and values, and merge the result into `out` and `lse` in place.
 
     Args:
         library: The result of `takes`.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        out: Attention to the tokens of earlier calls.
-        lse: Log-sum-exp of the scores of earlier calls.
+        q: Queries `[H, m, d]`.
+        k, v: Keys and values `[Hkv, n, d]`, n >= 1.
+        out: Attention to the tokens of earlier calls, float32 `[H, m, d]`. Initially 0.
+        lse: Log-sum-exp of the scores of earlier calls, float32 `[H, m]`, contiguous. Initially -inf.
         scale: Factor by which scores q·k are multiplied.
         softcap: Soft cap of the scores, or None.
         causal: If True, the last m keys belong to the query tokens and are masked causally. If False, every query
@@ -112,7 +108,7 @@ def _attend(
 ) -> None:
     """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Store the result in out `[H, m, d]` and lse `[H, m]`.
 
-    `last_visible` is the index of the last key that query 0 attends to; None means n - m. Each following query attends
+    `last_visible` is the index of the last key that query 0 attends to. None means n - m. Each following query attends
     to one more key. If `begun`, out and lse already contain attention to other keys, and the result is merged into
     them.
     """

@@ -40,7 +40,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class DecodeAttention:
-    """Compiled attention code for one head dimension and one dtype of KV."""
+    """Attention code, compiled for one head dimension and one KV dtype."""
 
     library: ctypes.CDLL
 
@@ -59,10 +59,7 @@ class DecodeAttention:
     def attend_paged(
         self, q: torch.Tensor, rows: PagedRows, scale: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q `[Hkv, G, d]` to KV in blocks of the host pool, without copying KV.
-
-        Return out and lse like `attend`.
-        """
+        """Attend with q `[Hkv, G, d]` to KV in the host pool, without copying it. Return out and lse like `attend`."""
         d, tokens = q.shape[2], rows.tokens.contiguous()
         skipped, step = rows.first * d * rows.k.element_size(), rows.head_rows * d
         sinks, recent = rows.resident
@@ -84,10 +81,10 @@ class DecodeAttention:
         scale: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to n tokens of KV at the memory addresses k and v.
+        """Attend to n tokens whose KV is at the memory addresses k and v.
 
-        `places` has the values of the fields `tokens` to `selected` of `_Call`, and `strides` the values of `k_head` to
-        `v_token`.
+        `places` are the values of the fields `tokens` to `selected` of `_Call`. `strides` are the values of the fields
+        `k_head` to `v_token`.
         """
         (kv_heads, group, d), q = q.shape, q.contiguous()
         per_part = max(MIN_TOKENS, -(-n // (MAX_PARTS * BLOCK)) * BLOCK)

@@ -1,7 +1,7 @@
 """Dispatch each operation of decode steps and prefills to its Triton or its torch implementation.
 
-Triton handles CUDA tensors. torch handles all other devices, float64, and installations without Triton. The modules
-`lists` and `segments` define results and shapes.
+Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. The
+modules `lists` and `segments` define results and shapes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def _compiled(tensor: torch.Tensor) -> bool:
 
 
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return a function that calls `definition`, or its Triton version if positional argument `on` is on CUDA.
+    """Return a function that calls `definition`, or its Triton version if the argument at index `on` is on CUDA.
 
-    The Triton version has the same name in module `triton`. Arguments up to `on` must be passed by position. Argument
-    `on` must not be a tensor of the KV pool, because the pool may be in page-locked host memory.
+    The Triton version is the function of the same name in the module `triton`. Pass arguments up to `on` by position.
+    Argument `on` must not be a tensor of the KV pool, which may be in page-locked host memory.
     """
 
     @wraps(definition)
@@ -56,9 +56,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE: return x times cos plus x with swapped halves times sin, `[heads, T, d]`.
+    """Apply RoPE to x `[heads, T, d]`: return x * cos + (x with swapped halves) * sin.
 
-    x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half.
+    cos and sin are `[1, T, d]`. sin includes the sign of each half.
     """
     module: Any = reference
     if x.is_cuda and _compiled(x) and x.stride(2) == 1 and x.shape[1]:
@@ -92,7 +92,7 @@ merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit"
 
 
 def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
+    """Quantise `rows` `[Hkv, m, d]`, values if `values` and otherwise keys. Store them from slot `start` on."""
     module: Any
     if _compiled(rows):
         from . import triton_low_bit_rows as module

@@ -1,9 +1,9 @@
 """Operations of the decode step on a batch, in torch: the reference implementation of the Triton kernels.
 
-A list is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists; the
-lists of a sequence are adjacent. Lists of a batch differ in length. int32 tensors (`starts`, `stops`, `counts`) mark
-the valid part of each list, so shapes are static and the host never waits. Data that a sequence keeps between steps is
-in one tensor per sequence (`PointerTable`).
+A list is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists, and
+the lists of a sequence are adjacent. The lists of a batch differ in length. int32 tensors (`starts`, `stops`, `counts`)
+tell which part of each list is valid, so that shapes are static and the host never waits. Data that a sequence keeps
+between steps is in one tensor per sequence (`PointerTable`).
 
 Scores and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). An empty list has LSE -inf and
 output 0.
@@ -26,12 +26,13 @@ from .selection import quantised_scores as packed_scores
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of P = B * Hkv lists (one per sequence and KV head), with statistics for S blocks of tokens.
+    """Scores of P = B * Hkv lists (one per sequence and KV head) of N tokens, in S blocks of tokens.
 
     Attributes:
-        scores: Scores `[P, G, N]`; -inf outside the valid tokens of each list.
-        maxima: Largest score of each head in each block, `[P, G, S]`; -inf for a block without valid tokens.
-        sums: Sum of exp(score - maximum) of each head in each block, `[P, G, S]`; 0 for a block without valid tokens.
+        scores: Scores `[P, G, N]`. Tokens that are not valid have the score -inf.
+        maxima: Largest score of each query head in each block, `[P, G, S]`. -inf for a block without valid tokens.
+        sums: Sum of exp(score - maximum) of each query head in each block, `[P, G, S]`. 0 for a block without valid
+            tokens.
     """
 
     scores: torch.Tensor
@@ -40,12 +41,12 @@ class Scores:
 
     @property
     def maximum(self) -> torch.Tensor:
-        """Largest score of each head, `[P, G]`."""
+        """Largest score of each query head, `[P, G]`."""
         return self.maxima.amax(-1)
 
     @property
     def lse(self) -> torch.Tensor:
-        """Log-sum-exp of the scores of each head, `[P, G]`."""
+        """Log-sum-exp of the scores of each query head, `[P, G]`."""
         return torch.logsumexp(self.maxima + self.sums.log(), -1)
 
 
@@ -53,10 +54,10 @@ class Scores:
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy the rows of `rows` `[R, w]` with indices `ids` `[P, n]` (int64) to out `[P, n, w]`.
+    """Copy rows of `rows` `[R, w]` by their indices to out `[P, n, w]`.
 
-    Only the first `counts[p]` rows of each list are copied. The other entries of `out`, and entries with a negative id,
-    stay unchanged. `rows` may be `out` itself if no row is both read and written.
+    `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. All other entries of `out`, and
+    entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
         wanted = (ids[p, :count] >= 0).nonzero().squeeze(1)
@@ -71,11 +72,18 @@ def gather_tokens(
     planes: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Copy K and V of tokens `[P, n]` (int64) from `rows` `[R, w]` to out `[2, P, n, w]`.
+    """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`.
 
-    Only the first `counts[p]` tokens of each list are copied; None copies all. The other entries of `out` stay
-    unchanged. The row index of token t of sequence b is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE`, plus `planes[0,
-    h]` for K or `planes[1, h]` for V of KV head h. bases is int64 `[B, C]` for C blocks, planes is int64 `[2, Hkv]`.
+    The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
+    i = 0 for K and 1 for V.
+
+    Args:
+        rows: The KV pool.
+        tokens: Token indices, int64 `[P, n]`.
+        counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
+        bases: Row at which each of C blocks begins, int64 `[B, C]`.
+        planes: Offset of K and V of each KV head, int64 `[2, Hkv]`.
+        out: Result.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
     at = tokens.reshape(batch, heads * listed)
@@ -89,10 +97,10 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Write the stored K and V `[P, w]` of each sequence's newest token to `rows` `[R, w]`. P = B * Hkv.
+    """Write K and V `[P, w]` of each sequence's newest token to the pool `rows` `[R, w]`. P = B * Hkv.
 
-    The row index for sequence b and KV head h is `newest[b]`, plus `planes[0, h]` for K or `planes[1, h]` for V. newest
-    is int64 `[B]`, planes is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
+    The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
+    `[B]`, `planes` is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
     """
     valid = newest >= 0
     ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
@@ -101,10 +109,10 @@ def write_rows(
 
 
 def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write the newest K and V `[P, d]` of each sequence to the resident KV, at position `places[b]`. P = B * Hkv.
+    """Write K and V `[P, d]` of each sequence's newest token to index `places[b]` of its resident KV. P = B * Hkv.
 
-    The resident KV `kept` of a sequence is on the device, `[2 * Hkv, capacity, d]`: K of all heads, then V of all
-    heads. places is int64 `[B]`. Sequences with negative positions are skipped.
+    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. `places`
+    is int64 `[B]`. Sequences with a negative index are skipped.
     """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
@@ -114,10 +122,10 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places:
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy K and V in slots `[P, n]` (int64) of the sequences' tensors to out `[2, P, n, w]`. P = B * Hkv.
+    """Copy K and V at the indices `slots` of each list to out `[2, P, n, w]`. P = B * Hkv.
 
-    The tensor of a sequence is `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Entries of `out` with a
-    negative slot stay unchanged.
+    `slots` is int64 `[P, n]`. `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of
+    all heads. Entries of `out` with a negative slot stay unchanged.
     """
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
@@ -125,14 +133,14 @@ def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) ->
 
 
 def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows `[2, P, n, w]` to slots `[P, n]` of the sequences' tensors (`gather_slots`). Skip negative slots."""
+    """Copy `rows` `[2, P, n, w]` to the indices `slots` `[P, n]`: the inverse of `gather_slots`."""
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
         own[:, at[valid]] = rows[:, p, valid]
 
 
 def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield K and V `[2, capacity, w]` and the slots `[n]` of each list."""
+    """Yield, for each list, its K and V `[2, capacity, w]` and its slots `[n]`."""
     for p, at in enumerate(slots):
         b, head = divmod(p, table.heads // 2)
         yield table.tensors[b].unflatten(0, (2, -1))[:, head], at
@@ -142,10 +150,10 @@ def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.T
 
 
 def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int = 1) -> torch.Tensor:
-    """Copy the first `rows` rows of each sequence's tensor `[X, n_b, w]` into one tensor `[X * B, rows, w]`.
+    """Copy the first `rows` rows of each list into one tensor `[X * B, rows, w]`.
 
-    A row covers `page` tokens, and X is the number of lists per sequence. Rows beyond the first `counts[b]` tokens (int
-    `[B]`) are 0.
+    `table` has one tensor `[X, n_b, w]` with X lists for each sequence b. A row covers `page` tokens. Rows after the
+    first `counts[b]` tokens are 0 in the result.
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
@@ -155,21 +163,17 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
-    """Write the rows of `entries` `[X * B, rows, w]` back to the tensors `[X, n_b, w]` of the sequences.
-
-    Only rows of the first `counts[b]` tokens are written. A row covers `page` tokens, and X is the number of lists per
-    sequence.
-    """
+    """Write `entries` `[X * B, rows, w]` to the rows of the first `counts[b]` tokens: the inverse of `read_lists`."""
     numbers = (-(-counts // page)).tolist()
     for own, there, count in zip(table.tensors, entries.split(table.heads), numbers, strict=True):
         own[:, : min(count, entries.shape[1])] = there[:, :count]
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the tensors `[X, n_b, w]`.
+    """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
 
-    If the row already covers earlier tokens of the page, the element-wise minimum of the old and the new entry is
-    stored. slots is int64 `[P]`. Lists with negative slots are skipped.
+    If the row already covers earlier tokens, it becomes the element-wise minimum of the old row and the entry. `slots`
+    is int64 `[P]`. Lists with a negative slot are skipped.
     """
     for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
         if slot >= 0:
@@ -183,10 +187,13 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Score queries q `[P, G, r]`, skewed and scaled, with the partial keys `[Hkv, r, N_b]` of each sequence b.
+    """Score skewed and scaled queries with partial keys: the first r columns of skewed keys.
 
-    Keys may have any dtype. Only tokens [start, stop) of each list are valid. `tokens` is the length N of the result,
-    at least the length of the longest list.
+    Args:
+        q: Queries `[P, G, r]`.
+        keys: Partial keys `[Hkv, r, N_b]` of each sequence b, of any dtype.
+        starts, stops: Each list has the valid tokens [start, stop). int32 `[P]`.
+        tokens: Length N of the result, at least the length of the longest list.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
@@ -205,10 +212,11 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score queries q `[P, G, d]`, skewed and scaled, with packed keys int8 `[Hkv, m_b, w]` (`selection.pack`).
+    """Score skewed and scaled queries q `[P, G, d]` with quantised keys.
 
-    Only the first d of the w bytes of a row are used. Sequence b has N_b = m_b * 8 / bits tokens. mean and step `[Hkv,
-    d]` are the same for all sequences. For the other arguments, see `partial_scores`.
+    The keys of sequence b are packed as int8 `[Hkv, m_b, w]` (`selection.pack`), for N_b = m_b * 8 / bits tokens. Only
+    the first d of w bytes are used. `mean` and `step` `[Hkv, d]` are the same for all sequences. For the other
+    arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
@@ -218,9 +226,9 @@ def quantised_scores(
 
 
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Set scores `[P, G, N]` of pages without a token in [start, stop) to -inf, and compute block statistics.
+    """Set the scores of pages without a token in [start, stop) to -inf, and compute block statistics.
 
-    P = B * Hkv lists of N pages. `starts` and `stops` are int32 `[P]`. A page has `page` tokens.
+    `scores` `[P, G, N]` has one score per page of `page` tokens. `starts` and `stops` are int32 `[P]`.
     """
     token = torch.arange(scores.shape[2], device=scores.device) * page
     outside = (token + page <= starts[:, None]) | (token >= stops[:, None])
@@ -244,7 +252,7 @@ def select_tokens(
         found: Scores of all lists.
         starts, stops: Valid tokens of each list, the same for all lists of a sequence.
         kv_heads: Hkv.
-        alpha: Largest distance between a selected score and the maximum of its head.
+        alpha: Largest distance between a selected score and the maximum of its query head.
         limits: int32 `[B]`, the maximum number of tokens of each sequence (`selection_limit`).
         cap: Length of the lists in the result.
 
@@ -317,7 +325,7 @@ def _attend(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace -inf, the LSE of an empty list, by the lowest finite value. Then exp(-inf - lse) is 0 and not NaN."""
+    """Replace -inf, the LSE of an empty list, by the lowest finite value, so that exp(-inf - lse) is 0 and not NaN."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 
@@ -325,10 +333,10 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
-    """Skew the newest key k `[P, d]` of each list and store it as column `slots[p]` (int64 `[P]`) of its partial keys.
+    """Skew the newest key k `[P, d]` of each list and store it as column `slots[p]` of its partial keys.
 
-    The partial keys of a sequence are `[Hkv, r, N_b]`. The basis is `[Hkv, d, r]`, or `[P, d, r]` with one basis per
-    list. Lists with negative slots are skipped.
+    The partial keys of sequence b are `[Hkv, r, N_b]`. `basis` is `[Hkv, d, r]`, or `[P, d, r]` with one basis per
+    list. `slots` is int64 `[P]`. Lists with a negative slot are skipped.
     """
     skewed = _skewed(k, basis).to(keys.dtype)
     every = torch.arange(keys.heads, device=k.device)
@@ -348,9 +356,9 @@ def append_quantised(
 ) -> None:
     """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]` of its packed keys.
 
-    mean and step `[Hkv, r]` define the quantisation levels. The packed keys of a sequence are int8 `[Hkv, m_b, w]`, of
-    which only the first r of w bytes are used. Codes of other tokens in the same bytes do not change. Lists with
-    negative slots are skipped.
+    `mean` and `step` `[Hkv, r]` define the quantisation levels. The packed keys of sequence b are int8 `[Hkv, m_b, w]`,
+    with codes in the first r of w bytes. Codes of other tokens in the same bytes do not change. Lists with a negative
+    slot are skipped.
     """
     fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
     entering = _skewed(k, basis).unsqueeze(1)
@@ -365,10 +373,16 @@ def append_quantised(
 
 
 def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
-    """Multiply queries q `[H, B, d]` of a batch by basis and by `scale`: contiguous `[P, G, r]`, with P = B * Hkv.
+    """Skew the queries q `[H, B, d]` of a batch and multiply them by `scale`.
 
-    basis `[Hkv, d, r]` is shared by all sequences, or `[P, d, r]` has one matrix per sequence and KV head. The result
-    has the dtype of the basis.
+    Args:
+        q: Queries.
+        basis: `[Hkv, d, r]`, the same for all sequences, or `[P, d, r]` with one matrix per list. P = B * Hkv.
+        kv_heads: Hkv.
+        scale: Factor.
+
+    Returns:
+        Contiguous queries `[P, G, r]` in the dtype of the basis.
     """
     batch, d = q.shape[1:]
     grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
@@ -379,5 +393,5 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
 
 
 def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Skew k `[P, d]` to `[P, r]`. List p uses basis p modulo the number of bases."""
+    """Skew k `[P, d]` to `[P, r]`. If there are fewer than P bases, they are reused in turn."""
     return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

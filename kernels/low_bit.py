@@ -1,9 +1,9 @@
 """Low-bit keys and values, and attention over them, in torch: the reference implementation of faster kernels.
 
-A vector `[d]` is stored as d codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step size. Code c stands for `(c
-- (2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is
-clipped. A step chosen by least squares would clip the largest values. Clipping is worse here: rounding errors average
-out in the weighted sum over many tokens, clipping errors do not.
+A vector `[d]` is stored as d codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step size. Code c represents the
+value `(c - (2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no
+value is clipped. A smaller step would have a smaller mean error, but clipping errors do not average out in the weighted
+sum over many tokens, as rounding errors do.
 
 One step per vector is enough because vectors are first multiplied by an orthogonal matrix (`mixing`), which spreads
 large channels over all channels.
@@ -35,8 +35,8 @@ SMALLEST = (127 - 20) << 3
 def mixing(d: int) -> torch.Tensor:
     """Return an orthogonal float64 matrix `[d, d]` whose elements all have small magnitude.
 
-    The matrix is the Kronecker product of a Hadamard matrix and a discrete cosine transform. The size of the first is
-    the largest power of two that divides d, the size of the second is the odd factor of d.
+    It is the Kronecker product of a Hadamard matrix, whose size is the largest power of two that divides d, and a
+    discrete cosine transform, whose size is the odd factor of d.
     """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
@@ -62,10 +62,11 @@ def decode_steps(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x `[..., d]` to packed codes uint8 `[..., d * bits / 8]` and step codes uint8 `[...]`.
+    """Quantise float32 or float64 vectors x `[..., d]`.
 
-    x is float32 or float64. Let w = d * bits / 8. Byte i has the codes of channels i, i + w, i + 2w, and so on. The
-    first code is in its lowest bits.
+    Returns:
+        Packed codes, uint8 `[..., w]` with w = d * bits / 8, and the codes of the steps, uint8 `[...]`. Byte i contains
+        the codes of channels i, i + w, i + 2w, and so on, the first one in the lowest bits.
     """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
@@ -83,7 +84,7 @@ def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the vectors `[..., d]` that packed codes and step codes stand for."""
+    """Return the vectors `[..., d]` that packed codes and step codes represent."""
     levels = unpack_rows(packed, bits).to(dtype) - ((1 << bits) - 1) / 2
     return levels * decode_steps(steps).to(dtype).unsqueeze(-1)
 
@@ -92,7 +93,7 @@ def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype:
 
 
 def packs(head_dim: int, value_bits: int) -> bool:
-    """Return whether a token's 4-bit key and `value_bits`-bit value have a whole number of bytes."""
+    """Return whether a 4-bit key and a `value_bits`-bit value both take a whole number of bytes."""
     return head_dim * KEY_BITS % 8 == 0 and head_dim * value_bits % 8 == 0
 
 
@@ -103,7 +104,7 @@ class Layout:
     Keys are transposed: byte i of all 64 keys is contiguous, because scores of adjacent tokens are computed together.
     Values are stored token by token, because adjacent channels of the output are computed together.
 
-    Blocks are uint8 `[Hkv, blocks, block_bytes]`. The methods return views of their parts, `[Hkv, blocks, 64, ...]`.
+    Several blocks are uint8 `[Hkv, blocks, block_bytes]`. `keys` and `values` return views of them.
     """
 
     head_dim: int
@@ -140,7 +141,7 @@ class Layout:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise `rows` `[Hkv, m, d]` and store them in the slots from `start` on, as values or as keys."""
+    """Quantise `rows` `[Hkv, m, d]`, values if `values` and otherwise keys. Store them from slot `start` on."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
     for blocks, slots, at in pages.parts(range(start, start + rows.shape[1])):
         places = torch.arange(slots.start, slots.stop, device=rows.device)
@@ -154,9 +155,9 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> torch.Tensor:
     """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of `tokens`.
 
-    q is scaled and transformed to the basis of the keys. mean `[Hkv, d]` is the mean that was subtracted from the keys
-    before quantisation. The query is rounded to int8 with one scale per query head (`selection.quantise_query`). The
-    sum over channels is then an exact integer, the same on every device.
+    q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
+    quantisation. The query is rounded to int8 with one scale per query head (`selection.quantise_query`), so the sum
+    over channels is an exact integer, the same on every device.
     """
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
@@ -189,8 +190,8 @@ def approximate_attention(
         softcap: Soft cap of the scores, or None.
 
     Returns:
-        out `[Hkv, G, d]`, in the mixed basis of the values, and lse `[Hkv, G]`, in float32 (float64 for float64
-        inputs). If all tokens are excluded, out is 0 and lse is -inf.
+        out `[Hkv, G, d]`, not yet multiplied by the inverse of `mixing`, and lse `[Hkv, G]`, in float32 (float64 for
+        float64 inputs). If all tokens are excluded, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)

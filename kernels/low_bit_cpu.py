@@ -51,7 +51,7 @@ class _StoreCall(ctypes.Structure):
 
 @native.level_cache
 def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
-    """Return `low_bit.c`, compiled for these shapes. Return None if they are not supported or it cannot be compiled."""
+    """Return `low_bit.c`, compiled for these sizes. Return None if they are not supported or compilation fails."""
     if head_dim % 32:
         return None
     constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
@@ -64,9 +64,9 @@ def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
 
 
 def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> NativeQuery | None:
-    """Score the low-bit KV of `tokens` with q on a CPU (see `LowBitQuery`).
+    """Score the low-bit keys of `tokens` with q on a CPU (see `LowBitQuery`).
 
-    Return None if the C code does not support the dtype or the shapes, or if it cannot be compiled.
+    Return None if the C code does not support the dtype or the shapes, or cannot be compiled.
     """
     heads, group, _ = q.shape
     code = library(layout.head_dim, layout.value_bits) if q.dtype == torch.float32 else None
@@ -91,17 +91,18 @@ def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tok
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery:
-    """`LowBitQuery` in C. One pass over the keys has computed the scores; `merge` sums the weighted values.
+    """`LowBitQuery` in C, with the scores already computed.
 
-    Products of codes are exact integers, so code for any processor with fused multiply-add returns equal results.
-    Softmax weights are rounded to 16 bits: the error is at most 2^-16 of the largest weight among 64 tokens.
+    Products of codes are exact integers, so the results are equal on all processors with fused multiply-add. Softmax
+    weights are rounded to 16 bits. The error is at most 2^-16 of the largest weight among 64 tokens.
 
     Attributes:
         code: The compiled code.
         call: Arguments of the C functions, with the addresses of all tensors of this object.
-        scores: Scores of the n tokens, `[Hkv, G, n]`: a view of the scores of all tokens in their blocks.
-        statistics: `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query, then statistics of parts.
-        inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages. Their addresses are in `call`.
+        scores: Scores of the n tokens, `[Hkv, G, n]`, a view of the scores of complete blocks.
+        statistics: Statistics `[2 + 2 * parts, Hkv, G]`: largest score and log-sum-exp of each query over all tokens,
+            then largest score and log-sum-exp over each part of the tokens.
+        inputs: Queries `[Hkv, G, d]`, mean of the keys, and pages, kept alive because `call` has their addresses.
     """
 
     code: ctypes.CDLL
@@ -126,7 +127,7 @@ class NativeQuery:
         rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to tokens that are not in `skip` (`LowBitQuery.merge`)."""
+        """Merge exact attention with approximate attention to all other tokens (`LowBitQuery.merge`)."""
         call, (heads, group, d) = self.call, self.inputs[0].shape
         blocks, parts = self.scores.stride(1) // BLOCK, len(self.statistics) // 2 - 1
         skip, results = skip.contiguous(), heads * group * parts
@@ -143,7 +144,7 @@ class NativeQuery:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise and pack float32 vectors as `low_bit.store_rows` does, in one pass of C code if it can be compiled."""
+    """Compute `low_bit.store_rows` in one pass of C code, if it can be compiled."""
     code = library(layout.head_dim, layout.value_bits)
     if code is None:
         low_bit.store_rows(pages, layout, rows, start, values=values)

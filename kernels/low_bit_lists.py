@@ -1,7 +1,7 @@
 """Operations on the low-bit KV of a batch, in torch: the reference implementation of the Triton kernels.
 
-A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is in its pages (`pages.py`). All
-sequences use the same basis of queries and keys, mean of keys and mixing of values.
+A list is one KV head of one sequence (see `lists.py`). The low-bit KV of a sequence is in its pages (`pages.py`). The
+basis of queries and keys, the mean of the keys and the mixing matrix of the values are the same for all sequences.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def append_rows(
 ) -> None:
     """Quantise k and v `[P, d]` of the newest token of each list and store them in slot `slots[p]` (int64).
 
-    Keys are multiplied by basis `[Hkv, d, d]`, then mean `[Hkv, d]` is subtracted. Values are multiplied by mixing `[d,
-    d]`. Lists with negative slots are skipped.
+    Keys are multiplied by `basis` `[Hkv, d, d]`, and `mean` `[Hkv, d]` is subtracted. Values are multiplied by `mixing`
+    `[d, d]`. Lists with a negative slot are skipped.
     """
     heads, d = table.heads, k.shape[1]
     keys = skew(k.view(-1, heads, d).transpose(0, 1), basis) - mean.unsqueeze(1)
@@ -52,8 +52,8 @@ def scores(
 ) -> Scores:
     """Score queries q `[P, G, d]` for the tokens [start, stop) of each list. Other tokens get the score -inf.
 
-    q is scaled and transformed to the basis of the keys. mean `[Hkv, d]` is the mean that was subtracted from the keys.
-    `tokens` is the length of the result, at least the length of the longest list.
+    q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
+    quantisation. `tokens` is the length of the result, at least the length of the longest list.
     """
     found = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
@@ -80,10 +80,14 @@ def merge_approximate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    `out` and `lse` are the result of exact attention; they are not changed. Exact attention covers the tokens
-    `chosen[p, :counts[p]]` of list p, in ascending order. Low-bit attention covers all other tokens in [starts[p],
-    stops[p]). `chosen` is int64 `[P, n]`, `counts` is int32 `[P]`. `mixing` is the matrix by which values were
-    multiplied before quantisation. `softcap` caps the scores. For q, mean and tokens, see `scores`.
+    Args:
+        q, mean, layout, table, tokens: See `scores`.
+        mixing: Matrix by which values were multiplied before quantisation, `[d, d]`.
+        starts, stops: Each list attends to the tokens [start, stop), with low-bit KV except for `chosen`.
+        chosen: Tokens that exact attention covers, ascending, int64 `[P, n]`.
+        counts: Number of valid tokens in each list of `chosen`, int32 `[P]`.
+        out, lse: Result of exact attention, not changed.
+        softcap: Soft cap of the scores, or None.
     """
     place = torch.arange(chosen.shape[1], device=q.device)
     skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)

@@ -18,9 +18,9 @@ from .selection import select_tokens
 def low_bit_query(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range
 ) -> LowBitQuery | NativeQuery:
-    """Return an object that scores the low-bit KV of `tokens` and attends to it. For the arguments, see `LowBitQuery`.
+    """Return an object that scores the low-bit KV of `tokens` and attends to it (see `LowBitQuery`).
 
-    The object must not be used after the KV has changed.
+    Do not use the object after the KV has changed.
     """
     if q.device.type == "cpu" and (native := low_bit_cpu.query(q, mean, pages, layout, tokens)) is not None:
         return native
@@ -72,8 +72,8 @@ class LowBitQuery:
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
             skip: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
-            rotations: Matrix `[d, d]` that rotated the values before they were stored, and its inverse.
-            softcap: Soft cap of the model's scores, if any.
+            rotations: Matrix `[d, d]` that the values were multiplied by before quantisation, and its inverse.
+            softcap: Soft cap of the scores, or None.
 
         Returns:
             Merged out and lse.
@@ -90,6 +90,6 @@ class LowBitQuery:
         return PageTable((self.pages,), self.pages.table.unsqueeze(0))
 
     def _repeated(self, *numbers: int) -> torch.Tensor:
-        """Return each number once per KV head, int32 `[numbers, Hkv]` on the device of the query."""
+        """Repeat each number for all KV heads: int32 `[numbers, Hkv]` on the device of the query."""
         counted = torch.tensor(numbers, dtype=torch.int32).unsqueeze(1).expand(-1, len(self.q))
         return to_device(counted.contiguous(), self.q.device)

@@ -56,8 +56,8 @@ def select(
         scores: Float32 scores `[Hkv, G, n]`.
         peak: Largest score of each query, `[Hkv, G]`.
         lse: Log-sum-exp of each query's scores, `[Hkv, G]`, or None if G = 1.
-        alpha: Largest distance between a selected token's score and the peak.
-        limit: Largest number of tokens to select per KV head.
+        alpha: Largest distance between a selected token's score and `peak`.
+        limit: Maximum number of tokens to select per KV head.
 
     Returns:
         Token indices int64 `[Hkv, m]`, ascending. None if the C code is not available.
@@ -116,10 +116,10 @@ def has_tiles() -> bool:
 
 @level_cache
 def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -> ctypes.CDLL | None:
-    """Load `name`.c of this folder, compiled with `constants`. Return None if it is not available for this processor.
+    """Load `name`.c of this folder, compiled with the macros `constants`. Return None if it cannot be compiled.
 
     Raises:
-        RuntimeError: If one of `structures` differs from its definition in C.
+        RuntimeError: One of `structures` differs from its definition in C.
     """
     library = native_libraries.load(name, **constants)
     if library is not None:

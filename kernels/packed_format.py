@@ -27,14 +27,13 @@ class PackedFormat:
         ins: Number of input features, a multiple of 64 (of 128 with 6-bit codes, of `BLOCK` with factors).
         bits: Number of bits per code: 4, 5, 6 or 8.
         group: Number of adjacent inputs that share a scale.
-        has_minima: Whether each group has a minimum. If False, the minimum is `-zero * scale`, where zero is the code
-            that stands for 0.
-        offset: The code that stands for 0 in a format without minima and zeros.
-        has_zeros: Whether each group has its own code that stands for 0, a uint8.
+        has_minima: Whether each group has a minimum. If not, the minimum is `-zero * scale`, where zero is the code of
+            the weight 0.
+        offset: The code of the weight 0 in a format without minima and zeros.
+        has_zeros: Whether each group has its own code of the weight 0, a uint8.
         has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
-        exponent: Power of two that brings the stored scales into the range of float16.
-        permuted: Whether the stored inputs are in another order than the inputs of the linear layer (see
-            `hold_packed`).
+        exponent: Exponent by which stored scales are shifted into the range of float16.
+        permuted: Whether the columns are stored in another order than the inputs of the linear layer (`hold_packed`).
     """
 
     ins: int
@@ -70,12 +69,12 @@ class PackedFormat:
 
     @property
     def minima(self) -> int:
-        """Offset in bytes of the minima or zeros within a row. If a row has neither, the end of its scales."""
+        """Offset in bytes of the minima or zeros within a row, or of the end of the scales if there are none."""
         return self.scales + (1 if self.has_factors else 2) * self.ins // self.group
 
     @property
     def factors(self) -> int:
-        """Offset in bytes of the factors within a row. If a row has no factors, its end."""
+        """Offset in bytes of the factors within a row, or `row_bytes` if there are none."""
         if self.has_minima:
             return 2 * self.minima - self.scales
         return self.minima + (self.ins // self.group if self.has_zeros else 0)
@@ -99,9 +98,9 @@ class PackedFormat:
         return rows
 
     def _split(self, codes: torch.Tensor) -> list[torch.Tensor]:
-        """Split codes into the stored bytes: the lower 4 bits, two codes per byte, then the remaining bits.
+        """Convert codes to bytes: the lower 4 bits of the codes, two per byte, and the remaining bits.
 
-        Codes of 8 bits are stored unchanged.
+        8-bit codes stay unchanged.
         """
         if self.bits == 8:
             return [codes]
@@ -137,10 +136,7 @@ class PackedFormat:
         return found
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights `[out, ins]` of packed `rows` in `dtype`, computed in float32.
-
-        Inputs are in their stored order.
-        """
+        """Return the weights `[out, ins]` of packed `rows` in `dtype`, computed in float32, in the stored order."""
         after, middle = self.factors, (self.factors + self.row_bytes) // 2 if self.has_minima else self.row_bytes
         scales = self._numbers(rows[:, self.scales : self.minima], rows[:, after:middle])
         if self.has_minima:

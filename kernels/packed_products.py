@@ -1,7 +1,7 @@
 """Linear layers with packed weights on a CPU (`packed_products.c`).
 
-For few input rows, the C code multiplies packed weights. For more rows, it unpacks the weights, and torch multiplies
-them.
+For few input rows, the C code multiplies with packed weights directly. For more rows, the C code unpacks the weights,
+and torch multiplies.
 """
 
 from __future__ import annotations

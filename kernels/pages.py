@@ -34,8 +34,8 @@ class Pages:
         tensors: The pages of the sequence, in order.
         addresses: Addresses of the pages, int64 `[pages]` in host memory.
         layer: Index of the layer within a page.
-        origin: The `Pages` of the first layer, which holds the copy of `addresses` on the device for all layers.
-            None for that object itself.
+        origin: The `Pages` of the first layer, whose device copy of `addresses` all layers use. None for the first
+            layer.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -72,10 +72,10 @@ class Pages:
         return self.layer * self.tensors[0].stride(0)
 
     def parts(self, tokens: range) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """Yield the pages that contain `tokens`, all of which must exist.
+        """Yield the pages that contain `tokens`.
 
-        Each item has the blocks of the page `[Hkv, PAGE_BLOCKS, block_bytes]`, the slice of its tokens that are in
-        `tokens`, and the corresponding slice of `tokens`.
+        Each item consists of the blocks of the page `[Hkv, PAGE_BLOCKS, block_bytes]`, the slice of the page's tokens
+        that are in `tokens`, and the corresponding slice of `tokens`.
         """
         at = tokens.start
         while at < tokens.stop:
@@ -90,7 +90,7 @@ class Pages:
 class PageTable:
     """Low-bit KV of one layer of B sequences: Hkv * B lists, where a list is one KV head of one sequence.
 
-    Triton kernels read the table, torch functions read the pages. The caller must keep the two consistent.
+    Triton kernels read `table`, torch functions read `pages`. The caller must keep the two consistent.
 
     Attributes:
         pages: Pages of each sequence, all of one layer and on one device.
@@ -124,17 +124,14 @@ class PageTable:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the memory addresses of tensors, int64 on the host.
-
-    Each tensor, and each block in it, must be aligned for wide loads.
-    """
+    """Return the addresses of page tensors, int64 on the host. Each tensor and its blocks must be aligned."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)
 
 
 def table_of(pages: Sequence[Pages], most: int) -> torch.Tensor:
-    """Return the addresses of the first `most` pages of each sequence: int64 `[B, most]` on the host, padded with 0."""
+    """Return the addresses of the first `most` pages of each sequence, padded with 0. int64 `[B, most]` on the host."""
     table = torch.zeros(len(pages), most, dtype=torch.int64)
     for row, own in zip(table, pages, strict=True):
         known = own.addresses[:most]

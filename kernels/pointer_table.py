@@ -1,7 +1,7 @@
-"""A table of memory addresses, through which kernels find one tensor per sequence of a batch.
+"""A table on the device with the memory addresses of one tensor per sequence of a batch.
 
-Sequences join and leave the batch. Their tensors grow, are copied on write after a fork, and are freed. In all these
-cases, only a small table on the device changes. Tensors are not concatenated, and launch arguments stay the same.
+If sequences join or leave the batch, or if their tensors are reallocated, only the table changes. Tensors need not
+be concatenated, and the launch arguments of kernels stay the same.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ALIGNED = 16
 class PointerTable:
     """One tensor `[X, a, c]` per sequence, for one layer. The last dimension is contiguous.
 
-    The X slices of a sequence are its lists. Triton kernels read the table, torch functions read the tensors. The
-    caller must keep the two consistent.
+    The X slices `[a, c]` of a sequence are its lists, for example one per KV head. Triton kernels read `table`, torch
+    functions read `tensors`. The caller must keep the two consistent.
 
     Attributes:
         tensors: Tensors with equal dtype, device and X.
-        table: Fields of each tensor, int64 `[B, FIELDS]` on the same device.
+        table: Address and strides of each tensor (`entry`), int64 `[B, FIELDS]` on the same device.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -51,7 +51,6 @@ class PointerTable:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the tensors."""
         return self.tensors[0].dtype
 
     @property

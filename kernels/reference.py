@@ -14,7 +14,7 @@ CACHED = 8 << 20
 """Size in bytes of keys that still fit in the caches of a processor."""
 
 FEW = 8
-"""Largest number of queries per KV head for which keys larger than the caches are multiplied as k q^T."""
+"""Maximum number of queries per KV head for which products with keys larger than the caches are computed as k q^T."""
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
             out = torch.empty(*q.shape[:2], k.shape[1], dtype=torch.float32, device=q.device)
         return _half_products(q, k, out).mul_(scale)
     q = q * scale
-    # k q^T reads the keys as a stream. This is only faster for few queries and keys that exceed the caches.
+    # For few queries and keys that exceed the caches, k q^T is faster, because it reads the keys sequentially.
     if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW and k.nbytes >= CACHED:
         product = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
         return product.contiguous() if out is None else out.copy_(product)
@@ -42,7 +42,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
 
 def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return q k^T of half-precision q and k, accumulated in float32 and stored in the float32 tensor `out`."""
-    # Rounding a score of 20 to bfloat16 would change it by about 0.05, and its weight by 5 %.
+    # Scores must not be rounded to bfloat16: a score of 20 would change by about 0.05, and its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
     rows = max(1, WIDENED // (k.shape[2] * k.itemsize))
@@ -61,7 +61,7 @@ def attention_weights(
     is None.
 
     Returns:
-        exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]`.
+        The weights exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]`.
     """
     scores = capped(scaled_scores(q, k, scale), softcap)
     weights = torch.softmax(scores, -1)
@@ -69,7 +69,7 @@ def attention_weights(
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Replace scores s with c tanh(s / c) in place. Without a softcap c, return them unchanged."""
+    """Replace scores s with c tanh(s / c) in place, for c = `softcap`. If it is None, the scores stay unchanged."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -87,8 +87,8 @@ def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over disjoint parts of the keys (Hydragen §3.1, ChunkAttention eq. 2).
 
-    outs `[..., d]` and lses `[...]` are the results of the parts. An empty part has out 0 and lse -inf. Return out and
-    lse of attention over all parts.
+    The result of a part is out `[..., d]` and lse `[...]`. An empty part has out 0 and lse -inf. Return out and lse of
+    attention over all parts.
     """
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, 0)
@@ -110,10 +110,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x times cos plus x with swapped halves times sin, `[heads, T, d]` in the dtype of x.
+    """Apply RoPE to x `[heads, T, d]`: return x * cos + (x with swapped halves) * sin, in the dtype of x.
 
-    x is `[heads, T, d]`, cos and sin are `[1, T, d]`. `sin` includes the sign of each half. The result is computed in
-    the wider of the two dtypes.
+    cos and sin are `[1, T, d]`. sin includes the sign of each half. The result is computed in the wider of the two
+    dtypes.
     """
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     return (wide * cos).add_(wide.roll(x.shape[-1] // 2, dims=-1).mul_(sin)).to(x.dtype)

@@ -49,10 +49,7 @@ class RowProducts:
 
 
 def takes(weight: torch.Tensor) -> RowProducts | None:
-    """Return the code for a weight `[out, in]`.
-
-    Return None if the weight is not supported or there is no compiled code.
-    """
+    """Return the code for a weight `[out, in]`, or None if it is not supported or there is no compiled code."""
     if weight.device.type != "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
     return code_for(weight.dtype)

@@ -1,12 +1,11 @@
 """Decode attention of a batch whose sequences share KV, in torch: the CPU path and the reference of `triton_segments`.
 
-A run is contiguous KV together with the adjacent sequences of the batch that attend to it. ChunkAttention's two phases
-and Hydragen's hierarchy are both expressed as attention over runs. A run of several sequences is one batched product
-with the queries of all of them. The runs of single sequences write their scores into one padded buffer, so that one
-softmax handles all of them.
+A run is contiguous KV together with the adjacent sequences of the batch that attend to it. Both ChunkAttention's two
+phases and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is
+one batched product with all their queries. The scores of all runs of single sequences are in one padded buffer, so that
+one softmax handles them.
 
-The KV of every run is read once. The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for float64
-inputs).
+The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Run:
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the query of each sequence to the KV of all its runs (Hydragen §3.1-3.3, ChunkAttention §3.2).
 
-    q is `[H, B, d]`. The runs of a sequence do not overlap. Each sequence has at least one token in a run of its own;
-    in decoding, this is the newest token.
+    q is `[H, B, d]`. The runs of a sequence do not overlap. At least one token of each sequence, such as the newest
+    one, must be in a run that no other sequence shares.
 
     Returns:
         out `[H, B, d]` and lse `[H, B]`.
@@ -59,14 +58,14 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the queries q `[H, S, d]` of all S sequences of a run. Return out `[H, S, d]` and lse `[H, S]`."""
+    """Attend with the queries q `[H, S, d]` of all S sequences of `run`. Return out `[H, S, d]` and lse `[H, S]`."""
     heads, queries, d = q.shape
     out, lse = attend_part(q.reshape(len(run.k), -1, d), run.k, run.v, scale)
     return out.view(heads, queries, d), lse.view(heads, queries)
 
 
 def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the query of each sequence to its private runs `own[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
+    """Attend with the query of sequence b to its private runs `own[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
     heads, batch, d = q.shape
     kv_heads = len(own[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
@@ -88,7 +87,7 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
 def _attend_padded(
     queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with S sequences to their private runs. Each attends to at most `most` tokens.
+    """Attend with each of S sequences to its private runs, with scores in one padded buffer.
 
     Args:
         queries: Queries `[B, Hkv, G, d]` of the whole batch.

@@ -1,6 +1,6 @@
 """Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
 
-If scores are equal, the token with the lower index is selected first. On a CPU, C code selects the same sets without
+If scores are equal, the token with the lower index is selected first. On a CPU, C code selects the same tokens without
 sorting, if it can be compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
 """
 
@@ -33,8 +33,8 @@ def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Multiply q `[Hkv, G, r]` by keys `[Hkv, r, n]` of any dtype. Return scores `[Hkv, G, n]` in the dtype of q."""
     if keys.dtype == q.dtype:
         return torch.bmm(q, keys)
-    # Convert half-precision keys to the dtype of q one head at a time. A half-precision product is slower on a CPU, and
-    # its rounding error exceeds the difference between the scores of different tokens.
+    # Convert half-precision keys to the dtype of q, one head at a time. A half-precision product is slower on a CPU,
+    # and its rounding error exceeds the differences between scores.
     out = q.new_empty(q.shape[0], q.shape[1], keys.shape[2])
     for head, rows in enumerate(keys):
         torch.mm(q[head], rows.to(q.dtype), out=out[head])
@@ -47,15 +47,15 @@ def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
     """Quantise skewed keys x `[Hkv, m, d]` to uint8 codes `[Hkv, m, d]` from 0 to 2^bits - 1.
 
-    The levels of a column are `step` apart and centred on `mean`, both `[Hkv, d]`. Values beyond the first or last
-    level are clipped.
+    Column j has 2^bits levels at a distance of `step[:, j]`, centred on `mean[:, j]`. Values beyond the first or last
+    level are clipped. `mean` and `step` are `[Hkv, d]`.
     """
     codes = ((x - mean.unsqueeze(1)) / step.unsqueeze(1)).floor_() + (1 << (bits - 1))
     return codes.clamp_(0, (1 << bits) - 1).to(torch.uint8)
 
 
 def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the middle of the interval of each code, `[Hkv, m, d]`, in the dtype of `mean`."""
+    """Return the levels of the codes (see `quantise`), `[Hkv, m, d]`, in the dtype of `mean`."""
     return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
 
 
@@ -81,10 +81,11 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise weights `[Hkv, G, d]` to int8 codes `[Hkv, G, d]` and scale `[Hkv, G, 1]`.
+    """Quantise the weights `[Hkv, G, d]` that multiply the codes of a key.
 
-    The codes are symmetric around 0, with one scale per query head. The rounding error of the query is less than a
-    fifth of the rounding error of int4 keys.
+    Returns:
+        int8 codes `[Hkv, G, d]`, symmetric around 0, and scales `[Hkv, G, 1]`, one per query head. Their rounding error
+        is less than a fifth of that of int4 keys.
     """
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
     return (weights / scale).round_().to(torch.int8), scale
@@ -93,11 +94,11 @@ def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantised_scores(
     q: torch.Tensor, packed: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Score queries q `[Hkv, G, d]`, skewed and scaled, with packed keys int8 `[Hkv, m, d]`. Return `[Hkv, G, f * m]`.
+    """Score skewed and scaled queries q `[Hkv, G, d]` with quantised keys. Return `[Hkv, G, f * m]`.
 
-    A byte has the codes of f = 8 / bits tokens. mean and step `[Hkv, d]` are the arguments of `quantise`. The score
-    with a dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T. The factor q * step is rounded to
-    int8, so the sum over columns is an exact integer, the same on every device.
+    The keys are packed as int8 `[Hkv, m, d]`, with the codes of f = 8 / bits tokens per byte. `mean` and `step` are the
+    arguments of `quantise`. The score with a dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T.
+    The factor q * step is rounded to int8, so the sum over columns is an exact integer, the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
@@ -107,9 +108,9 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int8 weights `[Hkv, G, d]`, a scale and an offset, both `[Hkv, G, 1]`, of each query.
+    """Return int8 weights `[Hkv, G, d]`, a scale `[Hkv, G, 1]` and an offset `[Hkv, G, 1]` for each query.
 
-    The score of a key is scale * (weighted sum of its codes) + offset.
+    The score of a key is scale * (sum of its codes times the weights) + offset.
     """
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
@@ -117,12 +118,12 @@ def _affine(
 
 
 def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dot products of int8 weights `[Hkv, G, d]` with the codes in packed int8 `[Hkv, m, d]`.
+    """Return the dot products of int8 `weights` `[Hkv, G, d]` with the codes of packed keys int8 `[Hkv, m, d]`.
 
-    Each byte contains f = 8 / `bits` codes, of f tokens.
+    Each byte of the keys contains the codes of f = 8 / `bits` tokens.
 
     Returns:
-        Integers below 2^24 in dtype `dtype`, `[Hkv, G, f * m]`.
+        Integers below 2^24 in the dtype `dtype`, `[Hkv, G, f * m]`.
     """
     return torch.bmm(weights.to(dtype), unpack(packed, bits).to(dtype).transpose(1, 2))
 
@@ -130,8 +131,8 @@ def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: tor
 def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Compute `code_sums` on a CPU without unpacking the keys to wider integers.
 
-    Each of the f codes in a byte takes one pass of byte operations and one int8 product. Heads are processed one by one
-    so that their data stays in the cache.
+    Each of the f codes in a byte takes one pass of byte operations and one int8 product. Heads are processed one at a
+    time, so that their data stays in the cache.
     """
     heads, rows, d = packed.shape
     fields = 8 // bits
@@ -139,7 +140,7 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
     for head in range(heads):
-        # Each mask includes one more field than the previous one. The difference of two products is the sum for one
+        # Each mask covers one more field than the previous one, so the difference of two products is the sum of one
         # field.
         below: torch.Tensor | int = 0
         for field in range(fields):
@@ -157,7 +158,7 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
 
 
 def floor_share(share: float, of: int) -> int:
-    """Return share * of, rounded down with a tolerance for binary fractions: 0.3 * 10 gives 3."""
+    """Return share * of, rounded down, with a tolerance for rounding errors: 0.3 * 10 gives 3."""
     return math.floor(share * of + 1e-9)
 
 
@@ -173,9 +174,9 @@ def selection_limit(candidates: int, max_fraction: float) -> int:
 def token_count(passing: int, heads: int, limit: int) -> int:
     """Return how many tokens each KV head of a layer selects (paper §4.3).
 
-    A token passes a query head if its score is near the head's maximum. `passing` counts the passing tokens of all
-    `heads` query heads together. The result is passing / heads, rounded up, and at most `limit`. It is 0 if no token
-    passes, because there are no candidates or their scores are NaN.
+    A token passes a query head if its score is near the head's maximum. `passing` is the sum of the numbers of passing
+    tokens over all `heads` query heads. The result is passing / heads, rounded up, and at most `limit`. It is 0 if
+    there are no candidates or all scores are NaN.
     """
     return min(-(-passing // heads), limit)
 
@@ -183,10 +184,10 @@ def token_count(passing: int, heads: int, limit: int) -> int:
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
     """Combine scores `[Hkv, G, n]` to one score per KV head `[Hkv, n]`: the maximum of log-softmax over the group.
 
-    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If `lse` is None (G = 1), return the scores
-    unchanged.
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If it is None, which requires G = 1, return the
+    scores unchanged.
     """
-    # log-softmax orders tokens in the same way as softmax, and does not underflow.
+    # log-softmax gives the same order as softmax, and does not underflow.
     return scores[:, 0] if lse is None else (scores - lse).amax(1)
 
 
@@ -254,12 +255,13 @@ def select_tokens_reference(
 def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
     """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
-    The missed attention mass is the mean over query heads. Each KV head selects its m best tokens, ranked by their
-    largest softmax weight in the group. m is the smallest number that suffices, at most `most`.
+    The missed attention mass is a mean over all query heads. Each KV head selects the m tokens with the largest softmax
+    weight of any query head of the group. m is the smallest sufficient number, at most `most`.
 
     Args:
         scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
-        attended: Whether each token is already attended, bool `[Hkv, n]`. In each head, at least `most` tokens are not.
+        attended: Whether each token is already attended to, bool `[Hkv, n]`. At least `most` tokens of each head are
+            not.
         max_missed: Largest missed attention mass, in [0, 1].
         most: Largest number of additional tokens per KV head.
 

@@ -1,12 +1,11 @@
 """Distribute the parts of a computation over threads that sleep between calls.
 
-`runner` distributes a C call over a persistent team of threads (`team.c`). A kernel's function `void name(const void
-*call, int64_t part)` computes one part. It may be called for different parts at the same time, and must not start
-threads. Kernels with several stages call the team themselves (`team.h`). `share` distributes a Python function whose
-work releases the GIL, such as torch's matrix products.
+`runner` distributes a C call over a persistent team of threads (`team.c`). A C function `void name(const void *call,
+int64_t part)` computes one part. It must be thread-safe and must not start threads. `share` distributes a Python
+function whose work releases the GIL, such as torch's matrix products.
 
-A decode step runs hundreds of small torch operations. Each is so short that waking OpenMP's threads would take longer
-than the operation. The engine therefore runs torch's own operations on one thread (`torch_on_one_thread`).
+A decode step runs hundreds of torch operations that are shorter than the time to wake OpenMP's threads. The engine
+therefore runs torch's own operations on one thread (`torch_on_one_thread`).
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    # A forked process has no threads and must not use the parent's pool.
+    # The threads of the pool do not exist in a forked process, which therefore needs a new pool.
     os.register_at_fork(after_in_child=_pool.cache_clear)
     return ThreadPoolExecutor(max(1, _processors() - 1), "offload-rt kernel")
 

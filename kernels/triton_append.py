@@ -1,11 +1,10 @@
-"""Append the newest token to the KV and the scoring keys on the device, in Triton.
+"""Append the newest token to the resident KV and the scoring keys on the device, in Triton.
 
-K and V are copied to the resident KV. The key is also skewed. It is then stored as a column of the partial keys, or
-quantised and packed into a byte of the packed keys.
+The skewed key is stored as a column of the partial keys, or quantised and packed into a byte of the packed keys.
 
 Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
 References: `lists.store_resident`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in
-float32, in another order than torch's. A value halfway between two codes may therefore get either code.
+float32, in another order than in torch. A value halfway between two codes may therefore get either code.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def _skewed(
     d: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Return columns `column` of the skewed key of list p in float32.
-
-    A list is one KV head of one sequence.
-    """
+    """Return columns `column` of the skewed key of list p (one KV head of one sequence) in float32."""
     row = tl.arange(0, D)
     key = tl.load(k + p * d + row, mask=row < d, other=0.0).to(tl.float32)
     tile = tl.load(basis + (p % heads) * d * r + row[:, None] * r + column[None, :],
@@ -49,10 +45,7 @@ def _partial(
     k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
     r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Skew the key of list p and store columns [c * COLUMNS, (c + 1) * COLUMNS), in program (p, c).
-
-    A list is one KV head of one sequence.
-    """
+    """Skew the key of list p (a KV head of a sequence). Store COLUMNS columns of it in program (p, c)."""
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, bases, column, r, d, D)
@@ -68,9 +61,9 @@ def _quantised(
     heads: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Skew and quantise the key of list p and pack the codes of column block c, in program (p, c).
+    """Skew and quantise the key of list p (a KV head of a sequence). Pack COLUMNS codes of it in program (p, c).
 
-    A list is one KV head of one sequence. Codes of other tokens in the same bytes do not change.
+    Codes of other tokens in the same bytes do not change.
     """
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -94,10 +87,7 @@ def _keep(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of list p to the resident KV, in program p.
-
-    A list is one KV head of one sequence.
-    """
+    """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)

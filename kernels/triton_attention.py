@@ -1,12 +1,12 @@
 """Sparse decode attention with grouped queries in Triton, and the merge of parts by their log-sum-exp.
 
 A list is the KV of one KV head of one sequence. Each key and value vector is read once for all G query heads of its
-group. Every list is cut into pieces, so that even one sequence occupies all multiprocessors. The results of the pieces
-are merged.
+group. Every list is split into pieces, so that even one sequence occupies all multiprocessors. The results of the
+pieces are merged.
 
-Products of half-precision KV are exact in float32. The softmax weights are rounded to the dtype of the KV before the
-second product, except under the interpreter, whose half-precision products are wrong. Apart from float32 rounding, the
-error of the output is at most 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
+Products of half-precision numbers are exact in float32. The softmax weights are rounded to the dtype of the KV before
+the second product, except under Triton's interpreter, whose half-precision products are wrong. Apart from float32
+rounding, the error of the output is at most 2^-9 (bf16) or 2^-12 (fp16) times the largest |v| of the list. References:
 `lists.attend_counted`, `reference.merge_lse`.
 """
 
@@ -25,8 +25,7 @@ PIECE_ROWS = 256
 """Number of KV vectors per piece. One program computes one piece."""
 
 _PARTS, LISTED = 16, 256
-"""Number of parts whose outputs the merge reads at a time, and number of parts whose log-sum-exps it reads at a time.
-"""
+"""Number of outputs, and number of log-sum-exps, that the merge reads at a time."""
 
 
 @triton.jit
@@ -37,9 +36,11 @@ def attend_rows(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attend with queries `[QUERIES, D]` to rows [begin, stop), with an online softmax.
 
-    The rows start at k and v and are `k_row` and `v_row` elements apart. Returns the largest score and the sum of
-    exp(score - largest) of each query, both `[QUERIES]`; -inf and 0 if there are no rows. The third result is the sum
-    of the values weighted by these exponentials, `[QUERIES, D]`.
+    The rows begin at k and v and are `k_row` and `v_row` elements apart.
+
+    Returns:
+        The largest score of each query `[QUERIES]` (-inf if there are no rows), its sum of exp(score - largest)
+        `[QUERIES]`, and the sum of the values weighted by these exponentials `[QUERIES, D]`.
     """
     column = tl.arange(0, D)
     if WIDEN:
@@ -72,7 +73,7 @@ def store_part(
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
 
-    The lse is always stored. The output is stored only if the part has KV vectors (`some`).
+    The lse is always stored. The output is stored only if `some`: if the part has KV vectors.
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
@@ -89,10 +90,9 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s).
+    """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p (one KV head of one sequence), in program (p, s).
 
-    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless the piece has no
-    valid rows.
+    Stores the lse of part s, and its output `[G, d]` unless the piece has no valid rows.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -111,8 +111,7 @@ def peak_and_sum(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
 
-    LISTED is the number of parts that are read at a time. It is a constant, so that no kernel is compiled again for
-    longer contexts.
+    LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):
@@ -148,7 +147,7 @@ def _merge(
 
 
 def steps(d: int, itemsize: int) -> dict[str, int]:
-    """Return the number of rows per loop step, and the number of steps that the compiler loads ahead.
+    """Return the kernel arguments for rows per loop step, and for the number of steps that are loaded ahead.
 
     A matrix product needs at least 16 rows. If 16 rows exceed `_STEP_BYTES`, fewer steps are loaded ahead.
     """
@@ -182,9 +181,9 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Compute `attend_counted` without the merge. Each part is a piece of PIECE_ROWS KV vectors.
+    """Compute `attend_counted` for pieces of PIECE_ROWS KV vectors, without the merge.
 
-    Writes the float32 results outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
+    Writes float32 outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
     """
     (lists, group, d), listed = q.shape, k.shape[1]
     assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)

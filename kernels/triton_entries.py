@@ -1,7 +1,7 @@
 """Read, write and append the entries that scoring policies store for each token or page, in Triton.
 
-The entries of a sequence are in one tensor (`PointerTable`). A list is the part of one KV head. One program handles a
-tile of one list. References: `lists.read_lists`, `lists.write_lists`, `lists.append_entries`, `lists.mask_scores`.
+The entries of a sequence are in one tensor (`PointerTable`), with one list per KV head. References: `lists.read_lists`,
+`lists.write_lists`, `lists.append_entries`, `lists.mask_scores`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _copy(
 ) -> None:  # fmt: skip
     """Copy rows [i * ROWS, (i + 1) * ROWS) of list p between `lists` and the sequence's tensor, in program (p, i).
 
-    A list is one KV head of one sequence. Only rows of the first `counts[b]` tokens are copied. When reading, later
-    rows are set to 0.
+    With WRITE, copy to the tensor, otherwise to `lists`. Only rows of the first `counts[b]` tokens are copied. Later
+    rows of `lists` become 0.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -49,10 +49,9 @@ def _append(
     entries: tl.tensor, table: tl.tensor, slots: tl.tensor, heads: tl.tensor,
     w: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the newest entry of list p, in program p.
+    """Store the newest entry of list p (one KV head of one sequence), in program p.
 
-    A list is one KV head of one sequence. If the page of the newest token has earlier tokens, the element-wise minimum
-    of the old and the new entry is stored.
+    If the page of the newest token has earlier tokens, the element-wise minimum of the old and the new entry is stored.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS
@@ -70,10 +69,7 @@ def _within(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i).
-
-    A list is one KV head of one sequence.
-    """
+    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i)."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     real = (head < G)[:, None] & (token < tokens)[None, :]

@@ -1,12 +1,12 @@
 """Gather and write rows of the KV pool in Triton. Row indices stay on the device.
 
-The rows are in page-locked host memory, which the device reads and writes in place, or in device memory. Each valid row
+The rows are in device memory, or in page-locked host memory, which the device reads and writes in place. Each valid row
 is transferred once and written to device memory once. Its index adds 8 bytes of traffic. Rows are copied as integer
 words, so one kernel handles any format and width (quantised rows have odd widths).
 
-A gather has just enough programs to saturate the host-to-device bus. Each program copies several blocks of rows. The
-remaining multiprocessors are free for concurrent computation. References: `lists.gather_rows`, `lists.gather_tokens`,
-`lists.write_rows`, `lists.gather_slots`, `lists.scatter_slots`.
+A gather has just enough programs to saturate the PCIe bus, so that the other multiprocessors are free for concurrent
+computation. References: `lists.gather_rows`, `lists.gather_tokens`, `lists.write_rows`, `lists.gather_slots`,
+`lists.scatter_slots`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .pointer_table import ALIGNED, FIELDS, PointerTable
 PROGRAMS = 32
 """Number of programs per gather.
 
-With blocks of 8 KiB (K and V), they request 256 KiB at a time. A 50 GB/s bus with a latency of 2 us needs 100 KiB in
-flight. `offload-rt eval gpu --part kernels` measures other numbers of programs.
+With blocks of 8 KiB (K and V), the programs request 256 KiB at a time. A 50 GB/s bus with a latency of 2 us needs 100
+KiB in flight. `offload-rt eval gpu --part kernels` measures other numbers of programs.
 """
 
 _BLOCK_BYTES = 1 << 12
@@ -38,8 +38,8 @@ def _gather(
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy rows by index, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK rows each."""
-    # WORDS is the number of words per row. It is a constant, so that the compiler knows the alignment of rows and uses
-    # 16-byte loads if possible.
+    # The number of words per row is a constant, so that the compiler knows the alignment of rows and uses 16-byte loads
+    # if possible.
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
         p, at = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def _gather_tokens(
 ) -> None:  # fmt: skip
     """Copy K and V of tokens, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
-    Without COUNTED, all tokens are valid.
+    If COUNTED, only the first `counts[p]` tokens of each list are valid.
     """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):
@@ -86,10 +86,7 @@ def _write(
     rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write K and V of list p to their rows, in program p.
-
-    A list is one KV head of one sequence.
-    """
+    """Write K and V of list p (one KV head of one sequence) to their rows, in program p."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
@@ -106,14 +103,14 @@ def _slots(
 ) -> None:  # fmt: skip
     """Copy K and V of entries [i * BLOCK, (i + 1) * BLOCK) of list p from their slots, in program (p, i).
 
-    A list is one KV head of one sequence. With PUT, the entries are copied to the slots instead.
+    A list is one KV head of one sequence. If PUT, copy the entries to the slots instead.
     """
     p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
     slot = tl.load(slots + p * listed + at, mask=at < listed, other=-1)
     mask = (slot >= 0)[:, None] & (column < WORDS)[None, :]
     own = tl.load(table + p // heads * _FIELDS).to(tl.pointer_type(rows.dtype.element_ty))
-    own = tl.multiple_of(own, ALIGN)  # after the cast, which drops the hint
+    own = tl.multiple_of(own, ALIGN)  # after the cast, because a cast drops the hint
     k = own + (p % heads * room + slot)[:, None] * WORDS + column[None, :]
     v = k + heads.to(tl.int64) * room * WORDS
     of_k = rows + (p * listed + at)[:, None] * WORDS + column[None, :]
@@ -213,10 +210,11 @@ def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *,
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
-    """Return how to copy rows as integer words.
+    """Choose the largest integer word whose size divides the size of a row.
 
-    The result is the dtype of the largest word whose size divides the size of a row, and the kernel arguments: words
-    per row, this number rounded up to a power of two, and rows per block.
+    Returns:
+        The dtype of the word, and the kernel arguments: words per row, this number rounded up to a power of two, and
+        rows per block.
     """
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)

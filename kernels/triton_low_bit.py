@@ -1,11 +1,11 @@
 """Merge approximate with exact attention for a batch, in Triton.
 
-Memory traffic per token and KV head: d * (4 + bits) / 8 + 2 bytes are read once for all G query heads of a group: the
-packed key, the packed value and their steps. One more byte marks excluded tokens.
+Memory traffic per token and KV head: the packed key, the packed value and their steps, d * (4 + bits) / 8 + 2 bytes,
+are read once for all G query heads of the group. One more byte marks excluded tokens.
 
-The softmax weights are multiplied by the steps of the values and rounded to bfloat16 before they multiply the codes
-(not under Triton's interpreter). Approximate attention computes its own scores: it uses the true query, while selection
-may use a predicted query. Reference: `low_bit_lists.merge_approximate`.
+The softmax weights are multiplied by the steps of the values and rounded to bfloat16 before they are multiplied by the
+codes (not under Triton's interpreter). The scores of the selection are not reused, because the selection may use a
+predicted query. Reference: `low_bit_lists.merge_approximate`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _BLOCK = tl.constexpr(BLOCK)
 def _centred(bits: int, field: int) -> str:
     """Return assembly code that unpacks field `field` of four bytes to bfloat16, minus the middle code.
 
-    The bits 0x4200 are 32.0, and the last mantissa bit of 32.0 is 0.25. A code that is shifted by two bits into the
-    mantissa therefore gives 32 + code. Conversions of single bytes would take more instructions than the products.
+    0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25. A code shifted by two bits into the mantissa gives
+    32 + code. Conversions of single bytes would take more instructions than the products.
     """
     shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
     moved = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
@@ -58,7 +58,7 @@ def _exclude(
     """Mark the chosen tokens [i * LISTED_TOKENS, (i + 1) * LISTED_TOKENS) of list p as excluded, in program (p, i).
 
     A list is one KV head of one sequence. Only the first `counts[p]` entries of chosen `[P, n]` are valid. The first
-    program of a list also marks the tokens outside [start, stop) in the blocks of the first and of the last token.
+    program of a list also marks the tokens outside [start, stop) in the list's first and last block.
     """
     p, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
     token, own = tl.load(chosen + p * n + place, mask=place < tl.load(counts + p), other=-1), excluded + p * tokens
@@ -86,10 +86,7 @@ def _mixed(
     acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Scale the accumulator acc `[GROUP, V]` by kept `[GROUP]`, and add the values in field FIELD of packed bytes.
-
-    The values are weighted by weights `[GROUP, 64]`.
-    """
+    """Return acc `[GROUP, V]` * kept `[GROUP]`, plus weights `[GROUP, 64]` times field FIELD of 64 packed values."""
     return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee")
 
 
@@ -98,7 +95,7 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide acc by total and store the channels of field FIELD in rows [first, first + G) of `outs`."""
+    """Divide acc by total. Store the result in `outs`, rows [first, first + G), from channel FIELD * VALUES on."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
@@ -106,7 +103,7 @@ def _store_field(
 
 @triton.jit
 def _capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
-    """Return c tanh(s / c), computed from e^(-2 |s| / c)."""
+    """Return c tanh(s / c) for scores s and the soft cap c, computed from e^(-2 |s| / c)."""
     decays = tl.exp(tl.abs(scores) * (-2.0 / softcap))
     size = softcap * (1.0 - decays) / (1.0 + decays)
     return tl.where(scores < 0.0, -size, size)
@@ -181,7 +178,7 @@ def _join(
 ) -> None:  # fmt: skip
     """Merge COLUMNS channels of row r of all approximate parts and of the exact attention, in program (r, c).
 
-    The merged approximate output is multiplied by mixing `[d, d]` to undo the mixing of values. The first program of a
+    The approximate output is multiplied by `mixing` `[d, d]` to undo the mixing of the values. The first program of a
     row also stores its lse.
     """
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
@@ -191,12 +188,12 @@ def _join(
     whole = tl.maximum(approximate + tl.exp(own - safe), 1e-30)
     if tl.program_id(1) == 0:
         tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
-    # Every program of a row reads all parts. This is faster than a separate launch that merges them first.
+    # Every program of a row reads all parts, which is faster than a separate launch that merges them first.
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
         at = (first + part) * rows + r
         of_part = tl.load(lses + at, mask=first + part < parts, other=float("-inf"))
-        # Parts without tokens are not written. They are read nevertheless, so that loads need not wait for each other.
+        # Also read parts without tokens, which were never written, so that loads need not wait for each other.
         there = (first + part < parts)[:, None] & (column < d)[None, :]
         piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
         acc += tl.sum(tl.where((of_part > float("-inf"))[:, None], piece, 0.0) * tl.exp(of_part - safe)[:, None], 0)
@@ -264,7 +261,7 @@ def _parts(
     blocks = triton.cdiv(tokens, BLOCK)
     pieces, every = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
     excluded = torch.zeros(lists, every, dtype=torch.uint8, device=q.device)
-    # One program per list at least: it also marks tokens outside [start, stop).
+    # At least one program per list, because it also marks tokens outside [start, stop).
     _exclude[(lists, max(1, triton.cdiv(chosen.shape[1], _LISTED_TOKENS)))](
         chosen, counts, starts, stops, excluded, chosen.shape[1], every, LISTED_TOKENS=_LISTED_TOKENS
     )

@@ -1,11 +1,11 @@
 """Write low-bit KV in Triton, and compute addresses of low-bit blocks.
 
 `append_rows` stores the newest K and V of each sequence. Each vector is multiplied by a matrix, quantised and packed.
-Memory traffic per KV head: the basis of keys and the mixing of values take 4 * d^2 bytes each, and all sequences share
-them. The key and the value have d elements each. d * (4 + bits) / 8 + 2 bytes are written.
+Memory traffic per KV head: 4 * d^2 bytes each of the basis of keys and the mixing matrix of values, which are the same
+for all sequences, 2 * d elements of K and V, and d * (4 + bits) / 8 + 2 written bytes.
 
-`store_rows` stores the vectors of a prompt, after torch has multiplied keys by the basis and values by the mixing.
-References: `low_bit_lists.append_rows`, `low_bit.store_rows`.
+`store_rows` stores the vectors of a prompt, after torch has multiplied them by the matrices. References:
+`low_bit_lists.append_rows`, `low_bit.store_rows`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def block_of(
     table: tl.tensor, pages: tl.tensor, offset: tl.tensor, p: tl.tensor, heads: tl.tensor, block: tl.tensor,
     BLOCK_BYTES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the address of block number `block` of list p. The block must exist.
+    """Return the address of block number `block` of list p (one KV head of one sequence). The block must exist.
 
-    A list is one KV head of one sequence. The following blocks of the same page are contiguous. table is int64 `[B,
-    pages]` with the address of each page. `offset` is the offset in bytes of the layer within a page.
+    The following blocks of the same page are contiguous. `table` contains the page addresses, int64 `[B, pages]`.
+    `offset` is the offset in bytes of the layer within a page.
     """
     page = tl.load(table + p // heads * pages + block // _PAGE).to(tl.pointer_type(tl.uint8))
     begin = page + offset + (p % heads * _PAGE + block % _PAGE) * BLOCK_BYTES
@@ -113,7 +113,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the key of list p with KEY bits, in program (p, 0), or its value with VALUE bits, in program (p, 1).
 
-    A list is one KV head of one sequence. Lists with negative slots are skipped.
+    A list is one KV head of one sequence. Lists with a negative slot are skipped.
     """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
@@ -141,7 +141,7 @@ def append_rows(
 ) -> None:
     """Append the newest K and V of a batch to the low-bit KV, in one launch. See `low_bit_lists.append_rows`.
 
-    basis, mean and mixing must be float32. Sums over d are computed in another order than torch's. A value halfway
+    basis, mean and mixing must be float32. Sums over d are computed in another order than in torch. A value halfway
     between two codes may therefore get either code.
     """
     lists, d = k.shape
@@ -210,8 +210,7 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 def padded_sizes(layout: Layout) -> dict[str, int]:
     """Return the sizes in bytes of a packed key and a packed value, as kernel arguments.
 
-    KEYS and VALUES are the exact sizes. K and V are these sizes rounded up to powers of two, as
-    matrix products require.
+    KEYS and VALUES are the exact sizes. K and V are these sizes rounded up to powers of two for matrix products.
     """
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}

@@ -34,11 +34,11 @@ def query_weights(
     q: tl.tensor, mean: tl.tensor, p: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Quantise the queries of list p as `selection.quantise_query` does.
+    """Quantise the queries of list p (one KV head of one sequence) as `selection.quantise_query` does.
 
-    A list is one KV head of one sequence. Returns int8 weights `[GROUP, K]` of the lower and the upper half of the
-    channels, followed by three numbers per query, `[GROUP]`: the sum of its weights times the middle code, its scale,
-    and its score with the mean.
+    Returns:
+        int8 weights `[GROUP, K]` of the lower and of the upper half of the channels, then three numbers per query
+        `[GROUP]`: the sum of its weights times the middle code, its scale, and its score with the mean.
     """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
     known = (head < G)[:, None] & (byte < KEYS)[None, :]
@@ -65,9 +65,9 @@ def _half(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> 
 
 @triton.jit
 def key_products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """Return int8 query weights times the codes of packed keys `[K, n]`, summed over channels.
+    """Multiply int8 query weights by the codes of packed keys `[K, n]` and sum over channels.
 
-    The results are integers, as float32 `[GROUP, n]`.
+    Returns integers as float32 `[GROUP, n]`.
     """
     sums = tl.dot(low, _half(keys, 0, INTERPRETED), out_dtype=tl.int32)
     sums += tl.dot(high, _half(keys, 1, INTERPRETED), out_dtype=tl.int32)
@@ -82,11 +82,11 @@ def _score(
     d: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, VALUES: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p, in program (p, i).
+    """Score tokens [i * TOKENS, (i + 1) * TOKENS) of list p (one KV head of one sequence), in program (p, i).
 
-    A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys.
+    A program without tokens in [start, stop) reads no keys.
     """
-    # A program for four times as many tokens quantises the queries less often, but was slower on an H200.
+    # Four times as many tokens per program, which quantises the queries less often, were slower on an H200.
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
     token, byte = piece * TOKENS + tl.arange(0, TOKENS), tl.arange(0, K)

@@ -18,10 +18,7 @@ def _rms_norm(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, step: tl.tensor, rows: tl.tensor, eps: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalise rows [i * ROWS, (i + 1) * ROWS), in program i.
-
-    The squares are summed in float32, in another order than in torch.
-    """
+    """Normalise rows [i * ROWS, (i + 1) * ROWS), in program i. The order of summation differs from torch's."""
     t, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     mask = (t < rows)[:, None] & (column < d)[None, :]
     wide = tl.load(x + t[:, None] * step + column[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 """Decode attention over resident KV (on the device) and KV fetched for this step, in Triton.
 
-The resident KV of each sequence is found by its address. Each key and value vector is read once for all G query heads
-of its group. A batch takes one launch and a merge. Reference: `lists.attend_resident`. Rounding is as in
+The kernel gets the address of each sequence's resident KV. Each key and value vector is read once for all G query heads
+of its group. A batch takes one launch and a merge. Reference: `lists.attend_resident`. For rounding, see
 `triton_attention`.
 """
 
@@ -25,11 +25,11 @@ def _attend(
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend to one piece of list p, in program (p, s).
+    """Attend to one piece of list p (one KV head of one sequence), in program (p, s).
 
-    A list is one KV head of one sequence. If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the
-    resident KV. Otherwise it is a piece of the fetched KV. Part s is stored as in `triton_attention._attend`. All
-    strides and addresses are multiples of ALIGN elements.
+    If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece of
+    the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of ALIGN
+    elements.
     """
     p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -47,7 +47,7 @@ def _attend(
         stop = tl.minimum(tl.load(counts + p), begin + PIECE)
         from_k, from_v, k_at, v_at = k, v, p * k_list, p * v_list
         k_step, v_step = k_row.to(tl.int64), v_row.to(tl.int64)
-    # The compiler uses 16-byte loads if the alignment is known.
+    # With a known alignment, the compiler uses 16-byte loads.
     BYTES: tl.constexpr = ALIGN * q.dtype.element_ty.primitive_bitwidth // 8
     from_k, from_v = tl.multiple_of(from_k + k_at, BYTES), tl.multiple_of(from_v + v_at, BYTES)
     k_step, v_step = k_step // ALIGN * ALIGN, v_step // ALIGN * ALIGN

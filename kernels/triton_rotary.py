@@ -1,8 +1,7 @@
 """Rotary position embedding (RoPE) in Triton, in one launch instead of four.
 
-Results are rounded exactly like those of the reference `reference.rotate_halves`. Keys can be as large as 100 (in Qwen,
-because of its biases). With other rounding, scores would change by whole units, and results would differ from
-transformers.
+Results are rounded exactly like those of `reference.rotate_halves`. Keys can be as large as 100 (in Qwen, because of
+its biases). With other rounding, scores would change by whole units, and results would differ from transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Score compressed keys with one query per head in Triton.
 
-The same pass computes two statistics of each block: its maximum, for thresholds, and its sum of exponentials, for group
-scores. Memory traffic per token and KV head: reads r elements (partial keys) or bits * d / 8 bytes (packed keys),
-writes 4 * G bytes. References: `lists.partial_scores`, `lists.quantised_scores`.
+The kernels also compute two statistics of each block: its maximum, for thresholds, and its sum of exponentials, for
+group scores. Memory traffic per token and KV head: r elements (partial keys) or bits * d / 8 bytes (packed keys) are
+read, 4 * G bytes are written. References: `lists.partial_scores`, `lists.quantised_scores`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = tl.constexpr(FIELDS)
 
 @triton.jit
 def _rint(x: tl.tensor) -> tl.tensor:
-    """Round |x| < 2^22 half to even, as torch does. Adding 1.5 * 2^23 leaves no fraction bits."""
+    """Round x, |x| < 2^22, half to even as torch does: x + 1.5 * 2^23 has no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -57,9 +57,9 @@ def store_scores(
 def _own(
     table: tl.tensor, p: tl.tensor, heads: tl.tensor, KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the address of list p and the distance between its rows, in elements of type KEYS.
+    """Return the address of list p (a KV head of a sequence) and the distance between its rows, in elements.
 
-    A list is one KV head of one sequence. The address is a multiple of BYTES bytes, the distance a multiple of ALIGN
+    KEYS is the type of the elements. The address is a multiple of BYTES bytes, the distance a multiple of ALIGN
     elements.
     """
     own = table + p // heads * _FIELDS
@@ -77,7 +77,7 @@ def _partial(
     """Score tokens [b * BLOCK, (b + 1) * BLOCK) of list p column by column, in program (p, b).
 
     A list is one KV head of one sequence. A program without tokens in [start, stop) reads no keys. The last block reads
-    up to the next multiple of ALIGN tokens; every list has memory for this.
+    up to the next multiple of ALIGN tokens, for which every list has memory.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -118,9 +118,9 @@ def _packed(
     d: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Score the packed keys of block b of list p, in program (p, b).
+    """Score the packed keys of block b of list p (one KV head of one sequence), in program (p, b).
 
-    A list is one KV head of one sequence. Only the first d of the W bytes of a row are used.
+    Only the first d of the W bytes of a row are used.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(starts + p), tl.load(stops + p)
@@ -131,8 +131,8 @@ def _packed(
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
         keys, row_step = _own(table, p, heads, tl.int8, ALIGN, ALIGN)
         of_head, known = (p % heads) * d + column, column < d
-        # Every program quantises the query again. These are G * d numbers, few compared to BLOCK * d * BITS / 8 bytes
-        # of keys. Columns from d on may contain arbitrary bytes, because their weights are 0.
+        # Every program quantises the query again, because its G * d numbers are few compared to the keys. Columns from
+        # d on may contain arbitrary bytes, because their weights are 0.
         query = tl.load(q + (p * G + head)[:, None] * d + column[None, :],
                         mask=(head < G)[:, None] & known[None, :], other=0.0)  # fmt: skip
         weight = query * tl.load(step + of_head, mask=known, other=0.0)[None, :]

@@ -1,12 +1,12 @@
 """Decode attention of a batch whose sequences share KV, in Triton.
 
-A run is contiguous KV with the sequences that attend to it (`segments.Run`). Kernels find KV by address and read it in
-place, so KV is not concatenated first. The KV of a run is read once per 64 of its queries. A table with 88 bytes per
-run is copied to the device.
+A run is contiguous KV with the sequences that attend to it (`segments.Run`). Kernels read KV in place. They find it by
+the addresses in a table of 88 bytes per run, which is copied to the device.
 
-Runs of several sequences are computed in one launch, with up to 64 queries per program and tensor-core products. Runs
-of a single sequence take a second launch. Both are merged in float32. Long runs are cut into pieces, so that a few
-sequences occupy all multiprocessors. Reference: `segments.attend_runs`. Rounding is as in `triton_attention`.
+Runs of several sequences are computed in one launch, with tensor-core products and up to 64 queries per program, so
+that KV is read once per 64 queries. Runs of a single sequence take a second launch. The results are merged in float32.
+Long runs are split into pieces, so that a few sequences occupy all multiprocessors. Reference: `segments.attend_runs`.
+For rounding, see `triton_attention`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 def max_queries(d: int, itemsize: int) -> int:
     """Return the maximum number of queries per program for a run of several sequences.
 
-    It is 16 for float32, whose products do not use tensor cores.
+    It is 16 for float32, because its products do not use tensor cores.
     """
     if itemsize == 4:
         return 16
@@ -118,8 +118,8 @@ def max_queries(d: int, itemsize: int) -> int:
 def _row(run: Run, slots: list[int]) -> list[int]:
     """Return the table fields of a run. Assign its parts to the next free slots of its sequences.
 
-    `slots[b]` is the next free slot of sequence b and is advanced. If runs form a tree, pass parents before their
-    children. Then all sequences of a run have the same next slot.
+    `slots[b]` is the next free slot of sequence b, and is increased. All sequences of a run must have the same next
+    slot. If runs form a tree, this is the case if parents are passed before their children.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)
@@ -133,7 +133,7 @@ def _row(run: Run, slots: list[int]) -> list[int]:
 
 
 def _alignment(rows: Sequence[Sequence[int]]) -> int:
-    """Return 8 (elements: 16 bytes in half precision) if all addresses and strides are multiples of it, else 1."""
+    """Return the alignment in elements: 8 if all addresses and strides are multiples of 8 elements, else 1."""
     aligned = all(address % 16 == 0 for row in rows for address in row[:2])
     return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1
 

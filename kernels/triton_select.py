@@ -1,16 +1,16 @@
-"""Select tokens in Triton by threshold, candidate filter and top-n per head, without waiting for the host.
+"""Select tokens in Triton by threshold and top-n per head, without waiting for the host.
 
 Eight launches process the scores `[P, G, N]`:
 
-* The first reduces the maxima and sums of the blocks to one maximum and one sum per head.
-* The second marks the tokens that pass the threshold of any head, and computes the *order* of each token: an integer
-  that sorts like its score (int32 `[P, N]`, which stays in the L2 cache).
-* Four build histograms of 256 bins, which determine the n-th largest order byte by byte.
+* The first reduces the maxima and sums of the blocks to one maximum and one sum per query head.
+* The second marks the tokens that pass the threshold of any query head, and computes the *order* of each token: an
+  integer that sorts like its score (int32 `[P, N]`, which stays in the L2 cache).
+* Four build histograms of 256 bins, which determine the n-th largest order one byte at a time.
 * One counts the selected tokens of each block.
 * The last writes the selected tokens.
 
-Only integers are added atomically, so the result does not depend on the order of programs. Reference:
-`lists.select_tokens`. The same scores give the same result, including ties.
+Only integers are added atomically, so the result does not depend on the order of programs. It equals that of the
+reference, `lists.select_tokens`, including ties.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ def _whole(
     maxima: tl.tensor, sums: tl.tensor, peaks: tl.tensor, logs: tl.tensor, parts: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce the maxima and sums `[G, parts]` of the blocks of list p, in program p.
+    """Reduce the maxima and sums `[G, parts]` of the blocks of list p (one KV head of one sequence), in program p.
 
-    A list is one KV head of one sequence. Stores the largest score of each head, and the logarithm of its sum of
-    exponentials (0 if there are no tokens).
+    Stores the largest score of each head, and the logarithm of its sum of exponentials (0 if there are no tokens).
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     line = tl.program_id(0).to(tl.int64) * G + head
@@ -92,10 +91,10 @@ def _mark(
     tokens: tl.tensor, kv_heads: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark the tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b that pass a head, in program (b, i).
+    """Mark the tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b that pass a query head, in program (b, i).
 
-    Stores in `passing[b, i]` how often a token passes a head, summed over tokens and heads. Stores the order of each
-    token that passes at least one head of the layer. The first block of a sequence clears its histograms.
+    `passing[b, i]` becomes the number of pairs of a token and a query head that it passes. The order of each token that
+    passes at least one head of the layer is stored. The first block of a sequence clears its histograms.
     """
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
@@ -137,9 +136,9 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the first KNOWN digits of the rank-th largest order, and its rank among the orders with these digits.
+    """Return the bound: the first KNOWN bytes of the rank-th largest order (an integer that sorts like the score).
 
-    This prefix is called the bound.
+    Also return the rank of this order among the orders that begin with these bytes.
     """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
@@ -156,9 +155,9 @@ def _histogram(
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
     cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Build the histogram of digit DIGIT over block i of list p, in program (p, i).
+    """Build the histogram of digit DIGIT over block i of list p (one KV head of one sequence), in program (p, i).
 
-    A list is one KV head of one sequence. Only orders whose higher digits equal the bound are counted.
+    Only orders whose higher digits equal the bound are counted.
     """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
@@ -170,8 +169,8 @@ def _histogram(
         counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
     own = histograms + (DIGIT * lists + p) * 256
     if DIGIT < 2:
-        # Most orders share their first digits, and atomic additions to the same bin wait for each other. They are
-        # therefore added within the program first. Later digits count only the orders near the bound.
+        # Most orders have the same first digits, and atomic additions to one bin wait for each other, so count them
+        # within the program first. Later digits count only the few orders near the bound.
         bins, at = tl.histogram(_digit(order, DIGIT), 256, mask=counted), tl.arange(0, 256)
         tl.atomic_add(own + at, bins, mask=bins > 0, sem="relaxed")
     else:

@@ -1,7 +1,7 @@
 """Skew the queries of a batch in Triton: one launch instead of a cast, two copies, a matrix product and a scaling.
 
-Memory traffic: 4 * d * r bytes of the basis per KV head, once per sequence. Sums over d are computed in float32, in
-another order than torch's. Reference: `lists.skew_queries`.
+Memory traffic: 4 * d * r bytes of the basis per KV head and sequence. Sums over d are computed in float32, in another
+order than in torch. Reference: `lists.skew_queries`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run language models on long contexts whose KV cache lives in host memory.
+"""Run language models on long contexts whose KV cache is in host memory.
 
 from offload_rt import LLM, SamplingParams
 
@@ -6,7 +6,7 @@ llm = LLM("reference")
 for event in llm.stream("It was a dark night", SamplingParams(max_tokens=100)):
     print(event.text, end="", flush=True)
 
-The package itself imports quickly: torch and transformers are imported when `LLM` or `AsyncLLM` is first used.
+Importing the package is fast. torch and transformers are imported when `LLM` or `AsyncLLM` is first used.
 """
 
 from __future__ import annotations

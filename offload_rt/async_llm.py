@@ -36,14 +36,15 @@ class AsyncLLM:
     """Serve many asyncio clients with one engine loop in a separate thread.
 
     Clients may run on several event loops. Requests are decoded with continuous batching, and common prefixes are
-    computed once. The tokens of a request do not depend on other requests, and an error ends only its own request.
+    computed once. The tokens of a request do not depend on other requests. An error ends only the request that caused
+    it.
 
     Args:
         llm: The runtime. `close` closes it as well.
         max_waiting: Maximum number of queued requests. If the queue is full, `generate` raises QueueFullError. None
             means no limit.
         store: Folder in which the KV of all prompts and the sessions (`generate(session=...)`) are stored. Later
-            prompts with the same beginning reuse stored KV, also after a restart. None stores no KV and allows no
+            prompts with the same beginning reuse stored KV, even after a restart. None stores no KV and allows no
             sessions.
         store_options: Options of the store.
         read_only: Reuse stored KV, but store no KV and refuse sessions. Another process may write to the store at the
@@ -114,8 +115,8 @@ class AsyncLLM:
             sampling_params: None uses the model's defaults.
             request_id: Name for `abort`; None generates one.
             session: Name of a session in the store. Pass the whole conversation as `prompt` each time. The KV of
-                earlier turns is restored from host memory or disk, also after a restart.
-            trace: Add a `RequestTrace` to each item, and yield items during prefill as well, layer by layer.
+                earlier turns is restored from host memory or disk, even after a restart.
+            trace: Add a `RequestTrace` to each item. Also yield an item after each layer of the prefill.
             cache_salt: See `LLM.generate`. A session keeps the salt of its first turn.
 
         Raises:
@@ -140,10 +141,7 @@ class AsyncLLM:
                 self._calls.put(lambda: self._leave(client))
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request. Its iterator ends with finish reason "abort".
-
-        If there is no such request, do not raise an error.
-        """
+        """Abort a request. Its iterator ends with finish reason "abort". No-op if there is no such request."""
         self._calls.put(lambda: self._abort(request_id))
 
     async def delete_session(self, name: str) -> bool:
@@ -164,10 +162,7 @@ class AsyncLLM:
         return await call_in_thread(self._post, delete)
 
     async def reset_prefix_cache(self) -> bool:
-        """Free the KV of prefixes that are not used by a request or an open session.
-
-        Return whether no prefix is left.
-        """
+        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
         return await asyncio.to_thread(self._llm.reset_prefix_cache)
 
     def load(self) -> EngineLoad:
@@ -243,10 +238,7 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- engine's thread
 
     def _run(self) -> None:
-        """Run the engine thread: process queued calls and run an engine step, until closed.
-
-        If the engine is idle and no call is queued, the thread waits.
-        """
+        """Run the engine thread: execute queued calls and engine steps until `close`. Wait while there are none."""
         while not (self._closed and self._engine.idle and self._calls.empty()):
             try:
                 call = self._calls.get(block=self._engine.idle)
@@ -355,8 +347,7 @@ class AsyncLLM:
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.
 
-        If the history of a finished turn cannot be written, the client already has the response. The error is then only
-        logged.
+        If the client already has the whole response, only log the error: the history of the turn could not be written.
         """
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._leave(client)
@@ -365,10 +356,7 @@ class AsyncLLM:
             logger.warning("a session could not be saved: %s", error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Fail all pending requests with `error`.
-
-        Errors raised while notifying are suppressed so that the loop keeps running.
-        """
+        """Fail all pending requests with `error`. Errors of single clients are logged, so that the loop continues."""
         for client in list(self._clients.values()):
             self._tell(client, error)
             with suppress(Exception):
@@ -390,7 +378,7 @@ class AsyncLLM:
 
 @contextmanager
 def _log_errors() -> Iterator[None]:
-    """Context that logs errors instead of raising them, so that they do not fail another request."""
+    """Context that logs errors instead of raising them, so that they do not end other requests."""
     try:
         yield
     except StoreError as error:

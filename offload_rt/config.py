@@ -35,8 +35,8 @@ class EvictionOptions:
     Attributes:
         policy: "fifo", "lru", or "counter". "counter" evicts the tokens with the lowest selection rate: a saturating
             count of selections, divided by the number of steps in which the token could be selected.
-        protect: Tokens that are never evicted. "window": sinks and recent tokens. "none": only recent tokens, like the
-            paper's FIFO.
+        protect: Tokens that are never evicted. "window": sinks and recent tokens. "none": only recent tokens, as in
+            the paper's FIFO policy.
     """
 
     policy: EvictionName = option("counter", help="token eviction policy for a full KV cache", flag="--eviction")
@@ -52,12 +52,12 @@ class DraftOptions:
     """Options for proposing draft tokens in lossless mode (`exact`).
 
     Attributes:
-        method: Source of the drafts. "sparse": decode with the policy. "lookup": copy the continuation of the last
-            n-gram from the text (prompt lookup). "both": "lookup" or "sparse", whichever promises more tokens per
-            second. "model": decode with a draft model. "lookup+model": "lookup" or "model", whichever promises more
-            tokens per second. With `adaptive=False`, the two combined methods use a lookup if there is a match.
+        method: Source of the drafts. "sparse": decode with the policy. "lookup": find the last n-gram earlier in the
+            text and copy its continuation (prompt lookup). "model": decode with a draft model. "both": "lookup" or
+            "sparse", and "lookup+model": "lookup" or "model", whichever is expected to give more tokens per second.
+            With `adaptive=False`, these two methods use a lookup whenever there is a match.
         tokens: Maximum number of draft tokens.
-        adaptive: Choose the number of draft tokens from the acceptance rate and the measured times. If False, `tokens`
+        adaptive: Choose the number of draft tokens by the acceptance rate and the measured times. If False, `tokens`
             tokens are always drafted.
         ngram: Maximum length in tokens of the n-gram that is looked up. At least two of its tokens must match.
         model: The draft model, as accepted by `LLM`. It must use the same tokenizer. It runs on the same device, in the
@@ -97,7 +97,7 @@ class DraftOptions:
 
     @property
     def decodes(self) -> bool:
-        """Whether draft tokens are decoded, with the policy or a draft model, and not only looked up in the text."""
+        """Whether one of the sources decodes draft tokens, with the policy or with a draft model."""
         return self.method != "lookup"
 
 
@@ -109,21 +109,22 @@ class EngineConfig:
     and `device` may be torch objects. Paths may begin with "~".
 
     Attributes:
-        policy: Selection policy: "infinigen", "auto", "full", "quest", "h2o", "streaming", "oracle" or your own.
+        policy: Selection policy: "infinigen", "auto", "full", "quest", "h2o", "streaming", "oracle" or the name of a
+            policy that you have registered.
         policy_options: Options of the policy by name, for example `{"preset": "paper"}`.
         device: "auto" uses CUDA if it is available.
         dtype: "auto" uses the checkpoint's dtype on CUDA. On a CPU it uses bfloat16 for half-precision checkpoints and
             float32 otherwise.
-        quantize: Format of the weights. "auto" keeps the format of the checkpoint; weights of GGUF files stay packed on
-            a CPU and are dequantised on a GPU. "none" dequantises GGUF files on a CPU too. "int4" and "int8" quantise
-            the linear layers of a 16-bit checkpoint when it is loaded.
+        quantize: Format of the weights. "auto" keeps the format of the checkpoint, but on a GPU, weights of GGUF files
+            are dequantised. "none" dequantises GGUF files on a CPU too. "int4" and "int8" quantise the linear layers of
+            a 16-bit checkpoint when it is loaded.
         device_memory: Hard limit in bytes on device memory for weights, approximate KV, resident and fetched KV
             entries, and activations. Decoder layers that do not fit stay in host memory and are copied to the device in
             every step. If approximate KV still does not fit, scoring runs on the host. The generated tokens do not
             depend on the limit. None uses all device memory and keeps all weights and approximate KV on the device.
-        experts_on_device: Number of most recently used experts that stay on the device, per mixture-of-experts layer.
-            All experts are in host memory, and chosen experts are copied on demand. None keeps all experts on the
-            device, or with `device_memory` as many as fit.
+        experts_on_device: Number of experts of each mixture-of-experts layer that stay on the device, the most recently
+            used ones. All experts are in host memory, and other experts are copied when they are chosen. None keeps all
+            experts on the device, or with `device_memory` as many as fit.
         embedding_on_host: Keep the embedding in host memory and copy only the rows of the tokens. Not available if the
             output head shares the embedding's weights.
         max_model_len: Maximum number of tokens of a sequence. `device_memory` is planned for it, and length-dependent
@@ -133,34 +134,32 @@ class EngineConfig:
             `host_memory`. None uses an eighth of `host_memory`. If the limit is too small for one snapshot, prefixes
             are not shared.
         disk: Folder on a local disk for contexts larger than host memory. KV of running requests is stored in an
-            unnamed file there, which is deleted when the process ends. `host_memory` then limits the memory for caching
-            it. The generated tokens do not depend on this option.
+            unnamed file there, which is deleted when the process ends. `host_memory` then limits the memory that caches
+            this KV. The generated tokens do not depend on this option.
         disk_limit: Hard limit on the file in `disk` in bytes. None uses 16 times `host_memory`, at most half of the
             free space.
         eviction: Token eviction for sequences that outgrow the KV cache. None raises an error instead.
-        skew: Skew artifact file, or a folder written by `offload-rt skew` or `offload-rt tune`. A folder written by
-            `tune` also sets default options of the policy. None calibrates the model once on a text in the package and
-            caches the result.
-        kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise it in host memory:
-            less memory and fewer transferred bytes. Prefill uses unquantised KV. Prefixes with quantised KV are not
-            shared.
-        enable_prefix_caching: Compute and store a common prefix of prompts once, also for prompts in different calls.
+        skew: Skew artifact (result of a calibration): a file, or a folder written by `offload-rt skew` or `offload-rt
+            tune`. A folder written by `tune` also sets default options of the policy. None calibrates the model once on
+            a text in the package and caches the result.
+        kv_cache_dtype: "auto" stores KV in the model's dtype. "int8", "int4" and "int2" quantise KV in host memory,
+            which reduces memory and transfers. Prefill uses unquantised KV. Prefixes with quantised KV are not shared.
+        enable_prefix_caching: Compute and store a common prefix of prompts once, even for prompts in different calls.
             Only KV of exact attention is shared, so results do not depend on earlier requests.
         swap: Folder on a fast disk for the KV of preempted requests. It is used if reading is estimated to be faster
             than recomputation. The files are deleted when the process ends.
         missed_mass_every: Number of decode steps between measurements of the missed attention mass; 0 disables
             measurements. None means 16 on a CPU, and 0 on a GPU or with `disk`. A measurement reads all keys in host
             memory.
-        working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device. Frequently
-            and recently used entries are kept, and only other entries are transferred. 0 disables it. The generated
-            tokens do not depend on this option. On a CPU, the working set only simulates a device and is slower.
+        working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device, by frequency
+            and recency of use. Only other entries are transferred. 0 disables it. The generated tokens do not depend on
+            this option. On a CPU, it makes decoding slower and is useful only to measure the bytes that it would save.
         exact: Lossless mode: the text equals the text of full attention, but fewer steps read all KV. Draft tokens are
             proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. True
             chooses the method ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions`
             is also accepted.
-        cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed, if their launches can be repeated.
-            None enables it on CUDA unless `device_memory` is set. With `device_memory`, True reserves memory for one
-            graph.
+        cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed, if possible. None enables it on CUDA
+            unless `device_memory` is set. With `device_memory`, True reserves memory for one graph.
         prefill_chunk_size: Number of tokens whose attention and MLP are computed together in prefill. It bounds device
             memory. None means 512 on a CPU and 2,048 on a GPU, or less if `device_memory` requires it.
         max_num_batched_tokens: Number of prompt tokens prefilled per engine step while other requests decode. A step

@@ -10,7 +10,7 @@ Axes in docstrings
     n    tokens of one selection, the same for every KV head
     P = B * Hkv, the number of lists. A list is the data of one KV head of one sequence: keys, scores, selected tokens.
 
-A *token index* counts the slots of one sequence from 0. Without eviction it equals the token's position.
+A *token index* is the index of a token's slot in its sequence. Without eviction it equals the token's position.
 
 A *dense* layer attends to all visible tokens, a *sparse* layer to the tokens that a policy selects and to resident
 tokens. *Resident* tokens (sinks and recent tokens, or a sliding window) stay on the device and are never selected.
@@ -35,9 +35,8 @@ class StateShape:
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Index of the attention layer after which, or in which, the decoder layer runs; -1 if it runs before the
-            first attention layer.
-        conv: Shape (channels, kernel size) of the convolution's last inputs, which are stored in the model's dtype.
+        after: Index of the last attention layer up to and including the decoder layer, or -1 if there is none.
+        conv: Shape (channels, kernel size) of the state of the convolution: its last inputs, in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
 
@@ -47,7 +46,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the sizes in bytes of `recurrent` and `conv` of one sequence."""
+        """Return the size in bytes of the float32 state and of the convolution state of one sequence."""
         recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
@@ -63,21 +62,21 @@ class ModelGeometry:
     `layers` counts attention layers. In hybrid models, decoder layers without attention run between them.
 
     Attributes:
-        scales: Attention scale of each layer, by which q·k is multiplied. Adapters return unscaled queries.
-        windows: Length of each layer's sliding window in tokens, including the newest token; None for full attention.
+        scales: Factor by which each layer multiplies q·k. Adapters return unscaled queries.
+        windows: Length of each layer's sliding window in tokens, including the newest token. None for full attention.
         max_positions: Number of positions that the model was trained for.
         absolute_positions: Whether positions come from a learned table (OPT, GPT-2), which ends at `max_positions`.
         default_alpha: Selection threshold of InfiniGen §5.1 for this family: 4 for OPT, 5 for Llama.
         softcap: Value c of logit soft-capping: scaled scores s become c tanh(s / c) before the softmax. None means no
             soft-capping.
         sinks: Whether layers have learned attention sinks, which add to the softmax denominator.
-        chunked: Whether attention is chunked instead of sliding: windows start at multiples of their length, and a
-            token sees only earlier tokens of its own window.
+        chunked: Whether attention is chunked instead of sliding: windows begin at multiples of their length, and a
+            token attends only to earlier tokens of the same window.
         experts: Whether MLPs are mixtures of experts.
         states: Recurrent states per sequence (hybrid models).
-        attention_at: Index of each attention layer among the decoder layers; empty if all decoder layers have
+        attention_at: Index of each attention layer among the decoder layers. Empty if all decoder layers have
             attention.
-        depth: Number of decoder layers; 0 if all decoder layers have attention.
+        depth: Number of decoder layers. 0 if all decoder layers have attention.
     """
 
     layers: int
@@ -116,7 +115,7 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """One layer of each window length."""
+        """The index of one layer for each window length."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -124,7 +123,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether attention layer `layer` or a decoder layer between it and the next has recurrent state."""
+        """Return whether a layer from attention layer `layer` up to the next attention layer has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -132,12 +131,12 @@ class ModelGeometry:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return (sinks, window): how many of the first and of the last tokens stay on the device in `layer`."""
+        """Return the numbers of first and of last tokens whose KV stays on the device in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """Return how many tokens a token at `position` can see in a layer, including itself. None means all."""
+        """Return how many tokens a token at `position` attends to in a layer, including itself. None means all."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
@@ -150,7 +149,7 @@ class ModelGeometry:
 class VisibleTokens:
     """Tokens that the newest token of a sequence can attend to in one layer, as three adjacent ranges of token indices.
 
-    The tokens in `sinks` and `recent` are resident on the device and always attended. A policy selects from the
+    The tokens in `sinks` and `recent` are resident on the device and always attended to. A policy selects from the
     `candidates` between them. The newest token is the last one of `recent`.
     """
 
@@ -160,9 +159,9 @@ class VisibleTokens:
 
     @classmethod
     def of(cls, length: int, *, sinks: int, recent: int, window: int | None, floor: int = 0) -> VisibleTokens:
-        """Return the ranges for a context of `length` tokens (N, including the newest).
+        """Return the ranges for a context of `length` tokens, including the newest.
 
-        A sliding window of `window` tokens hides all tokens before it, including sinks, and all tokens before `floor`.
+        In a layer with a sliding window (`window` tokens), only tokens in the window and from `floor` on are visible.
         """
         assert length >= 1 and sinks >= 0 and recent >= 1
         first = 0 if window is None else max(floor, length - window)
@@ -187,9 +186,8 @@ class Selection:
 
     Attributes:
         tokens: int64 `[Hkv, n]`, distinct token indices within `VisibleTokens.candidates`, in any order.
-        counts: int32 `[Hkv]` on the device, the same value for every head. Only the first `counts[h]` entries of
-            `tokens[h]` are valid. The counts stay on the device so that the host does not wait for them. None means
-            that all entries are valid.
+        counts: Number of valid entries of each head at the start of `tokens[h]`, the same for every head. int32 `[Hkv]`
+            on the device, so that the host does not wait. None means that all entries are valid.
     """
 
     tokens: torch.Tensor
@@ -201,10 +199,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return the valid entries of the selection, as a selection without `counts`.
-
-        If the selection has counts, the host waits for the device to read them.
-        """
+        """Return the valid entries, as a selection without `counts`. If there are counts, wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -218,8 +213,7 @@ class PagedRows:
     Attributes:
         k: K of all entries in the pool, `[R, d]`.
         v: V of all entries in the pool, `[R, d]`.
-        block_rows: int64 `[blocks]`: row of the first token of block i, minus 64 i, so that a token index can be added.
-            The sum is the token's row before `first` and the offset of the KV head are added.
+        block_rows: Row at which block i begins, minus 64 i, int64 `[blocks]`.
         first: Offset in rows of the layer within a block.
         head_rows: Distance in rows from one KV head to the next.
         resident: The two ranges of resident token indices: sinks and recent tokens.
@@ -236,7 +230,7 @@ class PagedRows:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Hkv, and the number of entries of each KV head. The latter counts resident tokens and `tokens`."""
+        """Hkv, and the number of entries of each KV head, including those of resident tokens."""
         kv_heads, n = self.tokens.shape
         return kv_heads, len(self.resident[0]) + len(self.resident[1]) + n
 
@@ -253,7 +247,7 @@ class PagedRows:
 class KVPart:
     """KV entries of one layer of one sequence on the compute device: k and v `[Hkv, n, d]` (possibly views).
 
-    With `counts`, int32 `[Hkv]`, only the first `counts[h]` entries of each KV head are valid.
+    If `counts` (int32 `[Hkv]`) is not None, only the first `counts[h]` entries of KV head h are valid.
     """
 
     k: torch.Tensor
@@ -273,17 +267,11 @@ class KVPart:
 
     @property
     def paged(self) -> PagedRows | None:
-        """Location of the entries in the host pool, for kernels that read KV in place.
-
-        None if k and v are contiguous.
-        """
+        """Location of the entries in the host pool, for kernels that read KV in place. None if k, v are contiguous."""
         return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of values, `weights @ v` `[Hkv, G, d]`, in the dtype of v.
-
-        `weights` is `[Hkv, G, n]`.
-        """
+        """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, for weights `[Hkv, G, n]`."""
         return torch.bmm(weights.to(self.v.dtype), self.v)
 
 
@@ -294,9 +282,9 @@ class BlockTable:
     Attributes:
         ids: Block ids in token order. Block i holds tokens [64 i, 64 (i + 1)).
         length: Number of tokens whose K and V are complete in every layer.
-        windows: Blocks of sliding-window layers (`layer_groups`): `windows[i]` has the block ids for tokens [64 i, 64
-            (i + 1)), one per group of sliding-window layers. Blocks outside of all windows are removed.
-        floor: First token that sliding-window layers can see. Earlier tokens were removed by truncation of the
+        windows: Blocks of sliding-window layers. `windows[i]` has the block ids for tokens [64 i, 64 (i + 1)), one per
+            group of sliding-window layers (`layer_groups`). Blocks outside of all windows are removed.
+        floor: First token that sliding-window layers attend to. Earlier tokens are before the gap of a truncated
             conversation.
     """
 
@@ -313,10 +301,7 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a request. `id` is unique in its engine.
-
-    KV is only shared between requests with the same `cache_salt`.
-    """
+    """Prompt of a request. `id` is unique in its engine. Only requests with equal `cache_salt` share KV."""
 
     id: int
     token_ids: tuple[int, ...]
@@ -327,7 +312,7 @@ class Prompt:
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
-    """Return ascending `numbers` as the smallest number of ranges."""
+    """Convert ascending `numbers` to ranges, as few as possible."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -343,9 +328,9 @@ def padded_batch(sequences: int) -> int:
 
 
 def bucket(context: int) -> int:
-    """Round a context length up to one of eight equally spaced lengths between two powers of two.
+    """Round a context length up, so that few CUDA graphs are captured.
 
-    The result is a multiple of `BLOCK_SIZE`. Rounding keeps the number of captured CUDA graphs small.
+    There are eight equally spaced results between two powers of two, all multiples of `BLOCK_SIZE`.
     """
     step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

@@ -1,9 +1,9 @@
-"""Run transformers' `generate` with the KV cache in host memory. Use: `with offload(model, host_memory="64GiB"):`.
+"""Run transformers' `generate` with the KV cache in host memory: `with offload(model, host_memory="64GiB"):`.
 
-Inside the block, calls of the model's forward with a cache are computed by this package: prompts with full attention,
+Inside the block, this package computes all calls of the model's forward that have a cache: prompts with full attention,
 and each following token as a decode step with the policy. Generation modes, logits processors, stopping criteria,
-streamers and pipelines still come from transformers. Greedy tokens equal the tokens of `LLM`, and with policy "full"
-also the tokens of transformers. Calls without a cache run the model's own forward.
+streamers and pipelines still come from transformers. Greedy tokens equal those of `LLM`, and with policy "full" also
+those of transformers. Calls without a cache run the model's own forward.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class OffloadedCache(Cache):
         """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: The last call computed fewer tokens than should be removed.
+            InputError: The last call of the model computed fewer tokens.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:
@@ -267,8 +267,8 @@ class OffloadedCache(Cache):
     def _exactly(self, columns: int, keep: int) -> torch.Tensor:
         """Compute the remaining tokens of all rows with full attention. Return float32 logits `[B, keep, V]`.
 
-        The cache gets `columns` new columns. `crop` can then remove the last `keep` tokens, if every row has that many.
-        Earlier tokens may already be shared with other sequences.
+        The cache gets `columns` new columns. `crop` can then remove the last `keep` tokens, if every row has that many,
+        but no earlier tokens, which may be shared with other sequences.
         """
         kept = [min(keep, len(row.tokens)) for row in self._rows]
         logits = [self._row_exactly(row, count) for row, count in zip(self._rows, kept, strict=True)]
@@ -320,7 +320,7 @@ class OffloadedCache(Cache):
         return logits[:, None].clone()
 
     def _check(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Raise InputError if the batch size differs, or if a row has padding after its prompt."""
+        """Raise InputError if the batch size has changed, or if a row has padding after its prompt."""
         if len(ids) != len(self._rows):
             raise InputError(f"the cache has {len(self._rows)} rows and the batch has {len(ids)}: they must be equal")
         if mask is not None and mask.ndim == 2 and not bool(mask[:, -ids.shape[1] :].all()):
@@ -336,10 +336,7 @@ def _padding(mask: Seq[int]) -> int:
 
 
 def _stacked(logits: Seq[torch.Tensor], keep: int) -> torch.Tensor:
-    """Stack the logits `[n, V]` of each row, n <= keep, to `[B, keep, V]`.
-
-    Shorter rows are padded with zeros in front.
-    """
+    """Stack the logits `[n, V]` of each row, n <= keep, to `[B, keep, V]`. Pad shorter rows with zeros in front."""
     return torch.stack([torch.nn.functional.pad(row, (0, 0, keep - len(row), 0)) for row in logits])
 
 

@@ -65,10 +65,7 @@ class PoolFullError(MemoryLimitError):
 
 
 class DeviceFullError(PoolFullError):
-    """A sequence could need more device memory than `device_memory` leaves.
-
-    The request waits until other requests end.
-    """
+    """A sequence could need more device memory than `device_memory` leaves. Waiting for other requests may help."""
 
 
 class QueueFullError(OffloadError):

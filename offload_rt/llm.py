@@ -45,8 +45,8 @@ from .utils.units import format_size
 class LLM:
     """An offloading inference runtime for one model on one device.
 
-    Several threads may use one `LLM`; their requests take turns step by step. A session or a queue may be used by only
-    one thread at a time.
+    Several threads may use one `LLM`. The steps of their requests are then interleaved. A session or a queue may be
+    used by only one thread at a time.
 
     Args:
         model: "reference" (ships with the package), a local folder, a GGUF file, a hub id, or a loaded transformers
@@ -57,7 +57,7 @@ class LLM:
         **fields: Fields of `EngineConfig` that override `config`, such as `host_memory="200GiB"`.
 
     Attributes:
-        runner: The loaded model with its policy and KV cache. Sequences made with it must be freed by the caller.
+        runner: The loaded model with its policy and KV cache. If you create sequences with it, you must free them.
         config: The configuration, with all options of the policy filled in.
         name: The model's name, folder or hub id.
         geometry: The model's dimensions.
@@ -83,7 +83,7 @@ class LLM:
         self._begin(build(model, chosen, tokenizer), WeakValueDictionary())
 
     def _begin(self, runner: Runner, family: WeakValueDictionary[int, LLM]) -> None:
-        # `family` has all runtimes that share the weights, by number. Each has a separate swap folder.
+        # `family` contains all `LLM` objects that share the weights, by number. Each has a separate swap folder.
         self._progress = Progress(enabled=runner.config.progress)
         self.runner, self._family, self.config, self.name = runner, family, runner.config, runner.model.name
         self.geometry, self.tokenizer = runner.adapter.geometry, runner.model.tokenizer
@@ -109,8 +109,8 @@ class LLM:
     def close(self) -> None:
         """Cancel running requests. Then save and close all sessions, so that another process can open them.
 
-        Later calls raise InputError. Memory is freed when no reference to this object is left. Closing twice has no
-        effect.
+        Later calls of other methods raise InputError. A second `close` has no effect. Memory is freed when no reference
+        to this object is left.
 
         Raises:
             StoreError: A session could not be saved. All other sessions were saved.
@@ -128,8 +128,7 @@ class LLM:
     def under(self, policy: str, policy_options: Mapping[str, Any] | None = None, *, exact: object = None) -> LLM:
         """Return an `LLM` with another policy that shares the weights and the KV cache of this one.
 
-        Prompts that were prefilled with one policy are not prefilled again with the other. All other options are the
-        same.
+        Prompts that were prefilled with one policy are not prefilled again with the other. All other options are equal.
 
         Args:
             policy: Name of the policy.
@@ -156,17 +155,14 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum length of prompt and output together, in tokens.
-
-        Limited by the model, host memory and device memory.
-        """
+        """Maximum length of prompt and output together, in tokens, limited by the model and by memory."""
         return max_length(self.geometry.max_positions, self.runner.check_fits)
 
     @property
     def last_stats(self) -> Stats | None:
-        """Statistics of the latest `stream`, also while it runs or after it was interrupted.
+        """Statistics of the latest `stream`, even while it runs or after it was interrupted.
 
-        None before the first `stream`, and after `generate` or `score`, whose results contain their statistics.
+        None before the first `stream` and after `generate` or `score`, which return statistics with their results.
         """
         return self._last.stats(self.runner) if self._last is not None else None
 
@@ -186,7 +182,8 @@ class LLM:
 
         Raises:
             InputError: The prompt is empty or has invalid ids, or more than one completion is requested.
-            ModelError, PoolFullError: The model has too few positions, or the KV cache is too small.
+            ModelError: Prompt and output exceed the model's context length.
+            PoolFullError: The KV cache is too small.
         """
         self._check_open()
         params = check_sampling_params(sampling_params, self.runner.model.sampling)
@@ -203,7 +200,7 @@ class LLM:
                     self._check_open()
                     yield from engine.step()
             finally:
-                if not sys.is_finalizing():  # At interpreter exit, modules that are needed for freeing are gone.
+                if not sys.is_finalizing():  # At interpreter exit, modules that are needed to free memory are gone.
                     engine.cancel(request)
 
     def generate(
@@ -219,7 +216,8 @@ class LLM:
 
         Args:
             prompts: One prompt or several, each a text or token ids.
-            sampling_params: One for all prompts or one per prompt; None uses the model's defaults.
+            sampling_params: Parameters of all prompts, or a list with one item per prompt. None uses the model's
+                defaults.
             cache_salt: Text that separates users of the cache: KV is shared only among requests with the same salt.
                 Latency and `num_cached_tokens` then reveal no information about requests with other salts.
 
@@ -353,9 +351,9 @@ class LLM:
     ) -> TurnQueue:
         """Return a queue for turns of many sessions in one folder.
 
-        A session's KV is loaded from disk before its queued turn starts, and is not evicted until then. At most
-        `max_num_seqs` turns are decoded together; None uses the configured value. For other arguments and errors, see
-        `session`.
+        The KV of a session with a queued turn is loaded from disk in advance and is not evicted until the turn starts.
+        At most `max_num_seqs` turns are decoded together. None uses the configured value. For other arguments and
+        errors, see `session`.
         """
         with self.runner.pool.lock:
             most = check_int_or_none("max_num_seqs", max_num_seqs, 1) or self.config.max_num_seqs
@@ -372,10 +370,7 @@ class LLM:
         return self._stores.open(store, options, fields, read_only=read_only)
 
     def reset_prefix_cache(self) -> bool:
-        """Free the KV of prefixes that are not used by a request or an open session.
-
-        Return whether no prefix is left.
-        """
+        """Free the KV of prefixes that no request and no open session uses. Return whether no prefix is left."""
         self._check_open()
         with self.runner.pool.lock:
             return self.runner.pool.drop_prefixes()

@@ -45,12 +45,12 @@ class TokenOutput:
 
     Attributes:
         request_id: Number of the request in its engine.
-        text: Text that can be shown now. It may be empty or contain text of earlier tokens.
+        text: New text. It may be empty, and may contain text of earlier tokens that was held back until now.
         token_id: Id of the token.
         index: Position of the token in the completion, from 0.
-        finish_reason: Reason for the end of the completion, in its last item; None in all earlier items.
+        finish_reason: Reason for the end of the completion, in its last item. None in all earlier items.
         sample: Index of the completion among the request's `n` completions.
-        stop_reason: Stop string or stop token that ended the completion, in its last item; otherwise None.
+        stop_reason: Stop string or stop token that ended the completion, in its last item. Otherwise None.
         logprobs: Log-probabilities, if requested.
     """
 
@@ -125,10 +125,10 @@ class RequestTrace:
     Attributes:
         layers_prefilled: Number of layers that have been computed for the whole prompt.
         layers: Number of layers of the model.
-        attended_by_step: Fraction of visible tokens that each decode step attended exactly, `[steps][layers]`.
-        h2d_bytes: Bytes of KV copied to the device so far.
-        selected: int64 `[prompt tokens]`: how often each prompt token was selected by a layer and KV head of a decode
-            step. Sinks and recent tokens, which are always attended, are not counted.
+        attended_by_step: Fraction of visible tokens that each decode step attended to exactly, `[steps][layers]`.
+        h2d_bytes: Size in bytes of the KV copied to the device so far.
+        selected: Number of selections of each prompt token, summed over decode steps, layers and KV heads, int64
+            `[prompt tokens]`. Sinks and recent tokens are attended to without being selected and are not counted.
     """
 
     layers_prefilled: int
@@ -149,9 +149,9 @@ class RequestOutput:
         prompt_logprobs: One mapping per prompt token, if requested; None for the first token.
         outputs: The `n` completions.
         finished: Whether all completions have ended.
-        num_cached_tokens: Prompt tokens whose KV was reused instead of computed.
-        num_recomputed_tokens: Prompt tokens that were computed although their KV was cached, because the nearest
-            snapshot of the recurrent state was before them (hybrid models).
+        num_cached_tokens: Number of prompt tokens whose KV was reused instead of computed.
+        num_recomputed_tokens: Number of prompt tokens that were computed although their KV was cached, because the
+            nearest snapshot of the recurrent state was before them (hybrid models).
         metrics: Times of the request.
         trace: Progress and attention, if requested with `AsyncLLM.generate(trace=True)`.
     """
@@ -202,11 +202,11 @@ class Stats:
         peak_device_bytes: Peak memory of torch's allocator on CUDA. On a CPU, the sum of weights, KV and scoring keys.
         fetched_fraction: Transferred fraction of the visible KV, mean over layers and new tokens. With `exact`, all
             passes for a token are counted.
-        exact_fraction: Fraction of the visible tokens that were attended exactly, mean over layers and new tokens.
+        exact_fraction: Fraction of the visible tokens that were attended to exactly, mean over layers and new tokens.
         sparse_fetched_fraction: `fetched_fraction` over the layers that select tokens.
         sparse_exact_fraction: `exact_fraction` over the layers that select tokens.
-        approximate_fraction: Fraction of the visible tokens attended through approximate KV, mean over layers that
-            select tokens.
+        approximate_fraction: Fraction of the visible tokens that were attended to with approximate KV, mean over layers
+            that select tokens.
         missed_mass: Attention mass outside of the exactly attended tokens, mean over sampled steps and layers that
             select tokens. With approximate KV, attention to the other tokens is estimated, not lost. None if it was not
             measured.
@@ -220,7 +220,7 @@ class Stats:
             tokens.
         draft_speedup: Estimated time of decoding without drafts, divided by the measured time. None if no pass without
             drafts was measured.
-        attended_by_step: Fraction of visible tokens that each step attended exactly, `[steps][layers]`.
+        attended_by_step: Fraction of visible tokens that each step attended to exactly, `[steps][layers]`.
         missed_by_step: (step, missed attention mass of each layer) for each sampled step.
         disk_bytes_read: Bytes read from the disk since the sequence began, for all sequences.
         disk_bytes_written: Bytes written to the disk since the sequence began, for all sequences.
@@ -300,10 +300,7 @@ class Stats:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Mean number of tokens per verification pass: accepted draft tokens and one new token.
-
-        None without `exact`.
-        """
+        """Mean number of tokens per verification pass: accepted draft tokens plus one. None without `exact`."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else None
 
 

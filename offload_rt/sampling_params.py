@@ -63,9 +63,9 @@ class SamplingParams:
         temperature: 0 is greedy decoding.
         top_k: Sample from the `top_k` most probable tokens; -1 or 0 disables it.
         top_p: Sample from the smallest set of tokens with this total probability; 1 disables it.
-        min_p: Drop tokens less probable than this fraction of the most probable one; 0 disables it.
+        min_p: Exclude tokens whose probability is below `min_p` times that of the most probable token. 0 disables it.
         presence_penalty: Subtracted from the logits of tokens that occur in the output.
-        frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in the output.
+        frequency_penalty: Subtracted from the logit of a token once for each occurrence of the token in the output.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and output.
         seed: Seed of the random numbers; None chooses a random seed. The random number of a token depends on the seed
             and on the token's position in the text. The first of n completions uses `seed`, and the others use seeds
@@ -88,8 +88,8 @@ class SamplingParams:
         structured_outputs: Format that the output must follow.
         num_beams: Above 1, beam search as in transformers' `generate`; needs `temperature=0`. The best `n` beams are
             returned.
-        length_penalty: Beam scores are divided by the output's length to this power. Values above 0 prefer long
-            outputs.
+        length_penalty: Beam scores are divided by (length of the output) ** `length_penalty`. Values above 0 prefer
+            long outputs.
         early_stopping: Beam search ends when `num_beams` beams have finished (True), when better beams are unlikely
             (False), or when no running beam can become better than the finished beams ("never").
     """

@@ -1,4 +1,4 @@
-"""Measure the first token times of a client that sends the whole conversation with each request and names no session.
+"""Measure the time to first token of a client that sends whole conversations without a session name.
 
 The script starts `offload-rt serve` with the default store in a temporary folder and prints the table of
 `eval/results/smollm2/stateless_client.md`. It takes about two minutes with SmolLM2-135M on two cores.

@@ -48,12 +48,12 @@ class SkewArtifact:
             decreasing importance, so `[..., :r]` keeps the r most important columns.
         key: B_k, float32 `[L, Hkv, d, d]`. The skewed key is k~ = k @ key[l, h]. B_q B_k^T = I, so q~ k~^T == q k^T if
             all columns are used.
-        key_mean: float32 `[L, Hkv, d]`, mean of each column of the skewed keys over the calibration text.
-        key_std: float32 `[L, Hkv, d]`, standard deviation of these columns. Mean and standard deviation determine the
+        key_mean: Mean of each column of the skewed keys over the calibration text, float32 `[L, Hkv, d]`.
+        key_std: Standard deviation of these columns, float32 `[L, Hkv, d]`. Mean and standard deviation determine the
             quantisation levels of int4 and int2 scoring keys.
-        slope: float32 `[S, L, D]`, factors that correct predicted attention inputs (`guess.Correction`). D may be 1
-            (one value for all channels).
-        offset: float32 `[S, L, D]`, offsets of this correction.
+        slope: Factors that correct predicted attention inputs (`guess.Correction`), float32 `[S, L, D]`, or
+            `[S, L, 1]` with one value for all channels.
+        offset: Offsets of this correction, with the shape of `slope`.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
     """
@@ -172,7 +172,7 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _inconsistency(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a description of the first invalid tensor, or an empty string if all tensors are valid."""
+    """Describe the first invalid tensor. Return "" if all tensors are valid."""
     shape = tensors["query"].shape
     if len(shape) != 4 or shape[-1] != shape[-2]:
         return f"query has shape {tuple(shape)}, expected [L, Hkv, d, d]"

@@ -59,11 +59,11 @@ def calibrate(
     Args:
         adapter: The model.
         token_ids: Token ids of the text.
-        method: Method of the bases.
+        method: Method of the bases (`SkewArtifact.method`).
         fingerprint: Fingerprint of the model.
         calibration: Description of the text, for the artifact.
-        positions: Context length to calibrate for; None means the model's maximum.
-        progress: Callback for progress.
+        positions: Context length to calibrate for. None means the model's maximum.
+        progress: Called to report progress.
 
     Raises:
         InputError: The text is empty, a token is outside the vocabulary, or `positions` is not supported.
@@ -109,13 +109,13 @@ def measure(
     """Return the moments of queries and keys, and the correction of predicted attention inputs, on the CPU.
 
     Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
-    moments of a KV head include the queries of all G heads in its group. The text runs in segments of at most
-    `positions` tokens. Each segment starts at position 0 and uses exact causal attention. For errors, see `calibrate`.
+    moments of a KV head include the queries of all G heads in its group. The text is split into segments of at most
+    `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see `calibrate`.
 
-    With RoPE, the moments depend on the positions. A basis computed from positions below 2,048 fits only these
-    positions in rotary planes with low frequencies. At position 30,000, it is worse than a basis computed from the
-    whole range (`tests/unit/skewing/test_skewing.py`). The moments are therefore measured at positions that are spread
-    over the whole range. The attention of the forward pass uses the real positions.
+    With RoPE, the moments depend on the positions. In rotary planes with low frequencies, a basis computed from
+    positions below 2,048 fits only these positions (`tests/unit/skewing/test_skewing.py`). The queries and keys for the
+    moments are therefore rotated to positions that are spread over the whole range. The attention of the forward pass
+    uses the real positions.
     """
     geometry, limit = adapter.geometry, position_limit(adapter, positions)
     if not token_ids:
@@ -144,7 +144,7 @@ def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
     """Return the number of positions to calibrate for: `positions`, or the model's maximum if it is None.
 
     Raises:
-        InputError: If `positions` is below 1, or above the maximum of a model with absolute positions.
+        InputError: `positions` is below 1, or above the maximum of a model with absolute positions.
     """
     limit = adapter.geometry.max_positions
     if positions is None:
@@ -185,7 +185,7 @@ def _segment_sums(
             for stage in adapter.stages(layer):
                 left = stage.run(left)
             guesses.add(after, guessed, adapter.attention_input(after, left))
-            hidden[s] = left  # assigned last, because a predicted input may be a view of `hidden`
+            hidden[s] = left  # assigned last, because a predicted attention input may be a view of `hidden`
 
 
 def _all_rows(slices: Iterable[KVPart]) -> KVPart:
@@ -239,8 +239,8 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 
     The description is "first N tokens of NAME".
     """
-    # Tokenize only the beginning of a long text, with 64 additional tokens, because the cut changes the tokens next to
-    # it.
+    # Tokenize only the beginning of a long text. 64 additional tokens are needed, because the cut changes the tokens
+    # before it.
     characters, beyond = 8 * count, 64
     ids: list[int] = list(tokenizer(text[:characters], verbose=False)["input_ids"])
     while len(ids) < count + beyond and characters < len(text):
@@ -253,8 +253,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the calibration text in the package, from the user's cache folder.
 
-    The first call calibrates and stores the artifact. A damaged file is replaced. If the folder is not writable, the
-    next start calibrates again.
+    If it is missing or damaged, calibrate and store it. If the folder is not writable, every start calibrates again.
     """
     path = cache_path(loaded, method)
     if path.exists():

@@ -1,16 +1,16 @@
 """Folding of skewing bases into the weights (paper §4.2, equation 2), and the function behind the command `skew`.
 
-With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so the basis can be multiplied into weight and
-bias. The same holds for B_k and the key. The result is an ordinary checkpoint with the attention scores and logits of
-the original.
+With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias can be multiplied by the basis
+B_q. Keys are skewed with B_k in the same way. The result is an ordinary checkpoint with the attention scores and logits
+of the original.
 
 Products are computed in float64 and rounded once to the dtype of the model. In a float32 model, this rounding changes
 logits by about 1e-5 of the largest logit. In bfloat16 and float16 models, it is as large as the rounding of the
 original weights and changes 1-3 % of the greedy tokens. The runtime therefore does not fold, but uses separate matrices
 (`SkewArtifact`).
 
-Models with RoPE cannot be folded: the rotation comes between the projection and the score, and does not commute with
-a basis that mixes rotary planes.
+Models with RoPE cannot be folded, because the rotation is applied after the projection and does not commute with a
+basis that mixes rotary planes.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class SkewReport:
         artifact: Path of the skew artifact.
         folded: Folder of the folded checkpoint, or None for a model with RoPE.
         method, calibration, fingerprint: See `SkewArtifact`.
-        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns preserve without skewing, mean
-            over layers and KV heads.
+        energy_kept_plain: Fraction of the scores' mean square that 30 % of the columns preserve without skewing (mean
+            over layers and KV heads).
         energy_kept_skewed: The same fraction with skewing.
         logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
             logit. None if there is no folded model.
@@ -163,11 +163,11 @@ def skew_model(
     Args:
         model: Name of a shipped model, folder or hub id.
         out: Output folder. It is created if missing.
-        method: Method of the bases.
-        calibration: Calibration text; None uses the text in the package.
+        method: Method of the bases (`SkewArtifact.method`).
+        calibration: Calibration text. None uses the text in the package.
         calibration_tokens: Number of tokens to calibrate on.
         dtype: See `EngineConfig`.
-        progress: Function that is called after every layer.
+        progress: Called after every layer.
 
     Raises:
         ModelError, MemoryLimitError: The model cannot be loaded (`load_model`).
@@ -231,7 +231,7 @@ def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:
 
 
 def _energy(moments: Moments, basis: SkewBasis) -> float:
-    """Return the fraction of score energy that 30 % of the columns preserve, rounded for display.
+    """Return the fraction of the scores' mean square that 30 % of the columns preserve, rounded for display.
 
     It is the mean over layers and KV heads.
     """

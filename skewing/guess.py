@@ -1,10 +1,10 @@
 """Linear correction of predicted attention inputs, fitted in calibration.
 
 InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
-similar (§4.3, Table 1). The prediction is wrong after a layer whose MLP adds a large vector to the residual stream that
+similar (§4.3, Table 1). The prediction is wrong if the MLP of layer l-1 adds a large vector to the residual stream that
 is nearly the same for every token ("massive activations"). This happens in the first layer of both reference models.
 The error is nearly constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove
-the error. They cost one multiply-add per element of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`,
+it at the cost of one multiply-add per element of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`,
 parts "source".
 """
 
@@ -27,9 +27,9 @@ SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 class Correction:
     """Linear correction of predicted attention inputs.
 
-    slope and offset are float32 `[S, L, D]` for S sources. The attention input g `[..., D]` of layer l, predicted from
-    source s, is corrected to slope[s, l] * g + offset[s, l]. Layer 0 is never predicted, so its correction is the
-    identity.
+    `slope` and `offset` are float32 `[S, L, D]` for S sources (`guessed_input`). The attention input g `[..., D]` of
+    layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layer 0 is never predicted, so its
+    correction is the identity.
     """
 
     slope: torch.Tensor
@@ -46,7 +46,7 @@ class GuessSums:
     """Sums over predicted inputs g and true inputs t for each source, layer and channel, in float64 on the CPU."""
 
     def __init__(self, layers: int, hidden: int) -> None:
-        # sums of g, t, g^2 and g t, and the number of tokens
+        # Sums of g, t, g^2 and g t, and the number of tokens.
         self._sums = torch.zeros(5, len(SOURCES), layers, hidden, dtype=torch.float64)
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 

@@ -1,6 +1,6 @@
 """Compute the bases that skew queries and keys, from second moments (paper §4.2, equations 2-3).
 
-All functions are pure, use float64, and are batched over leading axes (layers and KV heads).
+All functions use float64 and are batched over leading axes (layers and KV heads).
 
 Let M_q be the second moment of the queries and C_k the covariance of the keys. Dropping the columns J of the skewed
 queries and keys changes the scores by sum_J q~_j (k~_j - m_j), up to a constant that softmax ignores. For independent
@@ -8,8 +8,8 @@ queries and keys, the mean square of this error is sum_{i, j in J} M_q~[i, j] C_
 
 * `svd_basis`: A contains the eigenvectors of M_q. M_q~ is diagonal and the cross terms vanish, so the best columns are
   exactly those with the largest M_q~[j, j] C_k~[j, j] = (E q~_j^2)(Var k~_j). The columns are stored in this order. The
-  paper orders by sum |q~_j| + |k~_j| of the prompt. That order ignores that a large key column with a small query
-  column does not change the scores.
+  paper orders them by the sum |q~_j| + |k~_j| over the prompt, although a large key column with a small query column
+  does not change the scores.
 * `balanced_basis`: With M_q = L_q L_q^T and C_k = L_k L_k^T, the mean square of the scores q X k^T is |L_q^T X
   L_k|_F^2. The truncated SVD of L_q^T L_k is the best rank-r approximation (Eckart-Young).
 
@@ -112,10 +112,10 @@ BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_
 
 
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
-    """Return which fraction `[...]` of the scores' mean square the first `columns` columns preserve: 1 - error / total.
+    """Return the fraction `[...]` of the scores' mean square that the first `columns` columns preserve.
 
-    The keys are centred. The result is negative if scores from these columns are worse than scores of zero. It is 1 if
-    the total is 0.
+    It is 1 - (mean square error) / (mean square), with centred keys. It is negative if scores of zero would be better
+    than scores from these columns, and 1 if the mean square is 0.
     """
     skewed = moments.skewed(basis)
     products = skewed.query * skewed.key_covariance
@@ -137,10 +137,7 @@ def _symmetric(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Return the lower Cholesky factor `[..., d, d]` of the moment plus ridge.
-
-    For a zero moment, return the identity.
-    """
+    """Return the lower Cholesky factor `[..., d, d]` of the moment plus ridge, or the identity for a zero moment."""
     scale, floor = (m.diagonal(dim1=-2, dim2=-1).mean(-1) for m in (moment, uncentred))
     # Centring identical keys leaves only rounding errors, so the uncentred moment is used as a lower bound.
     scale = torch.maximum(scale, 1e-6 * floor)

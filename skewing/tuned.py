@@ -1,7 +1,7 @@
 """Policies that `offload-rt tune` has chosen for a model.
 
-A tuned policy is a folder with `skew.safetensors` and `policy.json`. If option `skew` names such a folder, the options
-in `policy.json` are the defaults.
+A tuned policy is a folder with `skew.safetensors` and `policy.json`. If the engine option `skew` is such a folder, the
+options in `policy.json` are the defaults.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TunedPolicy:
             fingerprint: Fingerprint that the policy must have. None accepts the policy of any model.
 
         Raises:
-            ArtifactError: The file is damaged, of another version, or made for another model.
+            ArtifactError: The file is damaged, has another format version, or was made for another model.
         """
         path = folder / POLICY
         if not path.exists():
@@ -100,7 +100,7 @@ def default_options(
     policy = "infinigen" if policy == "auto" else policy
     if tuned is None or tuned.policy != policy:
         return given
-    # If this option is missing, the policy was tuned with approximate KV off.
+    # Policies without this option were tuned with approximate KV off.
     without = {"approximate_kv": "off"} if policy == "infinigen" else {}
     return {**without, **tuned.options, **given}
 

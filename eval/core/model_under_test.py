@@ -1,4 +1,4 @@
-"""The model under test: loaded once, and scored under several variants (policy, options, KV pool settings)."""
+"""The model under test. It is loaded once and evaluated under several variants (policy, options, pool settings)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .variants import Scored, Text, Variant, text_digest
 
 
 class ModelUnderTest:
-    """A model to evaluate. Every score is computed by `LLM.score`, so it uses the decode steps of the runtime.
+    """A model to evaluate. Scores are computed by `LLM.score`, with the decode steps of the runtime.
 
     Args:
         model: Model name or folder.
@@ -48,7 +48,7 @@ class ModelUnderTest:
 
     @cached_property
     def _first(self) -> LLM:
-        """Runtime with the default engine settings. Its weights and KV cache serve all variants with these settings."""
+        """Runtime with the default engine settings, for all variants that do not change engine settings."""
         return LLM(self.model, policy="full", **self._settings)
 
     @property
@@ -86,12 +86,12 @@ class ModelUnderTest:
         return self._encoded[digest]
 
     def options(self, variant: Variant) -> dict[str, Any]:
-        """Return the policy options of the variant. An option that the variant does not set has its tuned value."""
+        """Return the policy options of the variant. Options that the variant does not set have their tuned values."""
         skew, fingerprint = self._settings["skew"], self.loaded.fingerprint
         options = dict(default_options(skew, variant.policy, variant.options, fingerprint))
         if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":
-            # An accelerator selects with a predicted query, but the default on a CPU is the true query of the layer.
-            # Evaluations on a CPU must show the quality on an accelerator.
+            # On a CPU, the default is to select with the true query of the layer. Use a predicted query as on an
+            # accelerator, so that results on a CPU also hold for accelerators.
             options.setdefault("source", "attention_input")
         return options
 
@@ -107,15 +107,15 @@ class ModelUnderTest:
         return self._first.under(variant.policy, options).runner.policy
 
     def key(self, variant: Variant) -> dict[str, Any]:
-        """Return the key of the variant's rows for this model in the row store."""
-        # Use the options with defaults filled in: equal variants are measured once, and again if a default changes.
+        """Return the key of the variant's rows for this model in the `RowStore`."""
+        # Use all options with their defaults: equal variants are measured once, and again if a default changes.
         provenance_key = self.policy(variant).provenance_key
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
 
     def describe(self, variant: Variant) -> dict[str, Any]:
         """Return the model and variant columns of a result row.
 
-        `provenance_key` identifies the options, defaults and skew artifact of the policy.
+        The column `provenance_key` identifies the options, defaults and skew artifact of the policy.
         """
         policy = self.policy(variant)
         return {
@@ -130,14 +130,11 @@ class ModelUnderTest:
         }
 
     def llm(self, variant: Variant) -> LLM:
-        """Return a runtime for the variant. Runtimes of equal settings share weights and prefilled blocks."""
+        """Return a runtime for the variant. Runtimes with equal engine settings share weights and prefilled blocks."""
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with the engine settings `engine`.
-
-        Only two runtimes are kept: the default one, and the most recently used other one.
-        """
+        """Return a runtime with the engine settings `engine`. Keep only the default and the last other runtime."""
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
@@ -192,8 +189,8 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
     """Tokenize `text` with byte offsets.
 
     Returns:
-        Token ids, the end offset of each token in UTF-8 bytes of `text`, and the special tokens before the text (such
-            as BOS).
+        The token ids, the end of each token in `text` in UTF-8 bytes, and the special tokens before the text (such as
+        BOS).
 
     Raises:
         InputError: The model has no fast tokenizer.
@@ -218,15 +215,15 @@ def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model and a text to evaluate it on, and where the results go.
+    """A model, a text to evaluate it on, and a folder for the results.
 
     Attributes:
         tested: The model.
         text: The text.
         name: Name of the text in results.
-        out: Folder of the results. Rows that it contains are not measured again.
+        out: Folder of the results. Rows in this folder are not measured again.
         say: Shows a line about the progress.
-        late: If it returns True, no new row is measured.
+        late: Called before each measurement. If it returns True, no new row is measured.
     """
 
     tested: ModelUnderTest

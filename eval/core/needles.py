@@ -1,9 +1,9 @@
 """Needle-in-a-haystack tasks: facts are hidden in a book, and questions about them follow at the end.
 
 The sentences follow templates that the reference models were trained on, but no name occurs in the training data. A
-correct answer therefore comes from the context. Names in questions (`NAMES`) are composed of syllables that no training
-name contains. Names that serve as answers (`LINKED`) are held-out names composed of familiar syllables, because the
-reference models cannot generate unseen syllables.
+correct answer must therefore come from the context. Names in questions (`NAMES`) consist of syllables that do not occur
+in training. Names in answers (`LINKED`) are new combinations of syllables from training, because the reference models
+cannot generate unseen syllables.
 
 Each kind tests one failure mode of token selection: a single fact, one of many similar facts, several values of one
 key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et al.
@@ -192,7 +192,7 @@ class Haystack:
         tokens += self._ids[at : begin + room]
         start = len(tokens)
         questions = []
-        first = 0  # index of the question's first statement; statements are in the order of the questions
+        first = 0  # index of the first statement about the question, as statements are in the order of the questions
         for question, positions in zip(needle.questions, marks, strict=True):
             stated = min(told[first + i] for i in range(len(question)))
             first += len(question)

@@ -5,7 +5,7 @@
         ...
 
 A Python file that registers an evaluation can be run by its path: `offload-rt eval ./tokens.py --text book.txt`.
-Modules that register evaluations import large packages inside the function, so that listing the evaluations is fast.
+Modules that register evaluations import large packages inside functions, so that listing the evaluations is fast.
 """
 
 from __future__ import annotations

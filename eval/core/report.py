@@ -146,7 +146,7 @@ class Report:
             "environment": environment(),
             "rows": self.rows,
         }
-        keys = list(dict.fromkeys(k for row in self.rows for k in row if k != "samples"))  # one value per document
+        keys = list(dict.fromkeys(k for row in self.rows for k in row if k != "samples"))  # too long for a table
         texts = {
             "json": json.dumps(record, indent=1) + "\n",
             "csv": _csv(keys, self.rows),

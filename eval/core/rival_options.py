@@ -1,4 +1,4 @@
-"""Options of the policies in `quality/rivals.py`, and their registration. No heavy imports."""
+"""Options of the policies in `quality/rivals.py`, and registration of these policies, without importing torch."""
 
 from __future__ import annotations
 

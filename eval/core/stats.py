@@ -27,18 +27,12 @@ class Interval:
 
 
 def ratio(values: Array, weights: Array) -> Array:
-    """Return sum(`values`) / sum(`weights`) over the last axis.
-
-    Both have the shape `[..., n]` (e.g. nats per token).
-    """
+    """Return sum(`values`) / sum(`weights`) over the last axis of both, for example nats per token."""
     return np.asarray(values.sum(-1) / weights.sum(-1))
 
 
 def ratio_error(values: ArrayLike, weights: ArrayLike) -> float:
-    """Return the standard error of sum(values) / sum(weights), both `[n]`, by the delta method.
-
-    For a single document it is 0.
-    """
+    """Return the standard error of sum(values) / sum(weights), both `[n]`, by the delta method. 0 for n = 1."""
     v, w = np.asarray(values, float), np.asarray(weights, float)
     if len(v) < 2:
         return 0.0
@@ -98,6 +92,6 @@ def share_error(right: int, asked: int) -> float:
     """Return the binomial standard error of the accuracy `right` / `asked`."""
     if asked == 0:
         return 0.0
-    # Counts at 0 or `asked` are moved inward by 0.5, so that the error is never zero.
+    # Move counts of 0 or `asked` inward by 0.5, so that the error is never 0.
     share = min(max(right, 0.5), asked - 0.5) / asked if asked > 1 else 0.5
     return math.sqrt(share * (1 - share) / asked)

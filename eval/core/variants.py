@@ -1,7 +1,4 @@
-"""Texts to score, and variants to score them under: a policy with its options and `LLM` settings.
-
-This module imports no large packages.
-"""
+"""Texts to score, and variants to score them under. This module imports no large packages."""
 
 from __future__ import annotations
 
@@ -69,15 +66,15 @@ class Scored:
     Attributes:
         nats: Negative log-probability of each scored token, `[n]`.
         is_greedy: Whether each scored token is the most probable one, `[n]`.
-        attended: Fraction of the visible KV entries that was attended exactly, mean over all layers and decoded
+        attended: Fraction of the visible KV entries that was attended to exactly, mean over all layers and decoded
             positions.
         link: Fraction of the visible KV entries that was fetched from the host, mean over all layers and decoded
             positions.
         sparse_attended: Like `attended`, over the sparse layers only.
         sparse_link: Like `link`, over the sparse layers only.
-        missed: Missed attention mass (share of attention weights on tokens that were not attended exactly), mean over
-            the sparse layers. None if it was not measured.
-        worst_layer: Missed attention mass of the worst layer, or None.
+        missed: Missed attention mass (share of attention weights on tokens that were not attended to exactly), mean
+            over the sparse layers. None if it was not measured.
+        worst_layer: Missed attention mass of the layer with the largest value, or None.
     """
 
     nats: list[float]
@@ -96,10 +93,9 @@ def text_digest(text: str) -> str:
 
 
 def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
-    """Return the variants to compare: `full`, and every other policy at every budget.
+    """Return the variants to compare: `full`, and every other policy at every budget, with `options`.
 
-    Without budgets, each policy appears once, with its default budget. `options` are used for every policy except
-    `full`.
+    If there are no budgets, each policy has its default budget.
     """
     variants, shared = [Variant("full")], dict(options or {})
     for policy in policies:
@@ -137,7 +133,7 @@ def _variant(policy: str, settings: Mapping[str, Any]) -> Variant:
 def read_settings(words: Sequence[str]) -> dict[str, Any]:
     """Parse "key=value" settings, such as "recent=16".
 
-    Values are JSON scalars or plain strings. `dense_layers` takes a list such as 0:1, or none for an empty list.
+    Values are JSON scalars or plain strings. `dense_layers` is a list such as "0:1", or "none" for an empty list.
     """
     found: dict[str, Any] = {}
     for word in words:

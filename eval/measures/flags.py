@@ -1,7 +1,4 @@
-"""Command-line flags of the evaluations.
-
-Most flags are created from the fields of configuration classes. A few flags are shared by several evaluations.
-"""
+"""Command-line flags of the evaluations. Most are created from the fields of configuration classes."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a dataclass that is described by `config_fields.option`.
+    """Add a flag for each field of a dataclass that was created by `config_fields.option`.
 
-    If the user does not give a flag, its value is None. Defaults are defined only in the dataclass.
+    If the user does not set a flag, its value is None. The defaults are those of the dataclass.
     """
     hints = get_type_hints(config)
     for field in fields(config):

@@ -77,11 +77,11 @@ def observe(
         adapter: The model.
         tokens: Token ids of a window.
         start: First position whose attention is sampled.
-        alike: Output. `alike[i, key]` is the mean cosine similarity between the input of layer i > 0 and the `key` of
+        alike: Output. `alike[i, key]` gets the mean cosine similarity between the input of layer i > 0 and the `key` of
             layer i - 1: its input, attention output or MLP output. An output is the vector that a layer adds to the
             residual stream.
-        needed: Output. `needed[i]` has an entry per sampled query: the smallest number of tokens whose attention
-            weights sum to `MASS`, and the number of tokens that the query sees.
+        needed: Output. `needed[i]` gets an entry per sampled query: the smallest number of tokens whose attention
+            weights sum to `MASS`, and the number of tokens that the query attends to.
     """
     positions = torch.arange(len(tokens), device=adapter.device)
     adapter, whole = adapter.for_new_sequence(), [slice(None)]
@@ -108,9 +108,10 @@ def observe(
 def attention_weights(
     adapter: ModelAdapter, layer: int, q: torch.Tensor, k: torch.Tensor, at: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention weights `[H, P, N]` (float32) of queries `[H, N, d]` at positions `at` `[P]`.
+    """Return the attention weights of the queries q `[H, N, d]` at the positions `at` `[P]`.
 
-    Also returns the number of tokens that each position sees, `[P]`.
+    Returns:
+        The weights, float32 `[H, P, N]`, and the number of tokens that each position attends to, `[P]`.
     """
     geometry = adapter.geometry
     ago = at[:, None] - torch.arange(k.shape[1], device=at.device)
@@ -122,9 +123,6 @@ def attention_weights(
 
 
 def tokens_for_mass(attention: torch.Tensor, share: float) -> torch.Tensor:
-    """Return how many tokens, largest weights first, reach the fraction `share` of the attention weights (Figure 5).
-
-    The result has the shape `[...]` for `attention` `[..., N]`.
-    """
+    """Return the smallest number of tokens `[...]` whose weights `attention` `[..., N]` sum to `share` (Figure 5)."""
     caught = attention.sort(dim=-1, descending=True).values.cumsum(-1)
     return (caught < share).sum(-1) + 1

@@ -1,6 +1,6 @@
-"""Compare a generated text with full attention: quality, speed, transfers and memory.
+"""Compare a policy with full attention on a generated text: quality, speed, transfers and memory.
 
-The generated text is scored under both policies, so that every position has the same context under both.
+The text is scored under the policy and under full attention, so that every position has the same context under both.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ MAX_SCORED = 256
 """Maximum number of new tokens to compare. Log-probabilities of the whole vocabulary are kept for each token."""
 
 MAX_OTHERS = 17
-"""Number of new tokens that the `OTHERS` in a plot compute.
-
-It suffices for two measurements of missed attention mass.
-"""
+"""Number of new tokens that the policies `OTHERS` decode, enough for two measurements of missed attention mass."""
 
 BINS = 160
 """Number of position ranges (bins) in the plot of the selected positions."""
@@ -80,8 +77,8 @@ class Comparison:
     """Results of comparing a generated text with full attention.
 
     Attributes:
-        policy: Statistics of the generation.
-        full: Statistics of the generation by full attention with the same seed.
+        policy: Statistics of the generation with the policy.
+        full: Statistics of the generation with full attention and the same seed.
         full_tokens: Tokens that full attention generated.
         kl: Mean KL(full || policy) of the next-token distributions, in nats.
         top_1: Fraction of positions with the same most probable token.
@@ -125,7 +122,7 @@ def compare(
     if plot is not None:
         bars = {"full": full.last_stats, llm.config.policy: again}
         for policy, options, label in OTHERS:
-            with suppress(ConfigError):  # the context is too short for the policy's budget
+            with suppress(ConfigError):  # raised if the context is too short for the policy's budget
                 bars[label] = _replay(llm.under(policy, options), prompt, scored[:MAX_OTHERS])
         _draw(plot, llm, selections, bars, len(prompt))
     kl, top_1 = float(np.mean(divergence.kl)), float(np.mean(divergence.agrees))
@@ -152,7 +149,7 @@ def _replay(
 
 
 def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[str, Stats], prompt: int) -> None:
-    """Plot the selected positions of each step, and the transfers and attention mass of each policy."""
+    """Plot the selected positions of each step, and the transfers and the attention mass of each policy."""
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
     sizes = {name: stats.h2d_bytes / max(1, stats.decoded_tokens) for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}

@@ -1,8 +1,8 @@
 """Measure how far the next-token distributions of a policy are from full attention, at each position.
 
-Perplexity hides opposite errors: a policy can raise the probability of one token and lower it for another. Two other
-measures do not hide them: the KL divergence KL(full || policy) over the whole vocabulary, and the fraction of positions
-with the same most probable token.
+In perplexity, opposite errors cancel: a policy can raise the probability of one token and lower that of another. They
+do not cancel in the KL divergence KL(full || policy) over the whole vocabulary and in the fraction of positions with
+the same most probable token.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Divergence:
 
     def add(self, full: torch.Tensor, policy: torch.Tensor) -> None:
         """Append a position with log-probabilities `full` and `policy`, both `[V]`."""
-        # float64: the terms of a near-zero divergence cancel.
+        # Use float64, because the terms of a small divergence nearly cancel.
         p, q = full.double(), policy.double()
         self.kl.append(float((p.exp() * (p - q)).sum()))
         self.agrees.append(int(p.argmax() == q.argmax()))
 
 
 class FullAttention:
-    """Log-probabilities of full attention on one window. They are computed once and used for all policies."""
+    """Log-probabilities of full attention on one window, computed once for all policies."""
 
     def __init__(self, tested: ModelUnderTest, text: Text) -> None:
         self._tested, self._text = tested, text

@@ -6,8 +6,8 @@
 
 The second command runs tasks of RULER. It needs the extra `lm_eval[ruler]` and downloads nothing.
 
-The harness finds no models of other packages, so its own command does not know "offload-rt". This module registers the
-model and calls the harness with the given arguments. If no model is named, `--model offload-rt` is added.
+The command of the harness cannot load models of other packages. Therefore, this module registers the model and calls
+the harness with the given arguments. If they do not contain `--model`, `--model offload-rt` is added.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         self.batch_size = batch_size
         self.decode_from, self.add_bos_token = decode_from, add_bos_token
         self.fractions: list[tuple[float, float]] = []  # (attended, fetched) fractions of each request
-        self.shares: dict[str, list[tuple[float, float]]] = {}  # the same fractions by task
+        self.shares: dict[str, list[tuple[float, float]]] = {}  # (attended, fetched) fractions by task
 
     @property
     def eot_token_id(self) -> int:

@@ -1,6 +1,6 @@
 """Tasks of the LM Evaluation Harness under each policy.
 
-Prompts and metrics are those of the harness. Every policy is compared with `full`, request by request. `full` is
+Prompts and metrics are those of the harness. Every policy is compared with `full`, document by document. `full` is
 compared with the harness's own transformers class.
 """
 
@@ -56,7 +56,7 @@ class TasksConfig:
     @property
     def about(self) -> dict[str, Any]:
         """Return the settings that affect the results, as part of the key of a result row."""
-        # Empty `lengths` are omitted, so that rows measured before this option existed remain valid.
+        # Empty `lengths` are omitted, so that rows that were stored without this field stay valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
 
@@ -199,7 +199,7 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
 def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int | None = None) -> Any:
     """Return the task manager of the harness, which also finds the task files in `folders`.
 
-    With `length`, RULER generates `limit` documents of `length` tokens of `tokenizer`. None means the default number.
+    If `length` is set, RULER generates `limit` documents (None: the default number) of `length` tokens of `tokenizer`.
     """
     # Cached because the harness takes seconds to read its thousands of task files.
     from lm_eval.tasks import TaskManager
@@ -267,7 +267,7 @@ def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """Return the index of the most likely request, or the text of a single response, or None for other responses."""
+    """Return the answer: the index of the most likely request, or the text of a single response, else None."""
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None

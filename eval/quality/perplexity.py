@@ -1,6 +1,6 @@
 """Perplexity of a text under each policy.
 
-Every scored token is predicted by a decode step. Windows of the text are compared pairwise with the policy `full`.
+Every scored token is predicted by a decode step. Each window of the text is compared with the same window under `full`.
 """
 
 from __future__ import annotations
@@ -70,12 +70,10 @@ class Window:
 
 
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
-    """Cut up to `config.windows` evenly spaced windows from the text.
+    """Cut up to `config.windows` evenly spaced windows from the text. Each begins with the special tokens (BOS).
 
-    Each begins with the leading special tokens (BOS).
-
-    The first and last `config.margin` of the text are skipped if one window still fits. Raises InputError if the text
-    is shorter than a window.
+    The first and last `config.margin` of the text are skipped if a window fits between them. Raises InputError if the
+    text is shorter than a window.
     """
     ids, ends, lead = tested.encode(text)
     body = config.context - len(lead)
@@ -112,9 +110,9 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean negative log-likelihood (nats) per token for each complete section of a window.
+    """Return the mean negative log-likelihood per token (nats) of each complete section of `CHUNK` tokens.
 
-    If the window is shorter than a section, return only the mean over the window.
+    If the window is shorter than a section, return the mean over the window.
     """
     whole = max(1, len(nats) // CHUNK)
     size = min(CHUNK, len(nats))
@@ -145,10 +143,9 @@ def summary(samples: dict[str, list[Any]]) -> Row:
 
 
 def compare(row: Row, base: Row, name: str) -> Row:
-    """Return the relative change of the perplexity from `base`, with a 95 % interval.
+    """Return the relative change of the perplexity from `base`, with a 95 % bootstrap interval, paired over windows.
 
-    The names of the returned columns begin with `name`. The interval is a bootstrap interval, paired over windows. The
-    column `{name}_shown` contains the text for tables.
+    The names of the columns begin with `name`. `{name}_shown` contains the text for tables.
     """
     mine, other = row["samples"], base["samples"]
     change = paired_bootstrap(mine["nats"], other["nats"], mine["tokens"], change=perplexity_change)
@@ -161,9 +158,9 @@ def compare(row: Row, base: Row, name: str) -> Row:
 
 
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-    """Measure every variant. Each row is compared with the first variant, which should be `full`.
+    """Measure every variant. Compare it with the first variant, which should be `full`, and with `infinigen`.
 
-    Rows are also compared with `infinigen` at the same budget. When `late` is true, only existing rows are returned.
+    The compared `infinigen` has the same budget. Once `evaluation.late` is true, only existing rows are returned.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     windows = cut_windows(tested, evaluation.text, config)
@@ -212,7 +209,7 @@ def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: 
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """Add columns `against_infinigen_*`: each other policy against `infinigen` at the same budget and dense layers."""
+    """Compare rows with `infinigen` at the same budget and dense layers, in new columns `against_infinigen_*`."""
     for row in rows:
         same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
         mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
@@ -253,10 +250,7 @@ NOTES = (
 
 
 def draw(report: Report, path: Path) -> None:
-    """Plot the change of perplexity from `full` over the attended fraction.
-
-    Each policy is a line with 95 % intervals.
-    """
+    """Plot the change of perplexity from `full` over the attended fraction, as a line with intervals per policy."""
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(report.rows, key=lambda row: row["sparse_attended"]):

@@ -36,8 +36,8 @@ class RetrievalConfig:
     """Settings of the needle retrieval.
 
     Attributes:
-        prefilled: Fraction of a passage that is prefilled with full attention; the rest is decoded under the policy.
-            None means everything before the first question.
+        prefilled: Fraction of a passage that is prefilled with full attention. The rest is decoded under the policy.
+            None prefills everything before the first question.
     """
 
     lengths: tuple[int, ...] = option((1024, 2048), help="tokens of a passage", metavar="1k,2k")
@@ -68,7 +68,7 @@ def make_passages(haystack: Haystack, config: RetrievalConfig, length: int, kind
 def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage]) -> Row:
     """Measure a variant and return its row. `samples` contains [kind, distance, right] for each question.
 
-    A question is answered right if every answer token is the most probable one, so that greedy decoding would give it.
+    An answer is right if each of its tokens is the most probable one, so that greedy decoding would generate it.
     """
     scored = tested.score(variant, [passage.text for passage in passages])
     samples: list[tuple[str, int, bool]] = []
@@ -90,7 +90,7 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def accuracies(samples: Sequence[Sequence[Any]]) -> Row:
-    """Return accuracy, standard error and number of questions, in total and also by kind and by distance."""
+    """Return accuracy, standard error and number of questions, in total, by kind and by distance."""
     found: Row = _accuracy("", [right for _, _, right in samples])
     for kind in dict.fromkeys(kind for kind, _, _ in samples):
         found |= _accuracy(f" {kind}", [right for k, _, right in samples if k == kind])
@@ -131,8 +131,7 @@ def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: R
     All variants are compared with the first one, which should be `full`. When `late` is true, only the first variant is
     measured.
     """
-    # The outer loop is over kinds and the inner one over variants, so that a passage is prefilled once for all
-    # variants.
+    # Iterate over variants in the inner loop, so that a passage is prefilled once for all variants.
     tested, store = evaluation.tested, RowStore(evaluation.out)
     haystack = Haystack(tested, evaluation.text)
     rows: list[Row] = []
@@ -160,7 +159,7 @@ def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: R
 
 def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
     """Return the row of a variant for passages of one kind. Measure it if it is not stored."""
-    # The key contains a digest of the passages, so that rows of passages with other wording are not reused.
+    # The key contains a digest of the passages, so that rows are measured again if the wording changes.
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
     key = {"suite": "retrieval", **tested.identity, **said, "variant": tested.key(variant)}
     return store.once(key, partial(measure, tested, variant, passages))

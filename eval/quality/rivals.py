@@ -1,7 +1,6 @@
-"""Selection rules of published systems, as policies that serve as baselines.
+"""Selection rules of published systems, as baseline policies.
 
-Only the rule that selects tokens is reproduced. Keys and values are exact, which favours these baselines over the
-original systems.
+Only the selection rule is reproduced. Keys and values are exact, so quality may be better than in the original systems.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
         self._block = options.block
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return the score of each token: the product of its block's mean key and the query.
+        """Return the score of each token: the product of the query and the mean key of the block's candidates.
 
-        The mean is over candidate tokens in the block. The result is the largest score over the query heads of a KV
-        head.
+        The score of a KV head is the maximum over its query heads.
         """
         lists, tokens, _ = keys.entries.shape
         before = keys.first % self._block
@@ -52,8 +50,8 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
 class SnapKV(ScorerPolicy[SnapKVOptions]):
     """Policy that selects tokens with much attention from the last queries of the prompt (SnapKV, arXiv 2404.14469).
 
-    These queries vote once, at the end of the prefill. An entry is the attention weight of a token, summed over the
-    queries and the query heads of a KV head. Generated tokens get the highest score, because SnapKV keeps all of them.
+    At the end of the prefill, each token gets a vote: its attention weight, summed over these queries and over the
+    query heads of a KV head. Generated tokens get the highest score, because SnapKV keeps all of them.
     """
 
     name = "snapkv"
@@ -72,10 +70,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return an entry for each new token: the score of a generated token.
-
-        For tokens of a prompt, `on_queries` sets the entries to votes later.
-        """
+        """Return the entry of a generated token for each new token. For a prompt, `on_queries` replaces the entries."""
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -83,7 +78,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Set the votes from the last queries in q `[H, m, d]`. The queries belong to the tokens [start, start + m)."""
+        """Set the votes by the last queries in q `[H, m, d]`, which belong to the tokens [start, start + m)."""
         stop = start + q.shape[1]
         observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -24,7 +24,7 @@ def without_downloads() -> Iterator[None]:
 
     Tasks that use the splitter fail with the error message of nltk.
     """
-    # The modules of the tasks check for the splitter on import, even if they do not need it.
+    # The task modules look for the splitter when they are imported, even if they do not need it.
     try:
         import nltk
     except ModuleNotFoundError:
@@ -40,7 +40,7 @@ def without_downloads() -> Iterator[None]:
 
 
 def begin_documents(seed: int) -> None:
-    """Reset the random generators of RULER, so that the next task to be loaded has reproducible documents."""
+    """Reset the random generators of RULER, so that the next loaded task has reproducible documents."""
     random.seed(seed)
     np.random.seed(seed)
     # The cwe task has a module-level generator that is not reset between loads.
@@ -49,7 +49,7 @@ def begin_documents(seed: int) -> None:
 
 @contextmanager
 def first_documents(limit: int | None) -> Iterator[None]:
-    """Limit tasks that are loaded in the body of the `with` statement to `limit` documents (None: no limit)."""
+    """Context in which tasks are loaded with at most `limit` documents (None: no limit)."""
     # Generating all 500 documents takes minutes at 32k tokens.
     from lm_eval.api.task import ConfigurableTask
 

@@ -1,14 +1,13 @@
 """Choose options of the policy `infinigen` for one model and text.
 
-The search minimizes the bytes that a decode step reads, while the missed attention mass stays below a limit. The missed
-attention mass is measured with exact scores of every decoded position. The limit applies to the worst layer and
-therefore also to the mean over layers. The bytes are those read in the sparse layers: KV fetched from the host, plus
-the scoring keys and the resident window, which are read on the device.
+The search minimizes the bytes that a decode step reads, while the missed attention mass stays below a limit in every
+layer. The missed attention mass is measured with exact scores of every decoded position. The bytes are those read in
+the sparse layers: KV fetched from the host, and scoring keys and resident KV on the device.
 
 The search is greedy, one option at a time. For each scorer, source, window and skew, bisection finds the smallest
-`alpha` within the limit, with `max_fraction` unlimited. The last stage tries three changes: the smallest `max_fraction`
-for this alpha, a fixed fraction of the tokens instead of a threshold, and the option `max_missed_mass` with a smaller
-alpha. Other combinations are not tried.
+`alpha` within the limit, with `max_fraction` unlimited. The last stage tries three changes of the best setting: the
+smallest `max_fraction` within the limit, a fixed fraction of the tokens instead of a threshold, and the option
+`max_missed_mass` with a smaller alpha.
 """
 
 from __future__ import annotations
@@ -80,11 +79,11 @@ class Trial:
     Attributes:
         options: Options of the policy.
         missed: Missed attention mass, mean over the sparse layers.
-        worst: Missed attention mass of the worst layer.
-        attended: Fraction of the context that is attended exactly.
-        fetched_bytes: Bytes of KV fetched from the host per decode step.
-        scoring_bytes: Bytes of scoring keys read on the device per decode step.
-        window_bytes: Bytes of resident KV read on the device per decode step.
+        worst: Missed attention mass of the layer with the largest value.
+        attended: Fraction of the context that is attended to exactly.
+        fetched_bytes: Size in bytes of the KV fetched from the host per decode step.
+        scoring_bytes: Size in bytes of the scoring keys read on the device per decode step.
+        window_bytes: Size in bytes of the resident KV read on the device per decode step.
     """
 
     options: Options
@@ -101,7 +100,7 @@ class Trial:
         return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
-        """Return whether the missed attention mass is within the limit, as mean and in the worst layer."""
+        """Return whether the mean and the largest missed attention mass of a layer are within the limit."""
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:
@@ -151,19 +150,16 @@ class Search:
         )
 
     def cheapest(self, trials: Sequence[Trial]) -> Trial:
-        """Return the trial with the fewest bytes among those within the limit.
-
-        If none is within the limit, return the trial with the lowest missed attention mass.
-        """
+        """Return the trial with the fewest bytes within the limit, else the one with the lowest missed mass."""
         limit = self.config.max_missed_mass
         kept = [trial for trial in trials if trial.keeps(limit)]
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Return the trial of the first value of the option `name` on `ladder` that is within the limit.
+        """Return the trial of the first value in `ladder` of the option `name` that is within the limit.
 
-        If none is, return the trial of the last value. The search by bisection assumes that the missed attention mass
-        decreases along the ladder.
+        If none is, return the trial of the last value. Bisection requires that the missed attention mass decreases
+        along `ladder`.
         """
         low, high = 0, len(ladder) - 1
         while low < high:
@@ -186,7 +182,7 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try `max_fraction` with the best threshold, a fixed fraction without threshold, and `max_missed_mass`."""
+        """Try `max_fraction`, a fixed fraction instead of a threshold, and `max_missed_mass`. Return the best trial."""
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -227,8 +223,8 @@ def run_tune(
     setting with the lowest missed attention mass, with "kept" set to false.
 
     Raises:
-        InputError: If the text is too short, or if `out` cannot be written.
-        ConfigError: If `dense_layers` is invalid for the model.
+        InputError: The text is too short, or `out` cannot be written.
+        ConfigError: `dense_layers` is invalid for the model.
     """
     from ...skewing.calibrate import cached_artifact
     from ...skewing.tuned import TunedPolicy

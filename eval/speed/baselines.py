@@ -1,7 +1,6 @@
 """Baselines of the speed benchmark: transformers with each of its caches, and this runtime with each policy.
 
-All baselines use the same random model and synthetic context, with one sequence or several sequences without a shared
-prefix.
+All baselines use the same random model and synthetic context. The sequences of a batch share no prefix.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ class Context:
 
 
 class Ours:
-    """Baseline: this runtime with one policy. Calls `Runner.decode` on the given block tables, without sampling."""
+    """Baseline: this runtime with one policy. A step is a call of `Runner.decode`, without sampling."""
 
     def __init__(
         self, name: str, model: LoadedModel, policy: Policy, context: Context, block_tables: list[BlockTable]
@@ -226,7 +225,7 @@ class Field:
         model: Model for the baselines of transformers.
         own: Model with the same weights in the memory layout of `load_model`, for this runtime.
         synthetic: Synthetic context.
-        context: The context in a pool.
+        context: The synthetic context in a pool.
         room: Capacity of preallocated caches in tokens.
         batch: Number of sequences.
     """
@@ -240,7 +239,7 @@ class Field:
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model with the adapter that adds `c` to all queries."""
+        """The model with an adapter that adds `c` to all queries (`synthetic_kv`)."""
         adapter = SyntheticAdapter(adapter_for(self.own), self.synthetic)
         return LoadedModel(adapter, None, "planted", "random", frozenset(), 0)
 

@@ -157,11 +157,8 @@ def _about(config: BenchConfig, device: torch.device) -> dict[str, Any]:
 
 
 def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: list[str]) -> list[Row]:
-    """Measure all baselines at one point. On a CPU, they take turns.
-
-    A baseline that cannot run is added to `skipped`, with the reason.
-    """
-    # On CUDA the baselines run one after another, because device memory does not hold all of them at once.
+    """Measure all baselines at one point, on a CPU in turns. Add baselines that cannot run to `skipped`."""
+    # On CUDA the baselines run one after another, because device memory is too small for all at once.
     room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
     field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
     rows: list[Row] = []
@@ -181,7 +178,7 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
 def _interleaved(
     config: BenchConfig, field: Field, point: Point, names: Sequence[str], say: Say, skipped: list[str]
 ) -> list[Row]:
-    """Measure the baselines `names`, which take turns. All of them are in memory at the same time."""
+    """Measure the baselines `names` in turns. All are in memory at the same time."""
     baselines = _baselines(names, field, say, skipped)
     for layer, kv in enumerate(field.synthetic.layers(field.model.device)):
         for baseline in baselines:
@@ -273,8 +270,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Plot the time per step with quartiles over the varied setting (InfiniGen, Figures 14 to 16).
 
-    If several settings vary, the x axis shows the setting with the most values, and there is a line for each
-    combination of the other settings.
+    The x axis shows the setting with the most values. Each combination of other settings is a line.
     """
     settings = {"context": "tokens in context", "batch": "sequences", "shape": "shape"}
     values = {key: list(dict.fromkeys(row[key] for row in rows)) for key in settings}

@@ -20,7 +20,7 @@ FIRST = "transformers, DynamicCache"
 """Competitor to which all ratios refer."""
 
 FLOAT32 = "full, float32"
-"""Competitor with whose tokens all others are compared."""
+"""Competitor that generates the reference tokens."""
 
 Turn = Iterator[int]
 """Iterator over greedy tokens, beginning with the first token after the prompt."""
@@ -30,7 +30,7 @@ Ask = Callable[[Sequence[int]], Turn]
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Settings of the speed comparison with other runtimes."""
+    """Settings of the comparison with other runtimes."""
 
     contexts: tuple[int, ...] = option((2048, 8192), help="tokens of a prompt, increasing", metavar="2k,8k")
     tokens: int = option(24, help="tokens decoded after each prompt", metavar="N")

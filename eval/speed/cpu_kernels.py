@@ -1,6 +1,7 @@
 """Compare the time of each C kernel with its lower bounds, at each instruction set level of this processor.
 
-The bounds follow from memory traffic and arithmetic; the C sources in `kernels/` derive them. One thread is used.
+The bounds follow from memory traffic and arithmetic. They are derived in the C sources in `kernels/`. One thread is
+used.
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
 def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield three cases over `tokens` tokens: scores of low-bit keys, selection, and attention over low-bit values.
 
-    Yields no case without a C compiler. `level` is the instruction set level, from which the least number of
-    instructions follows.
+    Yields no case if there is no C compiler. The minimum number of instructions depends on the instruction set `level`.
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
@@ -128,8 +128,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield two cases of attention to `tokens` tokens per dtype: decoding and prefill.
 
-    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. `level` is the
-    instruction set level, from which the least number of instructions follows.
+    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. The minimum number of
+    instructions depends on the instruction set `level`.
     """
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
@@ -157,7 +157,7 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
 def linear_cases(level: str) -> Iterator[Case]:
     """Yield one case per dtype: a linear layer with one input row.
 
-    `level` is the instruction set level, from which the least number of instructions follows.
+    The minimum number of instructions depends on the instruction set `level`.
     """
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.randn(WEIGHT).to(dtype)
@@ -199,7 +199,7 @@ def _measure(case: Case, rate: float, clock: float, repeats: int) -> Row:
 
 
 def _least(call: Callable[[], object], repeats: int) -> float:
-    """Return the seconds of the fastest of `repeats` calls, after one untimed call."""
+    """Return the time in seconds of the fastest of `repeats` calls, after an untimed call."""
     spent = []
     for _ in range(1 + repeats):
         began = time.perf_counter()

@@ -1,8 +1,7 @@
 """Benchmark of each operation of the decode step.
 
 Reports the time relative to a lower bound, which follows from the bytes that must be moved, and the error relative to
-float64. On CUDA devices, the Triton kernels run. On other devices, the torch definitions run, only to check that the
-benchmark works.
+float64. Measures the Triton kernels on CUDA. On other devices it runs the torch definitions, to test the benchmark.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class KernelSize:
         prefix: Length of the shared prefix in tokens.
         own: Number of tokens of each sequence after the shared prefix.
         repeats: Number of timed calls of each operation.
-        programs: Numbers of Triton programs of a gather, timed in addition to the default number. Too few programs do
-            not saturate the transfer; too many delay other kernels.
+        programs: Numbers of Triton programs of a gather to measure, in addition to the default number. Too few programs
+            do not saturate PCIe, too many delay other kernels.
     """
 
     copied: int = 1 << 28
@@ -113,8 +112,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) ->
 def replayed(call: Callable[[], Any], device: torch.device, repeats: int) -> float | None:
     """Return the time in ms of a call in a replayed CUDA graph, with a cold L2 cache.
 
-    The time does not include the cost of launching on the host. The result is None on a CPU, or if the call cannot be
-    captured.
+    The time excludes launches from the host. The result is None on a CPU, or if the call cannot be captured.
     """
     if device.type != "cuda":
         return None
@@ -149,9 +147,9 @@ def _repeated(step: Callable[[], Any]) -> Callable[[], tuple[torch.Tensor, ...]]
 def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
     """Measure bandwidths in bytes per second, with copies of `size` bytes.
 
-    Measures transfers through pinned memory from host to device, from device to host, and in both directions at once
-    (the sum), and copies in device memory (each byte counts twice, for read and write). On a CPU, all are copies in
-    memory.
+    Measures transfers with pinned memory from host to device, from device to host, and in both directions at once (the
+    sum), and copies within device memory (each byte counts twice, as read and as written). On a CPU, all of them are
+    copies in memory.
     """
     pinned, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(2))
     there = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,6 +1,6 @@
-"""Compare prompt and decode times of a trained model with alternative runtimes.
+"""Compare prompt and decode times of this runtime with other runtimes, on a trained model.
 
-All competitors use the same weights and tokens. Each competitor runs in its own process, and the processes take turns.
+All competitors use the same weights and tokens. Each runs in its own process, and the processes take turns.
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ def _started(model: str, config: SpeedConfig, say: Say, ends: ExitStack) -> dict
 def _asked(
     workers: dict[str, SubprocessCompetitor], ids: list[int], context: int, config: SpeedConfig, say: Say
 ) -> dict[str, list[Result]]:
-    """Return the results of every competitor for prompts of one length.
-
-    The float32 reference runs only the first prompt.
-    """
+    """Return the results of every competitor for prompts of one length. The float32 reference gets only the first."""
     results: dict[str, list[Result]] = {name: [] for name in workers}
     begin, names = (len(ids) - context) // 3, list(workers)
     for repeat in range(config.repeats):

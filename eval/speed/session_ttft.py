@@ -65,8 +65,8 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
     """Create a runtime that has not seen the conversation, and warm it up with memory for `history` tokens."""
-    # Touch the memory of the pool for `history` tokens and a turn. Pinned memory would be touched too. On a busy
-    # machine, the first touch of a page can take longer than reading it from disk.
+    # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
+    # of a page can take longer than reading it from disk.
     llm = make()
     list(llm.stream(tokens(TURN, "warm up"), SHORT))
     pool, count = llm.runner.pool, history + TURN + BLOCK_SIZE

@@ -1,14 +1,12 @@
-"""Create the KV of a long context without a prefill.
+"""Create the KV of a long context without a prefill, such that a fixed fraction of "planted" tokens gets the attention.
 
-A fixed fraction of the tokens, the "planted" tokens, gets the attention.
-
-This is needed for speed benchmarks with random weights: there, attention is uniform, and every threshold selects all
+Speed benchmarks with random weights need this, because their attention is uniform, so that every threshold selects all
 tokens. Here, a constant vector `c` is added to all queries of a KV head (one small addition per layer). Keys are noise,
 and planted keys have an additional component `HEIGHT / |c|` along `c`. For every query, the scores of planted tokens
 are therefore higher by `HEIGHT`, and differ from each other by less than one nat.
 
 Planted tokens are drawn independently for each layer and KV head, with different counts per head. With equal counts,
-all tokens above the threshold would be selected, and the ranking step, which takes time on real texts, would never run.
+all tokens above the threshold would be selected, and tokens would not be ranked as on real texts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TURN = 3
 """Number of tokens that a policy decodes before the next policy takes its turn."""
 
 WARM_UP = 4
-"""Number of first turns of each policy that are not counted, because `ThreadChoice` makes its measurements in them."""
+"""Number of untimed first turns of each policy, in which `ThreadChoice` makes its measurements."""
 
 _CASE = "import torch, transformers; from offload_rt.eval.speed import threads; threads.run_case()"
 
@@ -137,7 +137,7 @@ def measure_case(case: _Case) -> list[Row]:
 
     config = case.config
     torch.set_num_threads(case.threads)
-    # Without shared prefixes, each policy has its own contiguous KV, as if it ran alone.
+    # Do not share prefixes, so that each policy has its own contiguous KV, as if it ran alone.
     llm = LLM(
         case.model, policy=config.policies[0], dtype=config.dtype, missed_mass_every=0, enable_prefix_caching=False
     )

@@ -26,8 +26,8 @@ class Result:
     """Result of one prompt.
 
     Attributes:
-        prefill: CPU seconds to the first token.
-        steps: CPU seconds of each further token.
+        prefill: CPU time to the first token in seconds.
+        steps: CPU time of each further token in seconds.
         tokens: Generated token ids.
         peak_bytes: Peak memory of the process up to now, in bytes.
     """

@@ -63,8 +63,7 @@ def _nvidia_smi() -> dict[str, str]:
 def run_part(name: str, job: GpuJob) -> bool:
     """Run one part in this process. Return whether it succeeded.
 
-    Intermediate results are written to `out`/name.json. On failure, this file contains the error, and advice is
-    printed.
+    Results so far are written to `out`/name.json. If the part fails, the error is written too, and advice is printed.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     path, began = job.out / f"{name}.json", time.perf_counter()
@@ -97,10 +96,7 @@ def run_part(name: str, job: GpuJob) -> bool:
 
 
 def failures(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of programs that failed, given `found`, the results of a part.
-
-    Timeouts do not count as failures.
-    """
+    """Yield the names of failed programs in the results `found` of a part. Timeouts do not count as failures."""
     if found.get("exit_code", 0) not in (0, STOPPED):
         yield "its program"
     for name, own in found.items():

@@ -1,7 +1,7 @@
 """The parts of `make gpu`.
 
-Each part repeatedly yields all its results up to now, and the caller writes them to disk each time. An interrupted part
-therefore keeps its results. An `exit_code` other than 0 in the results counts as a failure, except for a timeout.
+Each part repeatedly yields all its results so far, and the caller writes them to disk, so that an interrupted part
+keeps its results. An `exit_code` other than 0 in the results counts as a failure, except for a timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT = 570
 """Timeout in seconds of each program that a part runs."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
-"""Environment variable with which tests run without the packages of this project's extras."""
+"""Environment variable that makes tests run without optional packages."""
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
@@ -47,7 +47,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
-        # Without the caching allocator, an access past the end of a tensor is also past its allocation and is detected.
+        # The caching allocator is disabled, so that an access past the end of a tensor is outside of its allocation.
         results[tool] = programs.run_tests(
             [*told_where, "-m", "gpu", "-x"], LIMIT // 4, prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **LEAN
         )

@@ -30,7 +30,7 @@ ROOM = 192
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:
-    """Time and trace decode steps of an 8B shape at each point."""
+    """Time and trace decode steps of an 8B-sized random model at each `TracePoint`."""
     shape = SHAPES[job.size.decode.shape[0]]
     model = shape.model(max(point.context for point in job.size.traced) + 4096, job.device)
     rows: list[dict[str, Any]] = []
@@ -94,8 +94,8 @@ def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
     Returns:
         "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by
-        stream. "wall": from the first kernel to the end of the last one. "link busy": µs while a kernel or copy
-        uses the link. "device busy": µs while any kernel runs.
+        stream. "wall": µs from the start of the first kernel to the end of the last one. "link busy": µs while a
+        kernel or copy uses PCIe. "device busy": µs while any kernel runs.
     """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -38,7 +38,7 @@ def run_trained(job: GpuJob) -> Iterator[Results]:
 
 
 def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return a row per prompt length and policy: equal tokens, and tokens per second of both programs."""
+    """Return a row per prompt length and policy: number of equal tokens, and tokens per second of both programs."""
     ids = AutoTokenizer.from_pretrained(folder)(job.size.text.read_text("utf-8")[: 1 << 18])["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(job.device).eval()

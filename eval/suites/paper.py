@@ -2,9 +2,9 @@
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
-Plots and their data are written to a folder named after the model. The key of a result row consists of its settings,
-which include the fingerprint of the model. Rows that exist are not measured again. Accuracy is measured by needle
-retrieval and perplexity, and by harness tasks if their files are available.
+Plots and their data are written to a folder named after the model. Existing rows with the same settings and model
+fingerprint are not measured again. Accuracy is measured by needle retrieval and perplexity, and by harness tasks if
+their files are available.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ SIBLING = PaperSize(
 )
 """Sample sizes for every model except the first.
 
-In the OPT model, the attention of the second layer is spread over as many tokens as in a first layer. Therefore this
-layer is also tested as a dense layer.
+In the OPT model, attention in the second layer is spread over as many tokens as in the first layer of other models.
+Therefore this layer is also tested as a dense layer.
 """
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
@@ -125,7 +125,7 @@ class Paper:
     def _compared(self) -> list[Variant]:
         """Return a variant for each combination of policy, budget and dense layers, and variants with quantized KV.
 
-        The latter are `full`, and `infinigen` at a budget of 10 %, for each format in `FORMATS`.
+        The variants with quantized KV are `full` and `infinigen` at a budget of 10 %, for each format in `FORMATS`.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:
@@ -237,7 +237,7 @@ class Paper:
                 lines(axes[2 + column], time_of, x=option, y="ms per token")
 
     def _milliseconds(self, variant: Variant) -> float:
-        """Return the mean time in ms of a decode step with one sequence, median of three runs."""
+        """Return the mean time of a decode step with one sequence in ms: the median of three runs."""
         length = self.size.lengths[0]
         key = {
             "suite": "cost",

@@ -28,8 +28,8 @@ TOLD = 6000
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
     """Run a program in the root of the repository. Return its exit code and output.
 
-    After `limit` seconds the program is interrupted, and the exit code is `STOPPED`. `variables` are set in its
-    environment.
+    After `limit` seconds, the program is interrupted, and the result has the exit code `STOPPED`. `variables` are
+    environment variables of the program.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **variables})

@@ -1,9 +1,8 @@
 """Quality evaluation on widely used trained models: `make real`, `offload-rt eval real`.
 
-Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS). The evaluation consists of parts. After
-`--minutes`, a part begins no new rows and writes its tables with the rows measured until then. A further run continues.
-Models run in bfloat16. RULER and question tasks run in the LM Evaluation Harness. Tables are written to
-eval/results/MODEL.
+Models are folders (`--models smollm2 qwen` below $OFFLOAD_RT_MODELS) and run in bfloat16. The evaluation consists of
+parts. After `--minutes`, a part begins no new rows, and writes its tables with the rows measured so far to
+eval/results/MODEL. A further run measures the missing rows. RULER and question tasks run in the LM Evaluation Harness.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class RealSize:
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     """Return the variants of the perplexity tables.
 
-    These are `full`, the default `infinigen`, and the presets "rows" and "paper". At every budget, they include
-    `infinigen` with and without approximate KV, and `oracle`. The other policies are included at the first budget. One
-    variant attends to approximate KV alone.
+    These are `full`, the default `infinigen`, its presets "rows" and "paper", and a variant that attends only to
+    approximate KV. There are `infinigen` with and without approximate KV and `oracle` at every budget, and the other
+    policies at the first budget.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
@@ -154,8 +153,8 @@ class Real:
 
     def texts(self) -> list[tuple[str, str, str]]:
         """Load the texts as (kind, name, text): a held-out novel, code, Wikipedia."""
-        # The code is the installed Python standard library, which may be part of the training data of the models.
-        # This text shows attention patterns on code, and not how well a model writes code.
+        # The code is the Python standard library, which the models may have been trained on. It shows attention
+        # patterns on code, and not how well a model writes code.
         novel, wiki = self.data / "books" / "war_and_peace.txt", self.data / "wikitext-2" / "valid_raw.txt"
         library = Path(sysconfig.get_paths()["stdlib"])
         sources = (library / name for name in ("argparse.py", "tarfile.py", "typing.py", "subprocess.py", "ast.py"))
@@ -288,7 +287,7 @@ def run_real(
     After `minutes`, no part begins a new row. `chosen` replaces the default variants of each part.
 
     Raises:
-        InputError: If a model or a text is missing.
+        InputError: A model or a text is missing.
     """
     for part in parts:
         check_choice("part", part, PARTS)

@@ -90,10 +90,7 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line and accepts optional positional arguments after flags.
-
-    argparse itself treats an optional positional argument as missing if a flag precedes it.
-    """
+    """Argument parser that reports an error in one line and accepts optional positional arguments after flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
@@ -104,7 +101,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help text. Its usage line is short: it lists no options, because the help describes them below."""
+        """Return the help text. The usage line omits the options, because the text describes them below."""
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])
@@ -115,9 +112,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return a hint for the unknown option or command in the error message, or "" if there is none.
+        """Return a hint with the option or command that is most similar to the unknown one in the error `message`.
 
-        The hint names the known option or command with the most similar spelling.
+        Return "" if none is similar.
         """
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
             return ""

@@ -98,7 +98,7 @@ class BatchRequest:
 
     @property
     def beginning(self) -> str:
-        """Beginning of the prompt. Requests are sorted by it, so that requests with a common prefix run together."""
+        """Beginning of the prompt, by which requests are sorted, so that common prefixes are computed once."""
         return json.dumps(self.messages if self.prompt is None else self.prompt)
 
 
@@ -148,7 +148,7 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Results:
-    """Result file of a batch, to which one process appends results. `done` contains the ids of its results.
+    """Result file of a batch. `done` contains the ids of its results. Only one process can open it.
 
     Opening the file removes an incomplete last line of a killed process. It raises InputError if the file cannot be
     written, is locked by another process, or contains other data.
@@ -182,7 +182,7 @@ class Results:
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
         """Append results, and wait until they are on disk."""
         lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
-        # "backslashreplace" writes lone surrogates, which a request may contain, as JSON escapes.
+        # Requests may contain lone surrogates. "backslashreplace" writes them as JSON escapes.
         self._file.write("".join(lines).encode(errors="backslashreplace"))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -271,9 +271,9 @@ def process_on_ray(
 ) -> Iterator[list[dict[str, Any]]]:
     """Process requests with `workers` engines on a Ray cluster, and yield results by group as they are completed.
 
-    The cluster is the one that the environment variable RAY_ADDRESS names, or else a new local cluster. Each group is
-    one row of Ray's data set, so one engine computes the common prefix of a group. If an actor dies, Ray Data assigns
-    its row to another actor, and returns each row once.
+    The cluster is the one at the address in the environment variable RAY_ADDRESS, or else a new local cluster. Each
+    group is one row of a Ray data set, so one engine computes the common prefix of a group. If an actor dies, Ray Data
+    assigns its row to another actor.
 
     Raises ConfigError if Ray Data is not installed or the engines fail.
     """

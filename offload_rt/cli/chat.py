@@ -77,7 +77,7 @@ class Chat:
     """Conversation in the terminal: read lines until /quit or the end of the input.
 
     Responses go to stdout, and all other text to `console` (stderr). A user error prints one line and leaves the
-    session unchanged. If `saved` is false, the store is temporary, so the session is discarded at the end.
+    session unchanged. If `saved` is false, the session is deleted at the end.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class Chat:
         self._print(f"session {self._session.name!r} is saved")
 
     def _lines(self) -> Iterator[str]:
-        """Yield the non-empty input lines. Ctrl-C discards the line that is being typed.
+        """Yield the non-empty input lines. Join a line that ends with a backslash with the next line.
 
-        A line that ends with a backslash is joined with the next line.
+        Ctrl-C discards the line that is being typed.
         """
         parts: list[str] = []
         if sys.stdin.isatty():

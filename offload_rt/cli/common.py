@@ -51,7 +51,7 @@ def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: st
         table.add_column(heading, justify="left" if number < left else "right")
     for row in rows:
         table.add_row(*map(Text, row))
-    # Without a terminal, lines must not break, so that other programs can read them.
+    # If stdout is not a terminal, do not wrap lines, so that other programs can parse them.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
     console.print(table if rows else empty, markup=False)
 
@@ -133,10 +133,10 @@ def stderr_console(quiet: bool) -> Console:
 
 @contextmanager
 def recorded_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt again if Ctrl-C was pressed. The body must call it often.
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed. The body must call it often.
 
-    This is necessary because Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference
-    callback. Outside the main thread the function does nothing, because only the main thread receives signals.
+    Python loses a KeyboardInterrupt that is raised in a destructor or in a weak reference callback. The function raises
+    it again. Outside the main thread, which alone receives signals, it does nothing.
     """
     pressed = False
 

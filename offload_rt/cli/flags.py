@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 POLICY_OPTION = "policy_option_"
-"""Prefix for policy options in the parsed arguments. The engine and a policy both have an option `skew`."""
+"""Prefix of policy options in the parsed arguments, because engine and policies both have an option `skew`."""
 
 COMMON = ("policy", "exact", "device", "device_memory", "host_memory", "tokenizer")
 """Fields of `EngineConfig` whose flags come first in `--help`."""
@@ -55,12 +55,12 @@ def add_option(
 ) -> None:
     """Add a flag for a field of the dataclass `owner` that was created by `config_fields.option`.
 
-    Without the flag, the parsed value is None, because defaults are defined only in the dataclass.
+    If the user does not set the flag, the parsed value is None. The defaults are those of the dataclass.
 
     Args:
         prefix: Prefix of the name in the parsed arguments.
         suffix: Text to append to the field's help.
-        metavar: Metavar to use instead of the field's own metavar.
+        metavar: Replaces the metavar of the field's `Option`.
     """
     option = option_of(field)
     kind = _without_none(field_types(owner)[field.name])
@@ -91,10 +91,7 @@ def given_options(args: argparse.Namespace, owner: type, prefix: str = "") -> di
 
 
 def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return the parsed arguments `names` that the user has set, without `prefix`.
-
-    Arguments that are None are left out.
-    """
+    """Return {name: value of the parsed argument `prefix` + name} for the arguments that the user has set."""
     values = ((name, getattr(args, prefix + name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 
@@ -153,7 +150,7 @@ def add_engine_flags(
 
 
 def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineConfig, **more: Any) -> EngineConfig:
-    """Return a configuration from the user's flags and the fields in `more`. Raises ConfigError."""
+    """Return a configuration from the user's flags and the fields `more`. Raises ConfigError for invalid values."""
     options = given(args, ["preset", *_options_of(policy_names())], POLICY_OPTION)
     eviction, exact = given_options(args, EvictionOptions, "eviction_"), given_options(args, DraftOptions, "exact_")
     if "protect" in eviction and "policy" not in eviction:
@@ -277,9 +274,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, several: bool, max_to
 
 
 def sampling_for(llm: LLM, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given sampling parameters, with `SAMPLED` if neither they nor the checkpoint define how to sample.
+    """Return the given sampling parameters. If neither they nor the checkpoint define how to sample, add `SAMPLED`.
 
-    The Python API and vLLM then sample from the unchanged distribution, which gives poor texts with small models.
+    Small models give poor texts if they sample from the unchanged distribution, which is the default in Python.
     """
     known, unchanged = llm.get_default_sampling_params(), SamplingParams()
     filters = ("temperature", "top_k", "top_p", "min_p")

@@ -134,10 +134,9 @@ def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]
 
 
 def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) -> list[int]:
-    """Return the token ids of the prompt.
+    """Return the token ids of the prompt: the first `--prompt-tokens` tokens of the text, or all.
 
-    These are the first `--prompt-tokens` tokens of the text, or all. `--truncate` shortens them to the context length.
-    Raises InputError if the text is too long and `--truncate` is not given.
+    `--truncate` shortens them to the context length. Without it, raise InputError if they are too long.
     """
     ids, wanted = llm.encode(text), args.prompt_tokens
     available = llm.geometry.max_positions - max_tokens
@@ -205,10 +204,7 @@ def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Con
 
 
 def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print a summary on stderr, or all statistics with `--stats`.
-
-    Return the statistics as a dictionary, which is empty if there are none.
-    """
+    """Print a summary on stderr, or all statistics with `--stats`. Return the statistics, or {} if there are none."""
     from .tables import stats_table, summary_table
 
     stats = llm.last_stats
@@ -223,7 +219,7 @@ def _report(llm: LLM, args: argparse.Namespace, console: Console) -> dict[str, A
 def _compare(
     llm: LLM, prompt: list[int], written: list[int], params: SamplingParams, plot: str | None, console: Console
 ) -> dict[str, Any]:
-    """Generate the same continuation with full attention and show how the texts differ.
+    """Generate the continuation again with full attention and show how the texts differ.
 
     Return the comparison as a dictionary. If `plot` is given, also write a plot to this PNG file.
     """

@@ -1,4 +1,4 @@
-"""Process lines of a batch file in the format of OpenAI's Batch API: each has a path of the server and a body."""
+"""Process a batch file in the format of OpenAI's Batch API. Each line has a path of the server and a request body."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ServerRequest:
 
     @property
     def beginning(self) -> str:
-        """Beginning of the prompt. Requests are sorted by it, so that requests with a common prefix run together."""
+        """Beginning of the prompt, by which requests are sorted, so that common prefixes are computed once."""
         names = ("instructions", "messages", "prompt", "input")
         return json.dumps([self.path, *(self.body.get(name) for name in names)])
 
@@ -61,10 +61,9 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the result lines for groups of requests.
+    """Yield the result lines of each group of requests, computed by the server's application in this process.
 
-    The server's application computes them in this process, without a network. Raises ConfigError if the server's
-    packages are not installed.
+    Raises ConfigError if the server's packages are not installed.
     """
     if not importlib.util.find_spec("fastapi"):
         raise ConfigError(f"batches in OpenAI's format need the server: {install_command('serve')}")

@@ -79,7 +79,7 @@ class _Store:
     Attributes:
         folder: Folder of the store, or None if nothing is stored on disk.
         options: Options of the store.
-        chosen: Whether the user has named the folder, so that it is not the default store.
+        chosen: Whether the user has set the folder. If not, it is the default store.
     """
 
     folder: Path | None

@@ -106,7 +106,7 @@ TOO_MUCH = 0.1
 
 
 def _attention_rows(stats: Stats) -> Rows:
-    # Sinks and the recent window may use up the whole budget of a policy.
+    # No layer selects tokens if sinks and the recent window use up the whole budget of a policy.
     selecting = len(stats.dense_layers) < stats.layers and stats.working_set_hit_rate is None
     nothing = selecting and stats.attended_by_step and stats.sparse_fetched_fraction == 0 and stats.verifications == 0
     why = " (sinks and recent window only, no tokens selected)" if nothing else ""
@@ -208,10 +208,7 @@ Below CLOSE, sampled texts hardly differ; above VISIBLE, they differ visibly.
 
 
 def comparison_table(found: Comparison) -> Table:
-    """Return a table of the comparison `found` between a policy and full attention.
-
-    It shows quality, speed, transfers and memory.
-    """
+    """Return a table that compares quality, speed, transfers and memory of a policy with full attention."""
     policy, full = found.policy, found.full
     if found.kl < CLOSE:
         verdict = "practically the same distribution"

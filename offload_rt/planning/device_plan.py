@@ -1,10 +1,11 @@
 """Plan of the device memory for a limit (`device_memory`), made before the model is loaded.
 
-If the data does not fit the limit, the plan moves data to host memory in this order:
+If the limit is too small for all data, the plan moves data to host memory in this order:
 
 1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
-2. Decoder layers. They are streamed through two buffers, and are evenly spaced to keep the transfers busy.
-3. Scoring keys, if they do not fit even with two layers at a time on the device. The host then computes the scores
+2. Decoder layers. Their weights are streamed through two buffers. The streamed layers are evenly spaced, so that
+   transfers overlap with computation.
+3. Scoring keys, if even two decoder layers and the scoring keys do not fit together. The host then computes the scores
    (InfiniGen §6.2), which is slower than any transfer.
 """
 
@@ -40,7 +41,7 @@ class DevicePlan:
 
     @property
     def weights(self) -> int:
-        """Bytes of weights, expert slots and streaming buffers on the device."""
+        """Size in bytes of weights, expert slots and streaming buffers on the device."""
         return _weights(self.costs, self.streamed)
 
     @property
@@ -49,7 +50,7 @@ class DevicePlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Size in bytes of the streamed layers, which every step copies from host memory once."""
+        """Size in bytes of the weights of streamed layers, which every step copies to the device once."""
         return sum(self.costs.shape.sizes.layers[layer] for layer in self.streamed)
 
     @property
@@ -67,11 +68,11 @@ class DevicePlan:
 
     @property
     def room(self) -> int:
-        """Bytes of device memory that are left for everything except weights."""
+        """Size in bytes of the device memory that weights leave free."""
         return self.limit - self.weights
 
     def beside(self, other: DevicePlan) -> bool:
-        """Return whether `other` has the same weights on the device and keeps its scoring keys in the same memory."""
+        """Return whether both plans have the same weights on the device, and scoring keys in the same memory."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
@@ -91,8 +92,8 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
     Raises:
-        MemoryLimitError: If no plan fits `limit` bytes. The message states the missing bytes and the longest context
-            that fits.
+        MemoryLimitError: No plan fits `limit` bytes. The message states the missing bytes and the longest context that
+            fits.
     """
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
@@ -106,7 +107,7 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the possible prefill chunk sizes in tokens, best first. On a CPU, more than 512 tokens are not faster."""
+    """Return the possible prefill chunk sizes in tokens, best first."""
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
     return (512,) if device.type == "cpu" else (2048, 1024, 512)
@@ -167,7 +168,7 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try for a limit, starting with the most weights on the device."""
+    """Yield the placements to try, starting with the most weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:

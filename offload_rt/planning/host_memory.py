@@ -26,7 +26,7 @@ class HostMemory:
     Attributes:
         kv: Memory for the KV cache.
         snapshots: Memory for snapshots of recurrent state.
-        snapshot_slots: Number of snapshots that fit. 0 if the model has no recurrent state, or prefixes are not shared.
+        snapshot_slots: Number of snapshots that fit. 0 if the model has no recurrent state or prefixes are not shared.
     """
 
     kv: int

@@ -1,7 +1,6 @@
 """Memory requirements of a model and a context, computed from shapes without loading the model.
 
-For the device, the memory of each part is an upper bound. The bounds are used for `--device-memory` (`device_plan.py`),
-and a test compares them with a counting allocator.
+Sizes on the device are upper bounds. `device_plan.py` uses them for `--device-memory`.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class DeviceCosts:
     Attributes:
         demand: Memory demand of the policy.
         slice: Number of prompt tokens whose queries, attention and MLP are computed together.
-        rounded: Whether the KV cache uses a format that must be decoded.
+        rounded: Whether the KV cache is quantised, so that fetched KV must be decoded.
         keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
         working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
             tokens.
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
-            that another graph keeps.
+            of one more graph than the running one.
         drafts: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
     """
 
@@ -61,7 +60,7 @@ class DeviceCosts:
         return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the bytes of constant data: bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
+        """Return the size in bytes of bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
         return self.basis() + self._rotation(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def _rotation(self, tokens: int) -> int:
@@ -71,8 +70,8 @@ class DeviceCosts:
     def scoring(self, context: int) -> int:
         """Return the size in bytes of a sequence's scoring keys, without sharing between sequences.
 
-        Keys are allocated in pages or in growing buffers. Growing buffers have spare capacity, and while a layer's
-        buffer grows, the old buffer exists as well.
+        Keys are allocated in pages or in growing buffers. A growing buffer has spare capacity. While it grows, the old
+        buffer exists as well.
         """
         if self.keys_on_host:
             return 0
@@ -107,7 +106,7 @@ class DeviceCosts:
         return 2 * slots + sequences * (self.drafts + 1) * len(geometry.states) * geometry.hidden * itemsize
 
     def fetched(self, context: int, layer: int) -> int:
-        """Return the maximum number of tokens that a layer fetches. 0 for sliding windows and after the last layer."""
+        """Return the maximum number of tokens that a layer fetches. 0 for sliding layers and for `layer` >= L."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         if layer in self.demand.dense:
@@ -115,13 +114,13 @@ class DeviceCosts:
         return max(1, int(self.demand.share * context), min(context, self.demand.whole))
 
     def h2d_bytes(self, context: int) -> int:
-        """Return the largest number of bytes that a step of one sequence copies to the device, in the model's dtype."""
+        """Return the maximum size in bytes of the KV that a step of one sequence copies to the device."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
         return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
-        """Return the context lengths of a batch, all padded to the longest context (`model_runner/batched.py`)."""
+        """Return the context lengths of a batch, padded to the longest one (`model_runner/batched.py`)."""
         if self.shape.device.type == "cpu" or self.keys_on_host or len(self.demand.dense) == self.shape.geometry.layers:
             return contexts
         sequences = padded_batch(len(contexts)) if self.graphs else len(contexts)
@@ -130,8 +129,8 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        It includes a copy of one sequence's KV merged with its resident KV. If KV is encoded, it also includes decoded
-        KV of that sequence, or of all sequences on CUDA.
+        This includes one sequence's concatenation of fetched and resident KV. If the KV cache is quantised, it also
+        includes the decoded KV of this sequence, or of all sequences on CUDA.
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -147,19 +146,19 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the bytes that a prefill needs, including rotary cos and sin of slices after the first."""
+        """Return the size in bytes of a prefill's memory, including rotary cos and sin of slices after the first."""
         return self._layer_work(context) + self._rotation(max(0, min(context, KEPT * self.slice) - self.slice))
 
     def _layer_work(self, context: int) -> int:
-        """Return the bytes of hidden states, of new and merged KV of a layer, and of temporary tensors."""
+        """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
-        # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention over
-        # earlier tokens and over the slice gives two results, which are merged in the wider dtype.
+        # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention to
+        # earlier tokens and attention to the slice are merged in the wider dtype.
         mlp = 4 * geometry.hidden * compute + 4 * self.shape.sizes.widest * size
         attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
-        # There is no fused torch kernel for this, so scores, weights and a mask of the same size are in memory.
+        # torch has no fused kernel for sinks and soft caps, so scores, weights and a mask of that size are in memory.
         if geometry.sinks or geometry.softcap is not None:
             at_once = min(context, KEYS_AT_ONCE)
             attention += at_once * (geometry.heads * (2 * compute + size) + geometry.group * (8 + 3))
@@ -177,7 +176,7 @@ class DeviceCosts:
 
     def calibration(self) -> int:
         """Return the memory in bytes that calibration needs at the first start; 0 if no calibration is needed."""
-        # The float64 sums of calibration need no more memory per slice than attention and MLP.
+        # The float64 sums of a slice need no additional memory, because attention and MLP need more.
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0
         return replace(self, slice=max(self.slice, SLICE))._layer_work(TOKENS)
@@ -189,7 +188,7 @@ class DeviceCosts:
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type != "cpu" else 1  # sequences whose scores exist at a time
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
-            # Scores, selection masks, the maximum per group, its sorted values and their indices.
+            # Scores, selection masks, maxima per group, their sorted values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # masked or unpacked keys
             scored += int(longest * self.demand.copied_bytes)
@@ -201,7 +200,7 @@ class DeviceCosts:
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the bytes for concurrent sequences with `contexts` tokens, including a prefill of the longest."""
+        """Return the size in bytes for concurrent sequences of `contexts` tokens, with a prefill of the longest one."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         lasting += self.states(len(contexts))
         step = self.staging(contexts) + self.decode(contexts)
@@ -213,7 +212,7 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits(self, sequences: int) -> int:
-        """Return the bytes of a batch's logits, their wider copies, and the sampler's copies for one sequence."""
+        """Return the size in bytes of a batch's logits, wider copies of them, and one sequence's sampler copies."""
         vocab = self.shape.geometry.vocab
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
 
@@ -223,7 +222,7 @@ class Requirements:
     """Memory requirements of one sequence of `context` tokens. All sizes are in bytes, on the device unless noted."""
 
     context: int
-    kv_per_token: int  # KV cache in host memory or on disk per additional token, in full-attention layers only
+    kv_per_token: int  # KV cache in host memory or on disk per token, only full-attention layers
     kv_host: int  # KV cache of the context in host memory or on disk, in whole blocks
     weights: int
     scoring: int  # scoring keys, their bases and constant buffers

@@ -147,7 +147,7 @@ async def session(name: str, request: Request, service: CurrentService) -> Respo
 
 @router.post("/v1/sessions/{name}")
 async def update_session(name: str, body: SessionUpdate, request: Request, service: CurrentService) -> Response:
-    """Change the title, the messages or both. Messages for an unknown name begin a new conversation."""
+    """Change the title or the messages of a conversation, or both. Create it if messages are given for a new name."""
     owner, conversations = request.state.owner, service.conversations
     with service.locked(session_of(owner, name)):
         if body.messages is None:

@@ -1,4 +1,4 @@
-"""Generate chat responses for all protocols. A response arrives in steps of parsed text, reasoning and tool calls."""
+"""Generate chat responses for all protocols, as a stream of parsed text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .service import EngineArguments, Service
 
 @dataclass(frozen=True)
 class ChatJob:
-    """A chat request, rendered and tokenized.
+    """A rendered and tokenized chat request.
 
     Attributes:
         text: Prompt rendered with the chat template.
@@ -51,8 +51,7 @@ async def prepare(
     Args:
         max_tokens: Maximum number of new tokens that the client requested, or None.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Dictionary with the field `structured_outputs`, or None. It takes precedence over a required tool
-            call.
+        structured: Result of `structured_outputs`, or None. It takes precedence over a required tool call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
@@ -64,7 +63,7 @@ async def prepare(
     params = service.params(max_tokens=tokens, **fields)
 
     def make_parser() -> Parser:
-        # Guided decoding starts with the first token, so the response has no reasoning section.
+        # Guided decoding starts with the first token, so the response cannot begin with reasoning.
         if guided:
             return answer_parser("llama3_json" if forced else "none", "none", conversation.offered)
         thinking = ends_within_thinking(text, conversation.prefill)
@@ -82,8 +81,8 @@ class Step:
         index: Index of the completion in the response.
         pieces: New content, reasoning and tool calls, in order.
         token_ids: New token ids.
-        logprobs: Log-probabilities of the new tokens, or None if not requested. The entry of the first token of an
-            echoed prompt is None.
+        logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt is included. Its first
+            token has the entry None.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
         stop_reason: Stop string or token that ended the completion, or None.
         usage: Token counts of the whole request up to now.
@@ -101,7 +100,7 @@ class Step:
 
 
 class ChatStream:
-    """Compute the steps between successive outputs of a request.
+    """Convert the outputs of a request, which contain all tokens so far, to steps with the new tokens.
 
     Args:
         make_parser: Creates a parser for each completion. By default all text is content.
@@ -114,7 +113,7 @@ class ChatStream:
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:
-        """Return a step for each completion that has changed since the last call, and one step for new trace data."""
+        """Return a step for each completion that has changed since the last call, and a step if there is trace data."""
         usage, found = Usage.from_output(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))

@@ -31,9 +31,11 @@ class ClientGoneError(Exception):
 
 
 async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` until the client disconnects (ClientGoneError) or the request's deadline has passed (TimeoutError).
+    """Return the result of `work`.
 
-    The connection is aborted a little after the deadline, so that the client can still receive the error.
+    Raises:
+        ClientGoneError: The client has disconnected.
+        TimeoutError: The deadline of the request has passed.
     """
     async with asyncio.timeout_at(request.state.deadline + DELIVERY_SECONDS / 2):
         return await until_disconnect(request.receive, work)
@@ -59,7 +61,7 @@ async def _gone(receive: Receive) -> None:
 
 
 async def body_parts(receive: Receive) -> AsyncGenerator[bytes, None]:
-    """Yield the parts of a request's body. Raises ClientGoneError if the client closes the connection."""
+    """Yield the parts of a request's body as they arrive. Raises ClientGoneError if the client disconnects."""
     more = True
     while more:
         message = await receive()

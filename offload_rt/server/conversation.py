@@ -41,10 +41,7 @@ class Conversation:
 
     @property
     def offered(self) -> Tools | None:
-        """Tools that the response may call: maps each name to the JSON schema of its parameters.
-
-        None if the response may call no tool.
-        """
+        """Tools that the response may call, as a map from tool name to parameter schema. None if there are none."""
         if not self.tools or self.choice == "none":
             return None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -57,15 +54,15 @@ class Conversation:
 
 
 def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bool | None = None) -> bool:
-    """Return whether the response continues the last message. Only an assistant message can be continued.
+    """Return whether the response continues the last message instead of beginning a new one.
 
     Args:
         messages: Messages of the conversation.
-        param: Name of the request field with the messages, for errors.
-        wanted: vLLM's `continue_final_message`. False begins a new message. None continues an assistant message.
+        param: Name of the request field that contains the messages, for errors.
+        wanted: vLLM's `continue_final_message`. None continues the last message if it is an assistant message.
 
     Raises:
-        RefusedError: The last message cannot be continued.
+        RefusedError: `wanted` is True, but the last message cannot be continued.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
@@ -78,7 +75,7 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Return the conversation with the response, which is a new message or continues the last one."""
+    """Append `answer` to the conversation as a new message, or to its last message if `continues`."""
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -104,7 +101,7 @@ def conversation_of(
     *,
     parallel: bool = True,
 ) -> Conversation:
-    """Return a conversation from messages and tools in the format of chat requests."""
+    """Convert `messages` and the tools of `body` to a conversation."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
@@ -124,7 +121,7 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
     Args:
         functions: Name, description and parameters of each tool.
         choice: "auto", "none" or "required". None means "auto".
-        named: Name of the tool that must be called, or None. It takes precedence over `choice`.
+        named: Name of the tool that must be called, or None. Takes precedence over `choice`.
     """
     if named is not None and named not in [function["name"] for function in functions]:
         raise bad_request(f"tool_choice names {named!r}, which is not in tools", "tool_choice")
@@ -135,9 +132,10 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template. `where` is its place in the request, for errors.
+    """Convert a message for the chat template.
 
-    Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed.
+    Content becomes a string, and arguments of tool calls become objects. Fields that are None are removed. `where` is
+    the location of the message in the request, for errors.
     """
     found = message.model_dump(exclude_none=True)
     found["content"] = content_text(message.content, where)
@@ -147,10 +145,9 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """Return the text of a message's content.
+    """Return the text of a message's content: None (no text), a string, or text parts, which are joined by newlines.
 
-    Content is None (no text), a string, or a list of text parts, which are joined by newlines. Raises RefusedError for
-    other content.
+    Raises RefusedError for other content.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -169,7 +166,7 @@ def content_text(content: Any, where: str) -> str:
 
 
 def call_message(name: str, arguments: str | Mapping[str, Any], call_id: str, where: str) -> dict[str, Any]:
-    """Return an assistant message with one tool call of an earlier response."""
+    """Return an assistant message that contains one tool call. `where` is its location in the request, for errors."""
     return _call({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, where)
 
 
@@ -186,9 +183,9 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the JSON arguments of a tool call of an earlier response. Return None if they are not an object.
+    """Parse the JSON arguments of a tool call. Return None if they are not a JSON object.
 
-    Incomplete JSON is completed: `max_tokens` may have cut off the response that the client now sends back.
+    Missing closing characters are added, because `max_tokens` may have cut off the earlier response.
     """
     try:
         found = from_json(text, allow_partial="trailing-strings", cache_strings=False)

@@ -36,17 +36,16 @@ _STALE = 60.0
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of `parts` as a file name. It does not reveal `parts`, and clients cannot choose paths."""
+    """Return a digest of `parts`, for file names. It does not reveal `parts`, and clients cannot choose it."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class DocumentCache:
-    """LRU store of JSON documents. A document consists of a small head and a body, and its key is a `digest`.
+    """LRU store of JSON documents. A document consists of a small head and a body. Its name is a `digest`.
 
-    In a folder, each document is a file: one line for the head and one line for the body. A file is replaced
-    atomically, so a killed server leaves either the old or the new version. Several servers may share a folder. Other
-    files in the folder are not changed.
+    In a folder, each document is a file with two lines, head and body. Files are replaced atomically, so a killed
+    server leaves either the old or the new version. Several servers may share a folder.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
@@ -76,7 +75,7 @@ class DocumentCache:
                     make_private(path)
 
     def _scan(self) -> None:
-        """Read the heads of files that other servers have added, oldest first. Forget files that they have removed."""
+        """Read the heads of files that other servers have added, oldest first, and drop the heads of removed files."""
         if self._folder is None:
             return
         found = {}
@@ -113,7 +112,7 @@ class DocumentCache:
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Store or replace a document. Return the heads of the documents that it evicts. Raises OSError."""
+        """Store or replace a document. Return the heads of evicted documents. Raises OSError if writing fails."""
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -136,7 +135,7 @@ class DocumentCache:
         return self.read_body(name)
 
     def read_body(self, name: str) -> Any:
-        """Like `body`, but do not count this as a use of the document. Worker threads may call this method."""
+        """Like `body`, but without updating the time of the last use. Thread-safe."""
         try:
             if self._folder is None:
                 content = self._bodies[name]
@@ -166,7 +165,7 @@ _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id of the session `name`. It is unique per API key (`owner`). Raises RefusedError."""
+    """Return the engine's id of the session `name` of an API key (`owner`). Raises RefusedError for invalid names."""
     if not 1 <= len(name) <= MAX_NAME:
         raise bad_request(f"session must be a string of 1 to {MAX_NAME} characters", "session")
     return digest("session", owner, name)
@@ -183,9 +182,9 @@ class Conversations:
     def store(
         self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None
     ) -> list[str]:
-        """Store a conversation. Return the engine's ids of the sessions whose conversations it evicts.
+        """Store a conversation. Return the engine's session ids of evicted conversations.
 
-        Without `title`, the conversation keeps the title that a client has set, or else gets its first question.
+        If `title` is None, the title is the one that a client has set before, or else the first question.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -202,10 +201,10 @@ class Conversations:
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
     def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
-        """Return the conversations whose title and messages contain all `words`, which are in lower case.
+        """Return the heads of the conversations whose title and messages contain all `words` (in lower case).
 
-        Each result has an `excerpt`: the text around the first word that the messages contain, or "". This reads all
-        files, so call it in a worker thread.
+        `excerpt` of each result is the text around the first word that the messages contain, or "". Reads all files, so
+        call it in a worker thread.
         """
         found = []
         for head in heads:
@@ -248,7 +247,7 @@ def _excerpt(text: str, words: Sequence[str]) -> str:
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last line of the first user message. It often is the question after a document."""
+    """Return the last line of the first user message, because a question often follows a document."""
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
@@ -296,7 +295,7 @@ class ResponseStore:
         self._documents = documents
 
     def add(self, name: str, stored: StoredResponse) -> list[str]:
-        """Store a response. Return the sessions of the responses that it evicts, unless other responses use them."""
+        """Store a response. Return the sessions of evicted responses that no other response uses."""
         head = {"owner": stored.owner, "session": stored.session}
         body = {"response": stored.response, "messages": stored.messages, "prefill": stored.prefill}
         evicted = self._documents.put(digest(name), head, body)

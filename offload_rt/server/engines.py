@@ -1,4 +1,4 @@
-"""Manage one engine per policy that requests choose. All engines share the weights and the KV pool."""
+"""Manage one engine per policy in use. All engines share the weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ The other fields describe the pool that all engines share.
 
 
 class Engines:
-    """The server's own engine, and up to `max_engines - 1` engines for other policies.
+    """The engine of the server's policy, and up to `max_engines - 1` engines for policies that requests choose.
 
-    Each engine decodes a separate batch. The engines use the shared pool alternately, and share cached prefixes. If all
+    Each engine decodes a separate batch. The engines take turns with the shared pool, and share cached prefixes. If
     `max_engines` engines exist and another policy is requested, an idle engine is closed.
     """
 
@@ -100,7 +100,7 @@ class Engines:
         engine = self._others[key]
         await engine.close()
         load = engine.load()
-        del self._others[key]  # no await before the totals are added, so that `load` counts them exactly once
+        del self._others[key]  # no await between this line and the addition of the totals, so `load` counts them once
         self._users.pop(key, None)
         for name in _ADDED:
             self._past[name] += getattr(load, name)
@@ -111,7 +111,7 @@ class Engines:
         return replace(own, **added)
 
     async def close(self) -> None:
-        """Close all engines. The server's own engine is closed last, because the other engines use its pool."""
+        """Close all engines. The engine of the server's policy is closed last, because the others use its pool."""
         async with self._lock:
             for key in list(self._others):
                 await self._close(key)

@@ -1,7 +1,7 @@
 """HTTP errors in the formats of OpenAI and Anthropic.
 
-Client errors have a status 4xx, and their messages say what to change. For internal errors (5xx), the client gets a
-general message, and the text of the error is only logged.
+Messages of client errors (4xx) say what to change. For internal errors (5xx), the client gets a general message, and
+the text of the error is only logged.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def shutting_down() -> RefusedError:
 
 
 def as_http_error(error: BaseException) -> RefusedError:
-    # Imported here, because the server starts to listen before it imports FastAPI.
+    # Imported late, so that the server can listen before FastAPI is imported.
     from fastapi.exceptions import RequestValidationError
     from pydantic import ValidationError
 

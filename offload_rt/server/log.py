@@ -37,10 +37,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Format records for a terminal.
-
-    A line contains the time and either `extra["text"]` or, without it, the message followed by its `fields`.
-    """
+    """Format records for a terminal: the time, and `extra["text"]` or else the message and its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = dict(getattr(record, "fields", {}))
@@ -55,9 +52,9 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Pass only the first `limit` warnings, errors and refused requests of each kind per interval.
+    """Pass at most `limit` warnings, errors and refused requests of each kind per interval.
 
-    The first record after an interval has a field `suppressed`: the number of dropped records of each kind.
+    The first record after an interval has the field `suppressed`, the number of dropped records of each kind.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:

@@ -40,7 +40,7 @@ _TIERS = {
     "disk": "disk_hit_tokens",
     "lost": "lost_tokens",
 }
-"""Maps each tier to the field of `EngineLoad` that counts its tokens.
+"""Field of `EngineLoad` that counts the tokens of each tier.
 
 `_GAUGES` and `_TOTALS` map metric names to (help text, field of `EngineLoad`).
 """
@@ -50,13 +50,13 @@ PREFIX = "offload_rt_"
 
 @dataclass(frozen=True)
 class Usage:
-    """Numbers of tokens of a request up to now.
+    """Token counts of a request so far.
 
     Attributes:
-        prompt: Prompt tokens.
-        cached: Prompt tokens whose KV was in the prefix cache.
-        generated: Generated tokens.
-        recomputed: Prompt tokens that were computed although their KV was cached (hybrid models).
+        prompt: Number of prompt tokens.
+        cached: Number of prompt tokens whose KV was in the prefix cache.
+        generated: Number of generated tokens.
+        recomputed: Number of prompt tokens that a hybrid model computed although their KV was cached.
     """
 
     prompt: int = 0

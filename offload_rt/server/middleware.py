@@ -1,4 +1,4 @@
-"""Middleware that every request passes: request id, log record, host check, API key and body limit."""
+"""Middleware of all requests: set the request id, write the log record, and check host, API key and body size."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class RequestMiddleware:
             await self._app(scope, _replay(body, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Raise RefusedError if a local server is called by an unknown host name.
+        """Raise RefusedError if the server listens on a local address and the Host header has an unknown name.
 
-        This prevents DNS rebinding: a web page of another host whose name resolves to this machine.
+        This prevents DNS rebinding, where a web page of another host makes its own name resolve to this machine.
         """
         name = _host_name(headers.get("host", ""))
         known = (*LOCAL_HOSTS, *self._options.allowed_hosts)
@@ -126,7 +126,7 @@ class RequestMiddleware:
     async def _body(self, headers: Headers, receive: Receive, deadline: float) -> bytes | None:
         """Return the complete body, or None if the client disconnects.
 
-        Raises RefusedError if the body is too large or late.
+        Raises RefusedError if the body is too large or incomplete at the deadline.
         """
         limit, parts, size = self._options.max_body, [], 0
         announced = headers.get("content-length", "")
@@ -169,7 +169,7 @@ def _host_name(host: str) -> str:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` callable that returns the body first, and then further messages of the connection."""
+    """Return an ASGI `receive` callable that returns the body first, and then the messages of `receive`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -30,25 +30,24 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 DELIVERY_SECONDS = 2.0
-"""Seconds between `timeout` and the abort of the connection. They allow the server to send the error first."""
+"""Seconds between `timeout` and the abort of the connection, in which the server sends the error."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Options for access, limits and formats of the server.
 
-    Sizes are in bytes and durations in seconds, or strings with a unit ("16MiB", "10m"). Options that are not listed
-    here are described by their `help` text.
+    Sizes are in bytes and durations in seconds, or strings with a unit ("16MiB", "10m"). All other options are
+    described by the `help` text of their field.
 
     Attributes:
         api_keys: Accepted API keys. Each request must send one of them. If empty, requests need no key.
         served_model_names: Model names that clients may use. The first one is used in metrics. If empty, the name is
             the hub id or the last part of the model's path.
         max_waiting: Maximum number of waiting requests. Further requests get 429 with Retry-After.
-        max_tokens_limit: Maximum number of new tokens per request. Larger values of a client are reduced to it. None:
-            only the model's context length limits them.
-        max_engines: Maximum number of engines. There is one for each combination of policy and options in use,
-            including the default policy.
+        max_tokens_limit: Maximum number of new tokens per request. A larger `max_tokens` of a client is reduced to it.
+            If it is None, the number is limited only by the model's context length.
+        max_engines: Maximum number of engines. Each combination of policy and options in use has an engine.
         max_body: Maximum size of a request body. Larger requests get 413.
         timeout: Maximum time from the arrival of a request to the last byte of the response.
         max_connections: Maximum number of open connections. A further connection replaces the one whose client has been

@@ -24,7 +24,7 @@ LONG = 1 << 18
 """Length in characters above which a text is long. Long texts are tokenized one after another."""
 
 TOKEN_SIZE = 4
-"""Number of characters that a token id counts as when a thread is chosen. A message counts as 16 more token ids."""
+"""Assumed characters per token id when a thread is chosen. A message counts as 16 additional token ids."""
 
 SHORT_THREADS = 2
 """Number of threads for short texts."""
@@ -75,8 +75,8 @@ class TokenLimits:
 class Prompts:
     """Tokenize and render prompts.
 
-    The methods raise RefusedError for invalid texts and for prompts that exceed the token limits. If the caller of a
-    method is cancelled, the work in the thread stops.
+    The methods raise RefusedError if a text is invalid or exceeds the token limits. If a call is cancelled, its work in
+    the worker thread stops.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
@@ -106,7 +106,7 @@ class Prompts:
     async def render(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """Render a conversation with the chat template. Return the text and its token ids.
 
-        `answer` tells whether to add the generation prompt, which begins an assistant message.
+        If `answer`, add the generation prompt, which begins an assistant message.
         """
 
         def make(cancelled: Event) -> tuple[str, list[int]]:
@@ -117,7 +117,7 @@ class Prompts:
         return await self._in_thread(size, make)
 
     async def token_spans(self, text: str, tokens: int) -> list[tuple[int, int]]:
-        """Return (start, end) characters of each token of `text`, or an empty list if the tokenizer reports none."""
+        """Return (start, end) of each token in `text`, in characters. Empty if the tokenizer does not report them."""
 
         def find(cancelled: Event) -> list[tuple[int, int]]:
             if not self.tokenizer.is_fast:
@@ -151,10 +151,9 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Run `work` in a worker thread and return its result.
+        """Run `work` in a worker thread and return its result. If the call is cancelled, set the event of `work`.
 
-        `size` is the length of the texts in characters; it decides which thread is used. If the caller is cancelled,
-        the event passed to `work` is set.
+        Short and long texts have different threads. `size` is the length of the text in characters.
         """
         cancelled, loop = Event(), asyncio.get_running_loop()
 

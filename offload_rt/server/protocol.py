@@ -1,4 +1,4 @@
-"""HTTP connections with limits on their number and on the time that clients may take to send and read."""
+"""HTTP connections with limits on their number and on the time that a client may take to send or read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED_SECONDS = 2.0
 
 
 def _refusal(status: HTTPStatus, message: str) -> bytes:
-    """Return a complete HTTP response in OpenAI's error format, for a request that the server has not read."""
+    """Return a complete HTTP response with an error in OpenAI's format."""
     body = json.dumps(error_body(RefusedError(status, message), "")).encode()
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\nretry-after: 1\r\nconnection: close\r\n"
     return head.encode() + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
@@ -44,8 +44,9 @@ LATE = _refusal(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not arr
 class Connections:
     """Open connections of one server, ordered by the time of their last received data, oldest first.
 
-    At the limit, a new connection replaces the one whose client has been silent for longest. Clients that never
-    completed a request head are replaced first. If every client waits for a response, the new connection is refused.
+    If the limit is reached, a new connection replaces the connection whose client has been silent for longest.
+    Connections without any complete request head are replaced first. If every client waits for a response, the new
+    connection is refused.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -60,14 +61,10 @@ class Connections:
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection and return True.
-
-        If the limit is reached, close a connection whose client has not sent a complete request, preferably one that
-        never has. If there is none, return False, and the new connection is not added.
-        """
+        """Add a connection, and close another one if the limit is reached. Return False if it is refused."""
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
-            # Close clients first that never completed a request.
+            # Prefer clients that have never completed a request.
             silent = min(waiting, key=lambda other: other.cycle is not None, default=None)
             if silent is None:
                 return False
@@ -77,10 +74,10 @@ class Connections:
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol with timers for the head, the request and a client that does not read.
+    """uvicorn's protocol with three timers that limit how long a client may occupy a connection.
 
-    The head timer starts when the client connects, or with the first byte of a further request. It stops when the head
-    is complete. Then the request timer runs until the response has left this process. The stall timer runs while the
+    The head timer runs from the connection, or from the first byte of a further request, until the request head is
+    complete. The request timer then runs until the response has left this process. The stall timer runs while the
     transport's buffer is full because the client does not read.
     """
 
@@ -168,7 +165,7 @@ class LimitedProtocol(H11Protocol):
             self._limits.open.pop(self)
             path = self.scope["path"] if self.cycle is not None and not self.cycle.response_complete else None
             logger.warning("connection aborted: %s", reason, extra={"fields": {"path": path}})
-        # Not close(), which would wait for a client that does not read.
+        # close() would wait for a client that does not read.
         self.transport.abort()
 
     def _set_timers(self) -> None:
@@ -203,7 +200,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def default_connections() -> int:
-    """Return the default limit on connections: half of the file descriptor limit. Stores and models need the rest."""
+    """Return half of the file descriptor limit. Stores and models need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     half = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 2
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, half))
@@ -212,8 +209,8 @@ def default_connections() -> int:
 class LimitedServer(uvicorn.Server):
     """uvicorn's server with a long listen queue.
 
-    asyncio uses one number for two things: the length of the listen queue, and how many connections it accepts at once.
-    The second must be small. This class therefore lengthens the queue after the start.
+    asyncio uses one number for the length of the listen queue and for the number of connections that it accepts at
+    once, which must be small. This class therefore lengthens the queue after the start.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -229,9 +226,8 @@ def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, connections)),
         ws="none",  # these limits do not apply to WebSocket connections
-        # asyncio accepts this many connections at once, and twice as many before it reads from the first of them. The
-        # number must be below the limit on connections. Otherwise connections would be closed before their requests are
-        # read.
+        # asyncio accepts up to twice this many connections before it reads from the first one. If that exceeded the
+        # limit on connections, connections would be closed before their requests are read.
         backlog=max(1, min(100, connections.limit // 4)),
         log_config=None,
         access_log=False,

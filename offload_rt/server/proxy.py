@@ -24,7 +24,7 @@ PREFIX = 2048
 """Number of characters at the start of a long prompt that determine its replica."""
 
 MIN_PREFIX = 256
-"""The same for prompts shorter than `PREFIX`. Prompts shorter than this go to any replica."""
+"""Number of characters that determine the replica of a prompt shorter than `PREFIX`. Shorter prompts use any one."""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Request fields with the prompt, in all protocols, sorted as in a rendered chat template."""
@@ -60,8 +60,8 @@ def route_key(headers: Headers, body: bytes) -> str:
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
     """Return the indices of the replicas, sorted by preference.
 
-    The given order is kept, unless the first replica has over `max_ahead` requests more than the least loaded one. Then
-    the replicas are sorted by load. `queues` contains the number of running requests of each replica.
+    The order is the given one if the first replica has at most `max_ahead` more requests than the least loaded replica.
+    Otherwise the replicas are sorted by load. `queues` contains the number of running requests of each replica.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:
@@ -71,7 +71,7 @@ def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
 
 def _texts(value: Any) -> Iterator[str]:
     """Yield the strings and token ids of a JSON value in order."""
-    # A loop instead of recursion, because bodies may be deeply nested.
+    # Not recursive, because bodies may be deeply nested.
     left = [value]
     while left:
         match left.pop():
@@ -96,7 +96,7 @@ _PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "quer
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A serializable request: the fields `_PASSED` of its scope, and its body."""
+    """A serializable request: the fields `_PASSED` of its ASGI scope, and its body."""
 
     scope: dict[str, Any]
     body: bytes
@@ -106,8 +106,8 @@ class Proxy:
     """ASGI application that forwards requests to replicas.
 
     Args:
-        ask: Sends a request with its routing key to a replica. Yields the ASGI messages of the response. The generator
-            is closed if the client disconnects.
+        ask: Sends a request with its routing key to a replica, and yields the ASGI messages of the response. The
+            generator is closed if the client disconnects.
         max_body: Size in bytes after which the rest of a body is not read. The replica refuses larger bodies.
         timeout: Maximum duration of a request in seconds.
     """
@@ -118,10 +118,7 @@ class Proxy:
         self._ask, self._max_body, self._timeout = ask, max_body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request.
-
-        Cancel it shortly after `timeout`, so that the replica can report the timeout itself first.
-        """
+        """Forward a request. Cancel it shortly after `timeout`, because the replica should report the timeout first."""
         with suppress(ClientGoneError):
             async with asyncio.timeout(self._timeout + DELIVERY_SECONDS):
                 body = bytearray()

@@ -1,9 +1,8 @@
 """Run the application on a Ray Serve cluster: a proxy deployment in front of replicas with one engine each.
 
-Consistent hashing routes requests with the same `x-session-id`, session or prompt prefix to the same replica. If this
-replica has a much higher load than other replicas, another one is used. Conversations are stored in a shared folder, so
-every replica can continue them. Each replica stores KV in its own folder. A replica that replaces it later uses the
-same folder.
+Consistent hashing routes requests with the same `x-session-id`, session or prompt prefix to the same replica, unless
+its load is much higher than that of other replicas. Conversations are stored in a shared folder, so every replica can
+continue them. KV is stored in one folder per replica. A replica that replaces a stopped one uses its folder.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ ENGINE, PROXY = "engine", "proxy"
 """Names of the two Ray deployments."""
 
 MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
-"""Maximum number of running requests per replica of each deployment. The proxy accepts many, because it only waits."""
+"""Maximum number of running requests per replica of each deployment. Requests in the proxy only wait."""
 
 MAX_FOLDERS = 1000
-"""Maximum number of KV folders to try. There are fewer replicas, so if all folders fail, there is another error."""
+"""Maximum number of KV folders to try. It exceeds the number of replicas."""
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
@@ -49,7 +48,7 @@ class Cluster:
     """Number and resources of the replicas. Raises ConfigError for invalid values.
 
     Attributes:
-        replicas: Number of replicas. With `max_replicas`, the minimum.
+        replicas: Number of replicas, or their minimum number if `max_replicas` is set.
         max_replicas: Maximum number of replicas. None disables autoscaling.
         gpus: Number of GPUs that Ray reserves for each replica, in addition to one CPU.
     """
@@ -72,7 +71,7 @@ class Cluster:
 
 
 class Replica:
-    """Class of the engine deployment: the application with one engine, for requests that the proxy forwards."""
+    """Deployment class of an engine: runs the application with one engine on requests that the proxy forwards."""
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()
@@ -141,7 +140,7 @@ def _proxy(options: ServerOptions) -> Starlette:
 def serve_on_ray(application: Any, options: ServerOptions) -> None:
     """Run the application until the process is stopped.
 
-    It runs on the cluster that the environment variable RAY_ADDRESS names, or else on a new local cluster.
+    It runs on the cluster at the address in the environment variable RAY_ADDRESS, or else on a new local cluster.
     """
     import ray
     from ray import serve

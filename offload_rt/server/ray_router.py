@@ -1,4 +1,4 @@
-"""Consistent-hash router with load balancing for Ray Serve. Ray imports it by name in its routing processes."""
+"""Consistent-hash router with load balancing for Ray Serve, imported by Ray's routing processes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from .proxy import balance_by_load
 
 MAX_AHEAD = 4
-"""Difference in running requests from which low load is more important than cached prefixes."""
+"""Maximum difference in running requests up to which cached prefixes are more important than low load."""
 
 
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]
     """Route requests of one session id to one replica, unless another replica has a much lower load.
 
-    Ray's own router uses the next replica on the hash ring only if the first one is full. This router also sorts the
-    replicas by load if the first one has over `MAX_AHEAD` running requests more than another replica. It uses the queue
-    lengths that Ray has cached.
+    Unlike Ray's router, it does not wait until the first replica on the hash ring is full: if that replica has over
+    `MAX_AHEAD` more running requests than another one, the replicas are sorted by load. Loads are the queue lengths
+    that Ray has cached.
     """
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
-        """Return the replicas in the order in which Ray should try them, one per rank."""
+        """Return the replicas in the order in which Ray should try them, each as a list of one."""
         ranks = await super().choose_replicas(candidate_replicas, pending_request)
         if any(len(rank) != 1 for rank in ranks):
             return ranks

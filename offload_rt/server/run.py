@@ -37,8 +37,8 @@ LOG_SECONDS = 5.0
 class Loading:
     """ASGI application that serves requests while `make` creates the real application in a thread.
 
-    Until then, the chat page is served, and other requests get 503 with the progress. Afterwards, all requests are
-    passed to the real application. If `make` fails, `on_failure` is called, and `error` contains the exception.
+    Until it exists, the chat page is served, and other requests get 503 with the progress. Afterwards, all requests are
+    passed to it. If `make` fails, `on_failure` is called, and `error` contains the exception.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:
@@ -111,7 +111,7 @@ def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
 def bound(options: ServerOptions) -> socket.socket:
     """Return a listening socket. Raises ConfigError if the address cannot be used.
 
-    The socket is opened before the model is loaded, so that address errors are reported immediately.
+    Call this before the model is loaded, so that address errors are reported immediately.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     found = socket.socket(family)
@@ -133,8 +133,8 @@ def serve(make_app: Callable[[], FastAPI], options: ServerOptions, listener: soc
     log_to_stderr(options.log_format)
 
     def make() -> FastAPI:
-        # Garbage collection would take a quarter of the start-up time and find no garbage. Afterwards, `freeze` exempts
-        # the objects of the loaded model from it.
+        # Garbage collection would take a quarter of the start-up time and find no garbage. `freeze` then exempts the
+        # objects of the loaded model from later collections.
         gc.disable()
         try:
             return make_app()

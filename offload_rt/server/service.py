@@ -1,4 +1,4 @@
-"""The object that all endpoints share. It starts generations, locks and deletes sessions, and records metrics."""
+"""Service that all endpoints share. It starts generations, locks and deletes sessions, and records metrics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EngineArguments:
 
 
 class Service:
-    """The engine, the stores and the options of one model. All endpoints share this object."""
+    """Engine, stores and options of the server, shared by all endpoints."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -86,7 +86,7 @@ class Service:
             request.state.notes["ignored_fields"] = ignored
 
     def arguments(self, body: SampledBody, request: Request, *, trace: bool = False) -> EngineArguments:
-        """Return the engine options of a request. Raises RefusedError for unsupported combinations."""
+        """Return the engine options of a request. Raises RefusedError if its fields cannot be combined."""
         if body.exact is not None and body.exact != (self.engine.llm.config.exact is not None):
             raise bad_request(
                 "exact differs from the server's setting, which requests cannot change: remove it", "exact"
@@ -105,7 +105,7 @@ class Service:
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the engine's cache salt for the field `cache_salt` of a request (`given`).
+        """Return the engine's cache salt, derived from the field `cache_salt` of a request (`given`).
 
         If the server has several API keys, the salt also depends on the request's key.
         """
@@ -113,16 +113,15 @@ class Service:
         if not owner and not given:
             return ""
         text = f"{owner}:{given or ''}"
-        # The engine writes the salt to session files. A reader of these files must not be able to test guessed API
-        # keys, so the salt is computed with a secret key.
+        # The engine writes the salt to session files. The secret key prevents readers from testing guessed API keys.
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
-        """Return the model's default sampling parameters with `fields` replaced. Raises ConfigError (400)."""
+        """Return the model's default sampling parameters with `fields` replaced. Raises ConfigError if invalid."""
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open the store of one kind of documents. Raises ConfigError if its folder cannot be used."""
+        """Open the store of documents of one `kind`. Raises ConfigError if its folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)
@@ -153,10 +152,16 @@ class Service:
             self._locked -= sessions
 
     async def delete_session(self, owner: str, name: str) -> None:
-        """Delete a conversation and its KV. Raises RefusedError (404), SessionBusyError, StoreError."""
+        """Delete a conversation and its KV.
+
+        Raises:
+            RefusedError: The conversation does not exist (404).
+            SessionBusyError: A request is using the conversation.
+            StoreError: A file cannot be deleted.
+        """
         session = session_of(owner, name)
         with self.locked(session):
-            # The engine may have a session without a conversation: from text completions or early disconnects.
+            # Text completions and early disconnects leave engine sessions without a conversation.
             known = await self._delete_kv(session)
             if not known or self.conversations.exists(owner, name):
                 self.conversations.delete(owner, name)
@@ -175,7 +180,7 @@ class Service:
     def delete_in_background(self, sessions: Sequence[str]) -> None:
         """Delete the KV of evicted conversations in the background.
 
-        A session that a request uses now is skipped, because the request will store its conversation again.
+        A session that a request is using is skipped, because the request will store the conversation again.
         """
         for session in [name for name in sessions if self.stores_sessions and not self.is_locked(name)]:
             task = asyncio.ensure_future(self._delete_quietly(session))
@@ -194,7 +199,7 @@ class Service:
         """Yield the outputs of a request until it is finished. If the iterator is closed, the request is aborted.
 
         Raises:
-            OffloadError: Generation failed. The message may be sent to the client.
+            OffloadError: Generation failed. The message contains no private information and may be sent to clients.
             TimeoutError: The deadline has passed.
             RefusedError: The server is shutting down.
         """
@@ -238,7 +243,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return the message of an error, without the model's folder and the memory that other sessions use."""
+        """Return the message of an error without the model's folder and the memory use of other sessions."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -253,7 +258,7 @@ class Service:
         reason: str,
         first: float | None,
     ) -> None:
-        """Add the statistics of one prompt to the log record of its request. Token counts are added up.
+        """Add the statistics of one prompt to the log record of its request. A request may have several prompts.
 
         Args:
             ids: Token ids of the prompt.
@@ -283,17 +288,16 @@ class Service:
 
 
 def _copied(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return an output with `copies` copies of its only completion."""
+    """Return an output that contains the only completion of `output` `copies` times."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
 
 
 def _salt_key(folder: Path | None) -> bytes:
-    """Return the secret key from which cache salts are computed.
+    """Return the secret key for cache salts. It is stored in `folder`, so that KV can be reused after a restart.
 
-    The key is stored in `folder`, so that cached prompts can be reused after a restart. Raises ConfigError if the
-    folder cannot be used.
+    Raises ConfigError if the folder cannot be used.
     """
     if folder is None:
         return secrets.token_bytes(32)
@@ -311,7 +315,7 @@ def _salt_key(folder: Path | None) -> bytes:
 
 
 def _default_name(name: str) -> str:
-    """Return the default served model name: the hub id, or the last part of a path, so that folders stay private."""
+    """Return the default served model name: the hub id, or only the last part of a path, to keep folders private."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() else name
 

@@ -1,7 +1,4 @@
-"""Tokenize long texts in pieces, so that the work can be cancelled.
-
-The token ids are the same as if the whole text were tokenized at once.
-"""
+"""Tokenize long texts in pieces, so that the work can be cancelled. The token ids do not depend on the pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ LOCAL_PATTERNS = (
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPACES = (" ", "Ġ", "▁")
-"""How a space is written in vocabularies: plain, in byte-level BPE, and in SentencePiece."""
+"""Representations of a space in vocabularies: plain, byte-level BPE, SentencePiece."""
 
 
 class CancelledError(Exception):
@@ -45,7 +42,7 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True)
 class _TokenizerSteps:
-    """The steps of a fast tokenizer before its BPE model: all normalizers and all pre-tokenizers, in order."""
+    """The normalizers and pre-tokenizers that a fast tokenizer applies before its BPE model, in order."""
 
     normalizers: list[Mapping[str, Any]]
     pre_tokenizers: list[Mapping[str, Any]]
@@ -60,7 +57,7 @@ class _TokenizerSteps:
 
     @property
     def shrinks(self) -> int | None:
-        """Maximum number of text bytes per byte of normalized text, or None if unbounded."""
+        """Upper bound of (bytes of a text) / (bytes of the normalized text), or None if there is none."""
         factor = 1
         for step in self.normalizers:
             if step["type"] == "NFC":
@@ -72,10 +69,9 @@ class _TokenizerSteps:
 
     @property
     def local(self) -> bool:
-        """Whether all steps give the same words if a text is split before a space between two letters."""
+        """Whether a text can be split before a space between two letters without changing the words of any step."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
-        # A pre-tokenizer that splits at spaces would split after the space, unless a normalizer has replaced all
-        # spaces.
+        # If spaces remain in the normalized text, a pre-tokenizer may split after the space instead of before it.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
         return normal and all(_is_local(step, spaces) for step in self.pre_tokenizers)
 
@@ -110,10 +106,9 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer step may be applied to the two parts of a text separately, with the same words.
+    """Return whether a pre-tokenizer step gives the same words for a text split before a space between two letters.
 
-    The text is split before a space between two letters. `spaces` tells whether the normalized text still contains
-    spaces.
+    `spaces` tells whether the normalized text still contains spaces.
     """
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
@@ -176,9 +171,9 @@ class TextTokenizer:
     def _bpe(self) -> tuple[Any, _TokenizerSteps] | None:
         """Return the tokenizer's backend and its steps before the BPE model.
 
-        Return None unless the tokenizer uses BPE, and no added token strips whitespace or must be a whole word.
+        Return None if the model is not BPE, or if an added token strips whitespace or must be a whole word.
         """
-        # Other tokenizers may map any amount of text to one unknown token, or strip whitespace around added tokens.
+        # In all other cases, one token may represent text of any length.
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or type(backend.model).__name__ != "BPE" or backend.model.dropout:
             return None
@@ -189,7 +184,7 @@ class TextTokenizer:
 
     @cached_property
     def most_bytes(self) -> int | None:
-        """Maximum number of bytes of text that one token covers, or None if there is no maximum."""
+        """Maximum number of bytes of text that one token represents, or None if there is no maximum."""
         if self._bpe is None:
             return None
         backend, steps = self._bpe
@@ -198,17 +193,17 @@ class TextTokenizer:
             return None
         vocab = self._tokenizer.get_vocab()
         added = self._tokenizer.get_added_vocab()
-        # A character of a byte-level vocabulary is one byte. Any other unknown character has at most 4.
+        # In a byte-level vocabulary, each character represents one byte. Otherwise an unknown character has up to 4.
         size = len if steps.byte_level else _utf8
         longest = max((size(token) for token in vocab if token not in added), default=1)
         return steps.shrinks * max(4, longest, max(map(_utf8, added), default=1))
 
     @cached_property
     def _cut(self) -> re.Pattern[str] | None:
-        """Pattern of positions at which a text can be split safely, or None if there are none for this tokenizer.
+        """Pattern of the positions at which a text can be split. None if this tokenizer allows no splits.
 
-        A text may be split after a letter that is followed by a space and another letter, if no token of the vocabulary
-        contains this letter followed by a space. BPE cannot merge tokens across such a position.
+        A text may be split between a letter and a space that is followed by another letter, if no token of the
+        vocabulary contains this letter followed by a space. BPE cannot merge tokens across such a position.
         """
         if self._bpe is None or not self._bpe[1].local or self._bpe[0].model.end_of_word_suffix:
             return None

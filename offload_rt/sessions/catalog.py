@@ -54,7 +54,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks)
 
     def bytes_unused_since(self, time: float) -> int:
-        """Return the size of the blocks last used before `time`, which a time to live would remove."""
+        """Return the total size in bytes of the blocks that were last used before `time` (seconds since 1970)."""
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
@@ -83,7 +83,7 @@ class DamagedSession:
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether this is the session or the document `name`.
+        """Return whether the document is called `name` or contains the session `name`.
 
         `model` is the digest of the namespace, or None for any namespace.
         """
@@ -181,8 +181,8 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 class Deleted:
     """Result of deleting a stored session.
 
-    If the session's history cannot be read, `name` is the name of the document with the history, and `model` is the
-    digest that names its folder.
+    If the history of the session is unreadable, the names of the session and of its model are unknown. `name` is then
+    the name of the history document, and `model` is the digest of the namespace.
     """
 
     name: str
@@ -231,5 +231,5 @@ def clear_prompts(folder: Path) -> int:
 
 
 def export_text(history: History) -> str:
-    """Return the messages of a session as plain text, each under a heading with its role."""
+    """Return the messages of a session as plain text. Each message has a heading with its role."""
     return "".join(f"### {role}\n{text}\n\n" for role, text in history.turns)

@@ -87,7 +87,7 @@ def _several(messages: object) -> Sequence[Any]:
 
 
 def _message(message: object) -> dict[str, Any]:
-    """Return a message whose text parts are joined into one text, as chat templates expect it."""
+    """Return a copy of the message with its content as one string: the concatenated text parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")
@@ -104,7 +104,7 @@ def _part(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` as template variables. Raise InputError for names of parameters of `apply_chat_template`."""
+    """Return `given` as template variables. Raise InputError if a name is a parameter of `apply_chat_template`."""
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")

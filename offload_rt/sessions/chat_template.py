@@ -41,9 +41,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return how a user message changes the tokens of a session.
 
-    With a chat template, the added tokens are those of the text that the template renders between the last response and
-    the next one. If the template does not render the last response unchanged, the whole conversation is rendered and
-    compared with the session's tokens. Tokens from the first difference on are recomputed, with a warning.
+    With a chat template, the session is extended by the text that the template renders between the last response and
+    the next one. If the template changes the last response, the whole conversation is tokenized instead. The session's
+    tokens are then replaced from the first difference on, with a warning.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -25,8 +25,8 @@ class SessionContext:
         saver: Writes blocks to the disk in the background.
         options: Options of the store.
         states: Reads and writes snapshots of recurrent state on disk. None if the runner keeps no snapshots.
-        load_rate: Measured seconds to load one byte from the disk. 0 before the first measurement.
-        compute_rate: Measured seconds to prefill one token. 0 before the first measurement.
+        load_rate: Measured time in seconds to load one byte from disk. 0 before the first measurement.
+        compute_rate: Measured time in seconds to prefill one token. 0 before the first measurement.
     """
 
     runner: Runner
@@ -39,22 +39,19 @@ class SessionContext:
 
     @property
     def private(self) -> bool:
-        """Whether blocks may be used only by their own session and its forks.
-
-        This is the case if the KV cache is quantised.
-        """
+        """Whether other sessions, except forks, may not use a session's blocks. True if the KV cache is quantised."""
         # A prefill attends to new KV before rounding it, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
 
     def segment_stop(self, start: int, stop: int) -> int:
-        """Return the end of the prefill segment that begins at token `start`. The prefill ends before token `stop`.
+        """Return the end of the prefill segment that begins at token `start`.
 
-        A prefill is split into segments, and the KV of complete segments is kept if the client disconnects. A segment
-        takes about `SEGMENT_SECONDS` at the measured prefill speed, but at least one prefill chunk
-        (`prefill_chunk_size`).
+        The prefill of tokens [start, stop) is split into segments. If the request ends early, the KV of complete
+        segments is kept. Each segment consists of prefill chunks (`prefill_chunk_size`), at least one, and takes about
+        `SEGMENT_SECONDS` at the measured prefill speed.
 
-        The prefill is not split if weights are streamed, because each segment would copy them again. It is not split
-        either if the KV cache is quantised, because KV would depend on the segment boundaries.
+        The prefill is not split if weights are streamed, because each segment would copy all weights again. It is not
+        split if the KV cache is quantised, because the KV would depend on the segment boundaries.
         """
         if self.private or self.runner.weights is not None:
             return stop
@@ -67,8 +64,8 @@ class SessionContext:
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).
 
-        While the remaining layers load, the turn computes. All layers are loaded first if no rates have been measured
-        yet.
+        The KV of the other layers is loaded while the turn computes. If no rates have been measured yet, the result is
+        the number of all layers.
 
         Args:
             loaded_bytes: Number of bytes to load for the turn.

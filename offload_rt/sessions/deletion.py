@@ -1,7 +1,7 @@
-"""Delete a session from a store: its documents, its blocks and its sinks, except blocks and sinks with another owner.
+"""Delete a session from a store: its documents, and the blocks that have no other owner.
 
-A stored block is owned by each session whose history contains its key. Prompts without a session name are one common
-owner: they own a block if one of them has claimed it (`DiskStore.claim`). Blocks without an owner are deleted.
+Every session whose history contains the key of a block owns this block. All prompts without a session name together
+are one further owner, of the blocks that they have claimed (`DiskStore.claim`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Removed:
 
     Attributes:
         bytes: Size in bytes of the deleted blocks.
-        unreadable: Names of damaged documents of other sessions in the namespace. The blocks of these sessions are
-            deleted too, unless they have another owner, because they look like blocks without an owner.
+        unreadable: Names of unreadable histories of other sessions in the namespace. The blocks of these sessions are
+            deleted too, because the store cannot tell them from blocks without an owner.
         kept: Names of the unreadable document files that the deletion has kept, of all generations. The store cannot
             tell whose text they contain.
     """
@@ -51,9 +51,8 @@ class Removed:
 def remove_session(store: DiskStore, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
     """Delete a session, and all blocks of its namespace that have no other owner.
 
-    Unused blocks of all sessions are deleted at the same time. Edits, regenerated responses, truncations, crashes and
-    interrupted turns leave such blocks: they contain KV of tokens that are no longer in any session. Stores of earlier
-    versions have no claims, so all blocks without a session are deleted from them.
+    The deleted blocks include those of tokens that are no longer in any session, for example after an edit, a
+    truncation or a crash.
 
     Args:
         store: Store, open for writing.
@@ -82,7 +81,7 @@ def summary_of(data: bytes) -> Summary | None:
 
 
 def remove_claims(store: DiskStore, space: str) -> Removed:
-    """End the claims of all prompts without a session name. Delete the blocks that then have no owner.
+    """Remove all claims of prompts without a session name, and delete the blocks that then have no owner.
 
     No prompt may be running. Raises StoreError if a file cannot be changed.
     """
@@ -90,9 +89,9 @@ def remove_claims(store: DiskStore, space: str) -> Removed:
 
 
 def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks and sink documents without an owner, except the blocks `held`.
+    """Delete all blocks without an owner except `held`, and all documents with original sink keys without an owner.
 
-    The session `document` does not count as an owner. Claims count only if `claimed`.
+    The session `document` does not count as an owner. Claimed blocks count as owned only if `claimed`.
     """
     keys, sinks, unreadable = set(held), set[str](), []
     documents = store.documents.summaries(space, summary_of)

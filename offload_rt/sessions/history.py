@@ -1,7 +1,4 @@
-"""Persistent state of a session.
-
-It contains the session's tokens, how the KV of each was computed, the messages, and the keys of its stored blocks.
-"""
+"""Persistent state of a session: its tokens, its messages, and the keys of its stored blocks."""
 
 from __future__ import annotations
 
@@ -35,20 +32,21 @@ class History:
     Attributes:
         name: Name of the session.
         model: Name of the model.
-        id: Hexadecimal id of the session. Forks have the same id.
+        id: Hexadecimal id of the session. A fork has the id of the original session.
         tokens: Tokens of the conversation, without truncated tokens.
-        computed: Number of tokens at the start whose KV was computed.
-        decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending. Prefill computed all other
-            KV.
+        computed: Number of tokens whose KV was computed. They are the first ones of `tokens`.
+        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. The KV of
+            all other tokens was computed by a prefill.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
-        truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. Empty if there
-            were none.
-        shift: Number of truncated tokens. The position of a token after the gap is its index in `tokens` plus `shift`.
-        sinks: Number of tokens before the gap whose original keys are stored. 0 if their keys are never rotated.
+        truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. "" if there were
+            none.
+        shift: Number of truncated tokens. A token after the gap has the position (its index in `tokens`) + `shift`.
+        sinks: Number of attention sinks: tokens before the gap whose original keys are stored, because their keys in
+            the pool may be rotated. 0 if the keys are never rotated.
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
         keys: Keys of the blocks on disk, in hexadecimal.
-        tail: Key of the partly filled last block of the full-attention layers. Empty if there is none.
+        tail: Key of the partly filled last block of the full-attention layers. "" if there is none.
         tail_shared: Whether a fork may use the partly filled blocks.
         floor: Index of the first token that sliding-window layers may attend to.
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
@@ -131,8 +129,8 @@ class History:
     def add_turn(self, start: int, user: str, response: str, *, rewritten: bool) -> None:
         """Record a turn whose tokens begin at index `start`.
 
-        `rewritten` tells whether the turn has replaced earlier tokens. If so, this turn and all earlier turns can no
-        longer be undone, because the replaced tokens are lost.
+        If the turn has replaced earlier tokens (`rewritten`), these tokens are lost. `undo` can then remove neither
+        this turn nor an earlier one.
         """
         self.turns += [("user", user), ("assistant", response)]
         self.starts = [] if rewritten else [*self.starts, start]
@@ -149,7 +147,6 @@ class History:
         return text
 
     def fork(self, name: str) -> History:
-        """Return a copy of the history with another name."""
         self.tail_shared = True
         return replace(
             self, name=name, tokens=list(self.tokens), decoded=list(self.decoded), turns=list(self.turns),
@@ -183,8 +180,7 @@ class History:
         ranges = ranges_of(new for new, old in enumerate(kept) if old in decoded)
         self.tokens = [self.tokens[i] for i in kept] + self.tokens[self.computed :]
         self.decoded, self.starts = [(run.start, run.stop) for run in ranges], gaps
-        # Sliding windows never reach across a gap. They may include the last run of kept tokens only if no gap follows
-        # it.
+        # Sliding windows do not cross gaps. If the last computed token is dropped, they include no kept token.
         follows = kept[-1:] == [self.computed - 1]
         run = len(ranges_of(kept)[-1]) if follows else 0
         self.floor = max(len(kept) - run, sum(token < self.floor for token in kept))
@@ -197,9 +193,9 @@ class History:
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace all tokens with `tokens`, which have no KV. All truncations are forgotten."""
+        """Replace all tokens with `tokens`, which have no KV yet, and reset the record of truncations."""
         if tokens is not self.tokens:
-            self.starts = []  # the tokens of earlier turns can no longer be told apart
+            self.starts = []  # it is unknown which of the new tokens belong to which turn
         self.tokens = tokens
         self.forget_from(0)
         self.truncation_id, self.shift, self.sinks, self.sink_shift, self.floor = "", 0, 0, 0, 0

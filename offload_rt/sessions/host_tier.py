@@ -28,12 +28,12 @@ class TierStats:
 
     Attributes:
         turns: Number of turns.
-        host_tokens: Tokens whose KV was in host memory when the turn started.
-        disk_tokens: Tokens whose KV was loaded from disk for the turn.
-        computed_tokens: Tokens whose KV was lost, so that the turn computed it again.
+        host_tokens: Number of tokens whose KV was in host memory when the turn started.
+        disk_tokens: Number of tokens whose KV was loaded from disk for the turn.
+        computed_tokens: Number of tokens whose KV was lost, so that the turn computed it again.
         fetched: Number of prefetches of a session from disk before its turn.
-        fetched_tokens: Tokens of prefetched sessions. They are also counted in `host_tokens` if loading ended before
-            the turn.
+        fetched_tokens: Number of tokens of prefetched sessions. If the prefetch is complete when the turn starts, they
+            also count as `host_tokens`.
         evicted: Number of evictions of a session from host memory.
         stall_seconds: Time that prefills waited for KV from disk.
     """
@@ -51,7 +51,7 @@ class TierStats:
         """Count one turn.
 
         Args:
-            computed: Number of earlier tokens that have been computed before this turn.
+            computed: Number of tokens whose KV earlier turns have computed.
             known: Number of earlier tokens whose KV was in host memory or on disk.
             loaded: Number of earlier tokens whose KV was only on disk.
         """
@@ -169,7 +169,7 @@ class HostTier:
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
         """Evict expired sessions, and prepare host memory for waiting turns. Call this before every step.
 
-        Expired sessions in the eviction window are not evicted.
+        Sessions in the eviction window are kept, even if they are expired.
 
         Args:
             waiting: Sessions with waiting turns, in the order of their turns, without duplicates.
@@ -199,7 +199,7 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evict parked sessions other than `soon` until the share `options.free_host` of the pool is free."""
+        """Evict parked sessions until the fraction `options.free_host` of the pool is free, but keep `soon`."""
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
             if (gone := self._order.first()) in soon:
@@ -207,7 +207,7 @@ class HostTier:
             self._evict(gone)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Prefetch the first session of `soon` that is not in host memory. Do nothing during another prefetch."""
+        """Prefetch the first session of `soon` that is not in host memory, unless another prefetch is in progress."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return

@@ -1,7 +1,4 @@
-"""Requests of clients that send the whole conversation with each request, with or without a session name.
-
-The requests reuse KV of earlier requests from host memory or disk.
-"""
+"""Create requests that contain the whole conversation and reuse the KV of earlier requests from a session store."""
 
 from __future__ import annotations
 
@@ -76,8 +73,8 @@ class StoredRequestFactory:
     def keeps(self, params: SamplingParams) -> bool:
         """Return whether the store keeps the KV of a request without a session name.
 
-        The result is False for beam search and for requests with prompt log-probabilities. It is also False if the
-        cache does not share prefixes (`CacheManager.shares`), or if the model's weights were changed after loading.
+        It does not for beam search and for requests with prompt log-probabilities, if the cache does not share prefixes
+        (`CacheManager.shares`), or if the model's weights were changed after loading.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -178,7 +175,7 @@ class StoredRequestFactory:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """Evict expired sessions from the host tier. Call this before each step. This engine has no waiting turns."""
+        """Evict expired sessions from the host tier. Call this before each step."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 
 
 class SessionRegistry(Protocol):
-    """The methods of `SessionStore` that a session calls. The store imports this module, not vice versa."""
+    """The methods of `SessionStore` that a session calls. A protocol avoids a circular import."""
 
     def exists(self, name: str) -> bool: ...
 
@@ -183,7 +183,7 @@ class Session:
         replaced: int = 0,
         on_prefill: Callable[[int], None] = lambda layers: None,
     ) -> Generator[TokenOutput]:
-        """Continue a text: replace its last `replaced` tokens by `tokens`, and stream up to `max_tokens` new ones.
+        """Replace the last `replaced` tokens of the session by `tokens`, and stream up to `max_tokens` new tokens.
 
         If the iterator is closed before the last token, the session is unchanged. At any time, the disk contains a
         complete session: its state before the call, or its state after it.
@@ -231,7 +231,7 @@ class Session:
         with self.host.unparked(self.kv):
             self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
 
-    # ---------------------------------------------------------------------------------------- saving, forks, cuts, end
+    # ----------------------------------------------------------------------------------- saving, forking and truncation
 
     @pool_locked
     def save(self) -> None:
@@ -344,9 +344,8 @@ class Session:
     def discard(self) -> Removed:
         """Close the session without saving it, and delete it from the store.
 
-        Its text is deleted, and all blocks that no other session and no prompt without a session name uses. If a
-        response is being streamed, it ends. If the session is already closed, it is not deleted. Warns if files of
-        other sessions cannot be read.
+        Blocks that another session or a prompt without a session name uses are kept. If a response is being streamed,
+        it ends. A session that is already closed is not deleted. Warns if files of other sessions cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -360,7 +359,7 @@ class Session:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """End running responses, and free the session's memory after the body of the `with` statement."""
+        """End a running response, execute the body of the `with` statement, and free the session's memory."""
         for events in list(self._answers):
             events.close()
         self.check_idle()

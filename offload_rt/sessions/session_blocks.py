@@ -1,4 +1,4 @@
-"""Name the stored blocks of one session, and find them on disk."""
+"""Names of the stored blocks of a session, and their files on disk."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SessionBlocks:
         return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
 
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of `tokens[:stop]`, of which tokens from `start` on were decoded.
+        """Return the names of the blocks of `tokens[:stop]`.
 
-        The history does not contain the decoded tokens yet.
+        Tokens [start, stop) were computed by decode steps. The history does not contain them yet.
         """
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
@@ -56,14 +56,14 @@ class SessionBlocks:
     # --------------------------------------------------------------------------------------------------------- finding
 
     def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
-        """Find blocks on disk that continue `blocks`.
+        """Find blocks on disk that continue `blocks`, and load the recurrent state after them.
 
-        If the snapshot at the end of `blocks` is evicted meanwhile, `blocks` is shortened to an earlier snapshot.
+        This may evict the snapshot of the recurrent state at the end of `blocks`. `blocks` is then shortened.
 
         Returns:
             found: Blocks on disk, in order.
-            known: Number of tokens whose KV will be available when these blocks are loaded.
-            snapshot: Slot with the recurrent state after these tokens. None if no state was read from disk.
+            known: Number of tokens in `blocks` and the found blocks.
+            snapshot: Slot of the recurrent state after `known` tokens. None if no state was read from disk.
         """
         states, snapshots = self._context.states, self._runner.snapshots
         while True:
@@ -81,10 +81,9 @@ class SessionBlocks:
             self._shorten(blocks)
 
     def _shorten(self, blocks: BlockTable) -> None:
-        """Shorten `blocks` to the last place that has a snapshot.
+        """Remove the blocks after the last snapshot of recurrent state from `blocks`.
 
-        Reserving a slot for a state from disk may have evicted the snapshot at the end of `blocks`. If the model has
-        sliding-window layers, no block is kept, because an earlier place needs other sliding-window blocks.
+        Models with sliding-window layers would need other window blocks there, so all blocks are removed for them.
         """
         pool = self._runner.pool
         assert pool.cached.snapshots is not None
@@ -93,10 +92,10 @@ class SessionBlocks:
             pool.truncate(blocks, 0 if blocks.windows else count * BLOCK_SIZE)
 
     def _find_blocks(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int]:
-        """Find blocks on disk that continue `blocks`. Return them, and the number of tokens whose KV is then available.
+        """Find blocks on disk that continue `blocks`. Return them, and the number of tokens in `blocks` and in them.
 
-        All sliding-window blocks that the next token attends to are among the found blocks or in `blocks`. For models
-        with recurrent state, there is a snapshot of the state after the last of these tokens.
+        The number is chosen so that all sliding-window blocks that the next token attends to are available, and, for
+        models with recurrent state, the snapshot of the state after the last token.
         """
         found, known = self._find_full(blocks.length)
         names, find_one = self.names(known), cache(self._find_one)
@@ -115,10 +114,7 @@ class SessionBlocks:
         return [], blocks.length
 
     def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return how many of the `known` tokens can be used.
-
-        For models with recurrent state, these are the tokens before the last snapshot, and otherwise all.
-        """
+        """Return the number of tokens before the last snapshot, or `known` if the model has no recurrent state."""
         if self._context.states is not None:
             return self._context.states.last(names, start, known, self.damaged)
         return known if self._runner.states is None else start
@@ -129,18 +125,18 @@ class SessionBlocks:
         return block if right and name.key not in self.damaged else None
 
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
-        """Find consecutive blocks of full-attention layers on disk, from token `known` on.
+        """Find the blocks of full-attention layers on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens whose KV will then be available. The last block may be partly
-        filled. At least one token is left to compute.
+        Return the blocks, and the number of tokens up to the end of the last one, which may be partly filled. At least
+        one token of the session is left to compute.
         """
         history = self._history
-        # A prefill attends to new KV before rounding it. With a rounded (quantised) format, the stored KV of an
-        # unfinished turn differs from the KV that the repeated prefill attends to. Therefore these blocks are not used.
+        # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV
+        # that the repeated prefill attends to, so the blocks of an unfinished turn are not used.
         stop = min(len(history.tokens) - 1, history.computed) if self._context.private else len(history.tokens) - 1
         if not self._runner.pool.groups.full:
-            # The model has only sliding-window layers. The prefix tree may contain more tokens than this session has
-            # computed.
+            # The model has only sliding-window layers. `known` may exceed `computed`, because the prefix tree may
+            # contain KV that other sessions computed.
             return [], max(known, min(stop, history.computed))
         names = self.names(stop // BLOCK_SIZE * BLOCK_SIZE)
         tail = self.names(history.computed)[history.computed // BLOCK_SIZE :]

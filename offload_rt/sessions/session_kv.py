@@ -25,13 +25,13 @@ class SessionKV:
 
     Attributes:
         blocks: Names of the blocks, and their files on disk.
-        sequence: The session's sequence in host memory, or None if there is none. Blocks of the session may still be in
-            the prefix tree.
+        sequence: The session's sequence in host memory. None if the sequence was freed; its blocks may still be in the
+            prefix tree.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether the session's blocks must be claimed in the store (`DiskStore.claim`), because no history
-            lists them.
+        claims: Whether blocks are claimed in the store (`DiskStore.claim`). This is needed if no stored history
+            contains their keys.
         keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.
     """
 
@@ -60,7 +60,7 @@ class SessionKV:
     def ready(self, capacity: int) -> Sequence:
         """Return the session's sequence, with room for `capacity` tokens. Start to load its KV from disk if necessary.
 
-        Raises PoolFullError.
+        Raises PoolFullError if the sequence does not fit in the pool.
         """
         if self.sequence is not None and not self.runner.continues(self.sequence):
             self.drop()
@@ -78,7 +78,7 @@ class SessionKV:
     def fetch(self, *, whole: bool) -> None:
         """Start to load the session's KV from disk: all layers if `whole`, else as many as the read buffer holds.
 
-        Raises PoolFullError.
+        Raises PoolFullError if the sequence does not fit in the pool.
         """
         if self.sequence is None and self.history.computed:
             self.sequence = self._restore(len(self.history.tokens) + 1, whole=whole)
@@ -86,8 +86,8 @@ class SessionKV:
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
 
-        Raises DamagedBlockError if a block on disk is damaged. The next load skips it, so its tokens will be computed
-        again.
+        Raises DamagedBlockError if a block on disk is damaged. The next load skips this block, so that its KV will be
+        computed again.
         """
         if self.loader is None:
             return
@@ -108,7 +108,7 @@ class SessionKV:
     def materialise(self) -> Sequence:
         """Load the whole sequence into the pool, wait for pending writes, and return the sequence.
 
-        Raises PoolFullError.
+        Raises PoolFullError if the sequence does not fit in the pool.
         """
         while True:
             if self.sequence is None:
@@ -122,10 +122,7 @@ class SessionKV:
             return self.sequence
 
     def end_loading(self) -> float:
-        """Close the loader and record how fast it was.
-
-        Return the time in seconds that computation waited for the loader.
-        """
+        """Close the loader and record its speed. Return the time in seconds that computation waited for it."""
         if self.loader is None:
             return 0.0
         self.loader.close()
@@ -201,7 +198,7 @@ class SessionKV:
         return sequence
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
-        """Return a sequence with the session's tokens that owns `blocks`.
+        """Return a new sequence of the session that owns `blocks`.
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """
@@ -248,7 +245,7 @@ class SessionKV:
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Queue the blocks that are not on disk for writing. Return True if the write buffer was too small for all."""
+        """Queue the blocks that are not on disk for writing. Return True if some did not fit in the write buffer."""
         fresh = self.unsaved(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
@@ -263,7 +260,7 @@ class SessionKV:
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         """Queue the blocks of `tokens[:stop]` for writing.
 
-        Tokens from index `start` on were decoded in the current turn. The history does not contain them yet.
+        Tokens [start, stop) were decoded in the current turn. The history does not contain them yet.
         """
         if self.runner.pool.groups.full:
             self.enqueue(self.blocks.decoded_names(tokens, start, stop))
@@ -276,10 +273,7 @@ class SessionKV:
         self._enqueued -= self.context.saver.cancel_replaced()
 
     def write_out(self) -> list[NamedBlock]:
-        """Write all blocks in host memory to disk and wait until this is done.
-
-        Return the names of blocks that could not be written.
-        """
+        """Write all blocks in host memory to disk and wait. Return the names of blocks that could not be written."""
         names = self.all_names()
         self._flush()  # another session may have removed a shared block after it was queued
         while fresh := self.unsaved(names):
@@ -313,11 +307,11 @@ class SessionKV:
         self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Unpin or remove the session's snapshots except `needed`. If `shared`, a fork may need the others."""
+        """Unpin the snapshots of the session except `needed`. Remove them from disk unless a fork may need them."""
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:
             return
-        # Other sessions and prompts may need snapshots of the remaining text, so only eviction deletes these.
+        # Snapshots of the remaining text are only unpinned, because other sessions and prompts may need them.
         names = self.blocks.full_names(self.history.computed)
         remaining = {name.state().key for name in names if name.count == BLOCK_SIZE}
         self.blocks.unpin(dropped & remaining)
@@ -325,7 +319,7 @@ class SessionKV:
             self._remove(list(dropped - remaining))
 
     def _remove(self, keys: Seq[bytes]) -> None:
-        # A pending write that ended after the removal would store the block again.
+        # A write that is still pending would store the block again after the removal.
         if any(key in self._enqueued and key not in self.context.storage for key in keys):
             self.context.saver.flush()
         self.context.storage.remove(keys)
@@ -361,14 +355,14 @@ class SessionKV:
         self.context.storage.touch(self.history.block_keys)
 
     def set_sequence(self, sequence: Sequence | None) -> None:
-        """Set the sequence. None of its blocks counts as queued for writing."""
+        """Set the sequence, and forget which blocks are queued for writing."""
         self.sequence = sequence
         self._enqueued.clear()
 
     def keys_in_use(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.
 
-        If a turn is running (`answering`), this includes its blocks, which are not in the history yet.
+        If a turn is running (`answering`), the keys of its blocks are included. The history does not contain them yet.
         """
         if answering:
             return {*self.history.block_keys, *self.blocks.pinned, *self._enqueued}

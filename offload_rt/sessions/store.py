@@ -36,7 +36,7 @@ from .stored_states import StoredStates
 
 @dataclass(frozen=True)
 class Namespace:
-    """Properties that determine the KV of a text. KV in a store can be used only by runners with the same namespace.
+    """Properties that determine the KV of a text. Runners reuse stored KV only if their namespaces are equal.
 
     Attributes:
         fingerprint: Fingerprint of the model.
@@ -57,13 +57,13 @@ class Namespace:
 
     @property
     def options(self) -> str:
-        """The number formats, written as arguments of `LLM`, for messages."""
+        """The number formats in the form of `LLM` arguments, for error messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         shown = "auto" if self.kv_cache_dtype == dtype else self.kv_cache_dtype
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of the same model with all other combinations of number formats."""
+        """Yield the namespaces of this model for all other combinations of number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
         for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -128,8 +128,8 @@ class SessionStore:
 
         Args:
             name: Name of the session.
-            prompts_are_whole: Whether every turn contains the whole conversation. If so, a stored session of this name
-                with another number format is ignored, because a new session loses no text.
+            prompts_are_whole: Whether every turn contains the whole conversation. A new session then loses no text, so
+                a stored session of this name with another number format is ignored.
 
         Raises:
             InputError: The name is invalid, or the session is already open.
@@ -147,7 +147,7 @@ class SessionStore:
 
     def _check_number_format(self, name: str) -> None:
         """Raise StoreError if the session `name` of this model was stored with another number format."""
-        # A changed default or option must not silently start the session again with an empty history.
+        # If only a default or an option has changed, a new session with an empty history would surprise the user.
         folder, file, siblings = self._folder, document_name(name) + DOCUMENTS, self._namespace.siblings()
         if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
@@ -233,7 +233,7 @@ class SessionStore:
         self.close_if_idle()
 
     def hold(self, holder: StoreUser) -> None:
-        """Keep the store open for `holder`, even if no session is open, until `release` is called."""
+        """Keep the store open until `holder` calls `release`, even if no session is open."""
         self._holders.add(holder)
 
     def release(self, holder: StoreUser) -> None:

@@ -1,8 +1,8 @@
-"""Requests without a session name. Their KV is stored too, as a prefix cache in host memory and on disk.
+"""Requests without a session name. Their KV is kept in host memory and on disk as a prefix cache.
 
 Such a request is treated as a session that lasts for one request and has no history on disk. Its blocks are named by
-their tokens, so any later prompt with the same prefix finds them, even after a restart. As in the prefix tree, only
-exact KV is reused, so a response does not depend on earlier requests.
+their tokens, so any later prompt with the same prefix finds them, even after a restart. Only exact KV is reused, so a
+response does not depend on earlier requests.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def claim(self) -> None:
-        """Queue a claim of all stored blocks of the prompt, so that deletions of other sessions do not remove them."""
+        """Queue a claim of all stored blocks of the prompt, so that the deletion of a session does not remove them."""
         names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
         groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
         states = (name.state() for name in names if self.context.states is not None)
         keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
-        self.context.saver.notify(lambda: storage.claim(keys))  # opens a file per block, so not on this thread
+        self.context.saver.notify(lambda: storage.claim(keys))  # on the saver's thread, as it opens a file per block
 
     def keep(self, computed: int) -> None:
         """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
@@ -63,9 +63,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token attends to for writing, at the end of a full block.
+        """Queue the sliding-window blocks that the next token attends to for writing. Call this after a full block.
 
-        They stay in memory until `drop` or `release_windows`, even if the windows move past them.
+        The blocks stay in memory until `drop` or `release_windows`, even if the windows move past them.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -76,7 +76,7 @@ class PromptKV(SessionKV):
 
     @property
     def _stores_windows(self) -> bool:
-        # Without full-attention layers there are no blocks that show how long a known prefix is.
+        # The length of a stored prefix is known only from the blocks of full-attention layers.
         return self.runner.pool.groups.full and self.runner.pool.groups.sliding > 0
 
     def release_windows(self) -> bool:
@@ -93,7 +93,7 @@ class PromptKV(SessionKV):
         self.release_windows()
 
     def write_rest(self) -> bool:
-        """Enqueue blocks that did not fit in the write buffer before. Return whether blocks remain to be written."""
+        """Queue the blocks that have not fit in the write buffer so far. Return whether unwritten blocks remain."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before
@@ -111,8 +111,8 @@ class PromptKV(SessionKV):
         return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
 
     def persist(self) -> None:
-        """Record on disk that the blocks were used, so that they are evicted later."""
-        self.claim()  # also blocks that a session has written since the start
+        """Update the time of the last use of the blocks on disk, which determines the order of eviction."""
+        self.claim()  # includes blocks that a session has written since the start of this request
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 
@@ -189,7 +189,8 @@ class StoredPrompt(StoredRequest):
     def release(self) -> bool:
         """Free the memory of an ended request when its blocks are written. The caller must hold the lock of the pool.
 
-        Return True if the memory is still in use, because blocks that did not fit in the write buffer are now queued.
+        Return True if the memory is still in use, because blocks had to be queued that did not fit in the write buffer
+        before.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True

@@ -31,8 +31,8 @@ class StoredRequest(SampledRequest):
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
     kept in the prefix tree and in the store if the request ends during the prefill.
 
-    Subclasses define what happens to the history. `_prepare` changes it before a start, and `_undo_prepare` reverts
-    this after a failed start. `_after_drop` is called when the request is dropped, and `_store_kv` when it ends.
+    Subclasses update the history: `_prepare` before a start, `_undo_prepare` after a failed start, `_after_drop` when
+    the request is dropped, and `_store_kv` when it ends.
     """
 
     def __init__(
@@ -66,29 +66,29 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _undo_prepare(self) -> None:
-        """Undo `_prepare` after a failed start."""
+        """Revert `_prepare` after a failed start."""
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
         """Return the index of the first token that differs from all cached prefixes, or None (`Stats.diverged_at`).
 
-        The first `position` tokens are cached.
+        `position` is the number of tokens whose KV is cached.
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return the number of tokens at the start whose KV was computed before."""
+        """Return the length of the prefix whose KV was computed before, in tokens."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
     def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        If `untouched`, its KV is complete and no layer of the prefill was computed.
+        If `untouched`, the KV of the session is intact, and the prefill has not computed any layer.
         """
 
     @abstractmethod
     def _store_kv(self, runner: Runner) -> None:
-        """Enqueue the KV of an ended request for writing, and leave its memory to the host tier."""
+        """Queue the KV of an ended request for writing, and let the host tier evict it from memory."""
 
     def start(self, runner: Runner) -> Prefill:
         """Start loading the cached prefix and begin the prefill.
@@ -104,7 +104,7 @@ class StoredRequest(SampledRequest):
         in_memory = kv.sequence is not None and (kv.loader is None or kv.loader.finished)
         try:
             self._prepare(runner)
-            # After a drop, tokens that were generated before are prefilled if this gives the same KV as decoding.
+            # Tokens that were generated before a drop are prefilled if prefill gives the same KV as decoding.
             # Otherwise they are decoded again.
             tokens = self.prompt.token_ids if runner.approximates else self.tokens
             kv.history.tokens = list(tokens)
@@ -134,7 +134,7 @@ class StoredRequest(SampledRequest):
                 return sequence
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence; the request can start again. The prefix tree and the store keep its full blocks."""
+        """Free the sequence. The request can start again. The prefix tree and the store keep its full blocks."""
         if self.sequence is None:
             return
         self._trace = self.sequence.trace
@@ -146,7 +146,7 @@ class StoredRequest(SampledRequest):
         self.sequence = None
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """End the request and enqueue its blocks for writing. `persist` completes this."""
+        """End the request and queue its blocks for writing. Call `persist` afterwards."""
         self.finish_reason = self.finish_reason or reason
         if self.sequence is not None:
             self._count_arrived(self.sequence.trace)
@@ -154,15 +154,16 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Record the end of the request in the store. Raise StoreError if that fails; the KV stays usable."""
+        """Record the end of the request in the store. Raise StoreError if writing fails. The KV stays usable."""
         self.kv.persist()
 
     def _begin_prefill(
         self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, shared_tokens: int
     ) -> Prefill:
-        """Begin the prefill of `sequence` up to token `stop`. `in_memory` tells whether all reused KV is in memory.
+        """Begin the prefill of `sequence` up to token `stop`.
 
-        `diverged_at` and `shared_tokens` are the results of `_diverged_at` and `_shared_tokens`.
+        `in_memory` tells whether all reused KV is in memory. `diverged_at` and `shared_tokens` are the results of
+        `_diverged_at` and `_shared_tokens`.
         """
         sequence = self.sequence
         assert sequence is not None
@@ -240,7 +241,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the prefill time per token, even if the prefill is cancelled in its first segment."""
+        """Record the prefill time per token. This includes prefills that are cancelled in their first segment."""
         layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
@@ -254,7 +255,7 @@ class StoredRequest(SampledRequest):
         return 0
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slot of the next token. Evict idle KV if necessary, or raise PoolFullError."""
+        """Reserve the slot of the next token. Evict idle KV if necessary. If none is left, raise PoolFullError."""
         sequence = self.sequence
         assert sequence is not None
         self._after_reclaim(lambda: runner.reserve(sequence))

@@ -18,9 +18,9 @@ from ..storage.policies import recomputation_cost
 from ..storage.saver import WRITE_BUFFER, Saver
 
 DISK_SLACK = 1024
-"""Tokens that may be computed again after a restart, in addition to twice the length of an edit.
+"""Number of tokens that may be computed again after a restart, in addition to twice the length of an edit.
 
-Fewer would need more snapshots, each of which takes as much space as hundreds of tokens.
+A smaller number would need more snapshots. Each takes as much space as the KV of hundreds of tokens.
 """
 
 
@@ -48,14 +48,14 @@ class StoredStates:
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
         """Return the names of the snapshots that a session must have on disk to continue after a restart.
 
-        A snapshot is the state of the recurrent layers after a block. Snapshots that exist neither in host memory nor
-        on disk are left out.
+        A snapshot is the state of the recurrent layers after a block. A needed snapshot that exists neither in host
+        memory nor on disk is left out.
 
         Args:
             names: Names of the blocks of all computed tokens.
             sequence: The sequence with these blocks, or None.
-            start: Number of tokens before the last turn. The last snapshot up to this position is returned too, because
-                the turn may be repeated.
+            start: Number of tokens before the last turn. The last snapshot up to this position is needed to repeat the
+                turn.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -70,7 +70,7 @@ class StoredStates:
         return [states[place] for place in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk, if this number is between `start` and `stop`.
+        """Return the number of tokens before the last snapshot on disk that is between `start` and `stop`.
 
         Return `start` if there is none.
 
@@ -87,7 +87,7 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
-        """Queue snapshots in host memory for writing. Return the names of the snapshots that were queued.
+        """Queue the snapshots `names` for writing. Return the names of those that are in host memory and were queued.
 
         For `claim`, see `Saver.begin`.
         """
@@ -114,7 +114,7 @@ class StoredStates:
         return True
 
     def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
-        """Write a snapshot, on the saver's thread. If this fails, the state is computed again later."""
+        """Write a snapshot on the saver's thread. If the write fails, the state will be computed again."""
         writer = None
         try:
             writer = self._store.begin(name, self._part, cost, claim=claim)

@@ -1,8 +1,7 @@
-"""Truncate a session on request, or before it outgrows the model's positions.
+"""Truncate a session on request, or before it exceeds the model's context length.
 
-The KV of kept tokens is copied unchanged, so no KV is computed again. Keys keep their positions, and new tokens
-continue after the last position. Attention with RoPE depends only on differences of positions, which therefore stay the
-same.
+The KV of kept tokens is copied unchanged. Kept tokens keep their positions, and new tokens continue after the last
+position. With RoPE, attention depends only on differences of positions, so the KV need not be computed again.
 
 The first tokens (attention sinks) are an exception. If their distance to new tokens would exceed the trained context
 length, their keys are rotated so that they directly precede the kept tokens.
@@ -37,7 +36,7 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 
     Args:
         computed: Number of tokens whose KV was computed.
-        sinks: Number of tokens at the start to keep, with `keep_last`.
+        sinks: Number of tokens at the start to keep. Used only with `keep_last`.
         keep_last: Number of tokens at the end to keep, or None.
         drop: Indices of the tokens to drop, or None.
 
@@ -66,7 +65,7 @@ def last_kept(held: int, new: int, positions: int) -> int:
         positions: Context length of the model.
 
     Returns:
-        `held`, if all tokens fit or truncation would not shorten the session. Otherwise half of `positions`
+        `held` if all tokens fit, or if truncation would not shorten the session. Otherwise half of `positions`
         (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
     """
     if held + new <= positions:
@@ -105,7 +104,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session, which must not be parked. Return their number. See `Session.truncate`."""
+    """Remove tokens from a session that is not parked. Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -137,7 +136,7 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
     """Truncate the session if a turn of `new` tokens would exceed the model's positions.
 
     The first SINKS tokens and the last tokens (`last_kept`) are kept with their KV. If KV is damaged or missing, the
-    kept tokens become a new text, and the turn computes them again.
+    turn computes the KV of all kept tokens again.
 
     Returns:
         Number of removed tokens. 0 if all tokens fit, or if the model does not support truncation.
@@ -165,8 +164,8 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
     """Rotate the sinks' keys if their distance to the last of `length` tokens exceeds the trained context length.
 
-    The rotation reduces the distance by the length of the gap. If the original keys are missing, the tokens of the
-    session become a new text, and the turn computes them again.
+    The rotation reduces the distance by the length of the gap. If the original keys are missing, the KV of the session
+    is dropped, and the turn computes it again.
 
     Raises:
         PoolFullError: The KV of the session does not fit in the pool.
@@ -224,9 +223,9 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, into which the KV of the first `known` tokens will be copied.
+    """Allocate a block table for `size` tokens. The caller copies the KV of the first `known` tokens into it.
 
-    `floor` is the first token that sliding layers may attend to. Raises PoolFullError.
+    `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):

@@ -55,8 +55,9 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
     """Check whether a turn with these tokens and `max_tokens` generated tokens fits.
 
     Raises:
-        InputError: A parameter is not supported in sessions, or a turn that rewrites earlier turns must be truncated.
-        ModelError, PoolFullError: The turn does not fit.
+        InputError: A parameter is not supported in sessions, or the turn changes earlier turns and needs truncation.
+        ModelError: The conversation would exceed the model's positions.
+        PoolFullError: The conversation does not fit in the pool.
     """
     check_turn(params, kv.runner.model)
     new = len(tokens.added) + params.max_tokens
@@ -84,10 +85,10 @@ def _check_overflow(kv: SessionKV, new: int) -> None:
 class Turn(StoredRequest):
     """One turn of a session, as an engine request.
 
-    The session's tokens and KV are the prefix of the request. When the turn ends, its tokens are added to the history,
-    and its KV stays with the session. If the turn cannot continue (preemption or a damaged block), the session returns
-    to its state before the turn. The turn starts again later, with KV from host memory and disk. If the conversation
-    would exceed the model's positions, the oldest tokens are truncated when the turn starts.
+    The session's tokens and KV are the prefix of the request. If the conversation would exceed the model's positions,
+    the oldest tokens are truncated when the turn starts. When the turn ends, its tokens are added to the history, and
+    the session keeps its KV. If the turn cannot continue (preemption or a damaged block), the session returns to its
+    state before the turn, and the turn starts again later.
 
     If the turn is cancelled during the prefill, the session is unchanged. If it is cancelled later, the response is
     kept up to its last token.
@@ -175,7 +176,7 @@ class Turn(StoredRequest):
         return len(self._kept)
 
     def _after_drop(self, *, untouched: bool) -> None:
-        """Restore the session after the turn is dropped. Its KV stays in memory only if the turn is `untouched`."""
+        """Restore the session after the turn is dropped. Free its KV unless the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
@@ -190,7 +191,7 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens. Drop its sequence if it has computed more tokens than these."""
+        """Set the session's tokens. If the sequence contains KV of more tokens, drop the sequence."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -225,8 +226,9 @@ class Turn(StoredRequest):
     def _undo(self, interrupted: bool, progressed: bool) -> None:
         """Restore the session after an incomplete prefill. Tokens that were generated before a preemption are kept.
 
-        `interrupted` tells whether the prefill had begun. `progressed` tells whether a segment was complete. If so, the
-        prefix tree and the store keep its KV.
+        Args:
+            interrupted: Whether the prefill had begun.
+            progressed: Whether a segment was complete. The prefix tree and the store keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()
@@ -243,9 +245,8 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """An atomic turn: if it is cancelled, the session is unchanged.
 
-    KV is written to disk before the history that refers to it. If the process is killed, the disk contains a complete
-    session: its state before this turn, or its state after it. After a restart, later turns therefore compute the same
-    values as if the process had not been killed.
+    KV is written to disk before the history that refers to it. If the process is killed, the disk contains the complete
+    session, in its state before or after this turn.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:

@@ -48,9 +48,8 @@ class QueuedTurn:
 class TurnQueue:
     """Queue of turns, computed first come, first served.
 
-    Turns of different sessions are decoded in one batch, and turns of one session one after another. Before every step,
-    the queue tells the host tier which sessions wait. The host tier protects their blocks from eviction and prefetches
-    them from disk.
+    Turns of different sessions are decoded in one batch. Turns of one session are computed one after another. Before
+    every step, the host tier protects the blocks of waiting sessions from eviction and prefetches them from disk.
 
     Not thread-safe.
     """
@@ -102,8 +101,8 @@ class TurnQueue:
     def step(self) -> list[TokenOutput]:
         """Compute one step of all running turns.
 
-        Raises the errors of `Engine.step`. The failed turn is then removed, and the next call continues with the other
-        turns.
+        If a turn fails, it is removed, and its error is raised (see `Engine.step`). The next call continues with the
+        other turns.
         """
         try:
             with self.store.context.runner.pool.lock:

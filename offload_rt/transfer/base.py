@@ -1,9 +1,9 @@
 """Interface of KV transfers between the host pool and the compute device.
 
-The interface has three parts. `KVStorage` stores new KV. `RowFetch` fetches KV of single sequences. `BatchedRows`
-fetches KV of whole batches; the numbers of selected tokens then stay on the device.
+`KVStorage` stores new KV. `RowFetch` fetches the KV of single sequences. `BatchedRows` fetches the KV of whole batches
+without copying the numbers of selected tokens to the host.
 
-All byte counts assume separate device memory. On a CPU, where KV is read in place, the counts are the same as on CUDA.
+All byte counts assume separate device memory, also on a CPU, where KV is read in place.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class PrefilledLayer:
     """KV of one layer during prefill, valid until the next layer is prefilled.
 
     Attributes:
-        kv: Contiguous K and V of the tokens [first, stop): all tokens that are not in `past`. In a sliding-window
-            layer, only tokens that a new token can see.
+        kv: Contiguous K and V of the tokens from `first` on. In a sliding-window layer, only tokens that a new token
+            attends to.
         first: Index of the first token in `kv`.
-        bytes_to_device: Bytes of KV of earlier tokens that were copied to the device.
-        bytes_to_host: Bytes of new KV written back to the pool.
-        past: KV of earlier visible tokens that are not in `kv`, as parts in token order. It can be iterated over once.
-            Used if KV is on disk, or if KV is read in place and is not contiguous.
+        bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
+        bytes_to_host: Size in bytes of the new KV that was written back to the pool.
+        past: KV of the visible tokens before `first`, as parts in token order. It can be iterated over once. Empty
+            unless KV is on disk, or is read in place and is not contiguous.
     """
 
     kv: KVPart
@@ -52,16 +52,14 @@ def join(parts: Sequence[KVPart]) -> KVPart:
 
 @dataclass(frozen=True)
 class Savings:
-    """Numbers of KV entries of a pending fetch that need no transfer. An entry is K and V of one token and KV head.
-
-    The counts are on the device (int64 scalars).
+    """Counts of KV entries of a fetch, as int64 scalars on the device. An entry is K and V of one token and KV head.
 
     Attributes:
         requested: Number of requested entries, including padding.
         selected: Number of requested entries without padding.
-        rows: Number of entries that are not transferred: working-set hits, entries that are fetched for another
-            sequence, and padding.
-        hits: Number of entries found in the working set.
+        rows: Number of requested entries that are not transferred: working-set hits, entries that are fetched for
+            another sequence, and padding.
+        hits: Number of requested entries found in the working set.
     """
 
     requested: int
@@ -79,15 +77,12 @@ class PendingFetch(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the requested KV that is not resident.
-
-        This KV is transferred, except for the entries in `savings`.
-        """
+        """Size in bytes of the requested KV that is not resident, including the entries counted in `savings.rows`."""
         ...
 
     @property
     def savings(self) -> Savings | None:
-        """Numbers of KV entries that need no transfer, valid after `wait`. None if all entries are transferred."""
+        """Counts of the entries that are not transferred, valid after `wait`. None if all entries are transferred."""
         ...
 
     def wait(self) -> list[KVPart]:
@@ -95,13 +90,12 @@ class PendingFetch(Protocol):
 
         The compute stream waits for the copies. On CUDA, the host does not wait for them.
 
-        For `fetch`, the parts contain all KV that the layer attends to, each token once: sinks, recent tokens and
-        selected tokens. For a dense layer (one that attends to all tokens), the order is arbitrary. The parts include
-        the newest token, so `append` must be called for the layer before `wait`. For `fetch_more`, the parts contain
-        only the additional tokens.
+        For `fetch`, the parts contain each token that the layer attends to once: sinks, recent tokens and selected
+        tokens, in any order. This includes the newest token, so call `append` for the layer before `wait`. For
+        `fetch_more`, the parts contain only the additional tokens.
 
-        Parts with selected tokens are valid until the next `wait` of a fetch that was started by the same method. Parts
-        without a selection (`fetch_range`, or `fetch` of all candidates) are valid while they are referenced.
+        Parts with selected tokens are valid until the next `wait` of a fetch that was started by the same method. All
+        other parts are valid while they are referenced.
         """
         ...
 
@@ -115,8 +109,8 @@ class KVStorage(Protocol):
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
-        If `origin` is not None, the data on the device is copied from the open sequence with this block table. That
-        sequence must have the same tokens, sinks and window.
+        If `origin` is not None, the data on the device is copied from the open sequence with the block table `origin`.
+        Both sequences must have the same tokens, sinks and window.
         """
         ...
 
@@ -131,43 +125,33 @@ class KVStorage(Protocol):
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Store new k and v `[Hkv, m, d]` in the slots [start, start + m).
 
-        KV of resident tokens also stays on the device. KV is written back to the pool asynchronously if the token has a
-        slot in the layer.
-
-        Returns:
-            The bytes written back.
+        KV of resident tokens also stays on the device. KV of tokens that have a slot in the layer is written back to
+        the pool asynchronously. Return the size in bytes of the KV written back.
         """
         ...
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy the KV entry in pool slot `source` to pool slot `target`, between steps.
-
-        Return when the copy is complete.
-        """
+        """Copy the KV entry in pool slot `source` to pool slot `target`, between steps. Wait for the copy."""
         ...
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy the resident KV entry in slot `source` to pool slot `target`, within a step.
 
-        The copy is ordered with the layer's fetches and appends. The entry's token leaves the recent window, and the
-        next `append` overwrites its slot. The default implementation calls `move`, because all KV is in the pool as
-        well.
+        Use this for a token that leaves the recent window, because the next `append` overwrites its resident KV. The
+        copy is ordered with the layer's fetches and appends. The default implementation calls `move`.
         """
         self.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Store K and V of the tokens from `start` on, passed as slices in token order. Return the KV of the layer.
 
-        Each slice is written back to the pool as soon as the iterator yields it. In a sliding-window layer, only tokens
-        with slots are written. KV of tokens that will be resident also stays on the device.
+        Each slice is written back to the pool as soon as the iterator yields it. Only tokens that have a slot in the
+        layer are written. KV of tokens that will be resident also stays on the device.
         """
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Store KV of a few new tokens and return the KV of the layer, like `prefill_layer`.
-
-        If earlier KV is read in place and is not contiguous with the new KV, it is returned in `past`.
-        """
+        """Store KV of a few new tokens and return the KV of the layer, like `prefill_layer`."""
         return self.prefill_layer(blocks, layer, start, [new])
 
 
@@ -179,15 +163,15 @@ class RowFetch(Protocol):
     ) -> PendingFetch:
         """Start fetching the selected candidates, or all candidates if `selection` is None.
 
-        Resident tokens are not transferred. If the selection has counts, the selected KV is a separate part with the
-        same counts.
+        Resident tokens are not transferred. If `selection.counts` is not None, the selected KV is a separate part
+        with these counts.
         """
         ...
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        """Start fetching all KV of `tokens`, resident or not.
+        """Start fetching all KV of `tokens`, including resident tokens.
 
-        The result can be used for all sequences that share these blocks.
+        The result can be used for all sequences that share the blocks of these tokens.
         """
         ...
 
@@ -215,10 +199,7 @@ class BatchedRows(Protocol):
     """Fetches KV of whole batches, for selections whose counts stay on the device."""
 
     def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """Create lists for `batch` sequences of up to `tokens` tokens.
-
-        `RowLists.hold` assigns sequences to them in each step.
-        """
+        """Create a `RowLists` for `batch` sequences of up to `tokens` tokens."""
         ...
 
 
@@ -227,17 +208,17 @@ class Transfer(Protocol):
 
     @property
     def storage(self) -> KVStorage:
-        """The part that stores new KV."""
+        """Stores new KV."""
         ...
 
     @property
     def rows(self) -> RowFetch:
-        """The part that fetches KV of single sequences."""
+        """Fetches KV of single sequences."""
         ...
 
     @property
     def batched(self) -> BatchedRows | None:
-        """The part that fetches KV of whole batches; None if batched fetches are not supported."""
+        """Fetches KV of whole batches. None if batched fetches are not supported."""
         ...
 
     @property

@@ -1,12 +1,9 @@
 """Transfers if the compute device is the CPU: attention reads KV directly from the host pool.
 
 A dense layer (one that attends to all tokens) needs no copy. A layer that selects tokens needs no copy if the CPU
-kernels read KV in place (`kernels.decode_attention`). Otherwise it gathers the K of its resident and its n selected
-tokens, Hkv * (resident + n) * d elements, into a scratch buffer. If query heads share a KV head, it also gathers as
-many elements of V. The gather is an `index_select` of whole vectors, faster than `torch.gather`.
-
-Byte counts assume separate device memory: fetched candidates count as copied to the device, and new KV counts as
-written back.
+kernels read KV in place (`kernels.decode_attention`). Otherwise the K of the resident and the n selected tokens,
+Hkv * (resident + n) * d elements, is gathered into a scratch buffer. If query heads share a KV head, V is gathered too.
+The gather is an `index_select` of whole vectors, which is faster than `torch.gather`.
 """
 
 from __future__ import annotations
@@ -29,10 +26,7 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _DenseFetch:
-    """A fetch of all KV of `tokens`, as views of the pool.
-
-    If the kernels can read KV block by block, several contiguous runs are combined into one part.
-    """
+    """A fetch of all KV of `tokens`, as views of the pool. If kernels can read KV block by block, it is one part."""
 
     pages: _Pages
     blocks: BlockTable
@@ -55,7 +49,7 @@ class _DenseFetch:
 class _SparseFetch:
     """A fetch of the KV of `resident` and of the selected `tokens` `[Hkv, n]`.
 
-    KV is read only when attention uses it, because the newest token is appended after the fetch has started.
+    KV is read when attention uses it, because the newest token is appended after the fetch has started.
     """
 
     pages: _Pages
@@ -74,8 +68,8 @@ class _SparseFetch:
 class _Pages:
     """Cache of `PagedRows.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
 
-    `planes` are two views of the pool `[R, d]`. The second view starts `plane_rows` rows later, so that K and V of a
-    token have the same row index.
+    `planes` are two views of the pool: K `[R, d]`, and V `[R, d]`, which begins `plane_rows` rows later. K and V of a
+    token thus have the same row index.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -126,8 +120,8 @@ class _Scratch:
 class _PagedPart(KVPart):
     """Selected KV of one layer.
 
-    Kernels that support `paged` read it in place. Accessing `k` or `v` gathers it. If there is one query head per KV
-    head, `mix` reads each value vector once from the pool, without gathering.
+    Kernels that support `paged` read it in place. Each access to `k` or `v` gathers it. If there is one query head per
+    KV head, `mix` reads the value vectors directly from the pool.
     """
 
     def __init__(self, scratch: _Scratch, rows: PagedRows) -> None:
@@ -194,10 +188,7 @@ class _SplitPart(KVPart):
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on the CPU. KV is written to the pool.
-
-    Resident tokens are not copied. Only their size is counted.
-    """
+    """`KVStorage` on the CPU. KV is stored only in the pool. Resident KV is counted, but not copied."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -235,8 +226,8 @@ class CpuStorage(KVStorage):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Write the slices and return the KV of the layer, as a view of the pool if its blocks are contiguous.
 
-        In a sliding-window layer, the KV in the pool and the new KV are concatenated, because only part of the new KV
-        has slots in the pool.
+        In a sliding-window layer, not all new tokens have slots in the pool. The result is then a concatenation of the
+        KV in the pool and the new KV.
         """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, list(slices))
@@ -250,8 +241,7 @@ class CpuStorage(KVStorage):
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """Write the new KV to the pool and return views of the pool.
 
-        The field `kv` of the result begins with the first block that contains a new token. Its field `past` has the KV
-        of earlier blocks.
+        `kv` of the result begins with the first block that contains a new token. `past` has the KV of earlier blocks.
         """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, [new])
@@ -274,10 +264,9 @@ class CpuStorage(KVStorage):
 
 
 class CpuRows(RowFetch):
-    """`RowFetch` on the CPU. KV is gathered in the caller's thread when attention uses it.
+    """`RowFetch` on the CPU. KV is gathered when attention uses it.
 
-    A fetch and the fetch of its repair (`fetch_more`) are in use at the same time, so there is a scratch buffer for
-    each.
+    `fetch` and `fetch_more` have separate scratch buffers, because their results are in use at the same time.
     """
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
@@ -310,7 +299,7 @@ class CpuRows(RowFetch):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Return one fetch per sequence. Shared KV is counted once, but each sequence gathers its KV separately."""
+        """Return one fetch per sequence. Shared KV is counted once, although each sequence gathers all its KV."""
         rows = [
             self._pages.rows(blocks, layer, _NOTHING, selection.tokens).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)

@@ -87,8 +87,7 @@ class CudaStorage(KVStorage):
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy a KV entry on the host, after its write-back and after all reads of the target slot.
 
-        If the target slot is resident, its copy on the device is updated. The overwritten token is removed from the
-        working set.
+        Also update resident KV of the target slot, and remove its token from the working set.
         """
         state, one = self._state, self._state[blocks]
         state.settle(blocks)
@@ -97,7 +96,7 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Write the resident KV entry to the target slot after all reads of this slot. The host does not wait."""
+        """Write the resident KV entry to the target slot after all reads of the target slot, asynchronously."""
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
         k, v = one.residency.row(layer, source)
@@ -106,10 +105,7 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
-        """Update the resident KV and working set of sequence `one` after KV was copied within the pool.
-
-        The KV was copied from slot `source` to slot `target`.
-        """
+        """Update the resident KV and working set of `one` after KV was copied from pool slot `source` to `target`."""
         state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:
@@ -125,7 +121,7 @@ class CudaStorage(KVStorage):
         loaded = self._rows.fetch_range(blocks, layer, range(first, start)) if first < start else None
         fresh, stop, written = [], start, 0
         for part in slices:
-            # The values of a head lie between those of other heads. One copy here saves one copy per head below.
+            # Make each head contiguous with one copy, instead of one copy per head below.
             own = KVPart(part.k.contiguous(), part.v.contiguous())
             written += self._write(one, layer, stop, own.k, own.v)
             fresh.append(own)
@@ -137,7 +133,7 @@ class CudaStorage(KVStorage):
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parts `[Hkv, n, d]` along the tokens. A single part is returned unchanged."""
+    """Concatenate parts `[Hkv, n, d]` along the token axis. If there is only one part, return it unchanged."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -145,16 +141,15 @@ class CudaTransfer:
     """`Transfer` for a device with separate memory and any KV format.
 
     KV is transferred in the storage format and decoded on the device. On a CPU (with `InlineStream`), this class is
-    used for KV formats that attention cannot read in place. It also simulates working sets there, which only change the
-    byte counts.
+    used for KV formats that attention cannot read in place, and to count the bytes that working sets would save.
 
     Order of operations:
         * KV is written to the pool only in the write-back stream, after the compute work that produced it.
         * KV is read from the pool only in the prefetch stream, after the last write-back of its sequence.
         * A block is reused only after `close`, which waits for both streams.
         * Working sets (KV and tables) are used in the prefetch stream alone.
-        * Staged KV and KV to be written back are memory of the compute stream (`staging.py`). Counts computed in the
-          prefetch stream are passed on with `record_stream` of the caching allocator.
+        * Staged KV and KV to be written back are allocated in the compute stream (`staging.py`). Counts are allocated
+          in the prefetch stream and registered with `record_stream` of the caching allocator.
     """
 
     def __init__(

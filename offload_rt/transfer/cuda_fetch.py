@@ -30,8 +30,8 @@ class _PendingFetch(PendingFetch):
         counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
         residency: Resident KV of the sequence, or None.
         layer: Index of the layer.
-        visible: If not None, `wait` returns the resident KV of these tokens before the fetched KV. It reads the
-            resident KV only then, because the newest token is stored after the fetch has started.
+        visible: If not None, `wait` also returns the resident KV of these tokens, before the fetched KV. Resident KV
+            is read in `wait`, because the newest token is stored after the fetch has started.
     """
 
     state: DeviceState
@@ -71,9 +71,9 @@ class CudaBatches(BatchedRows):
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Return lists for a batch of these sequences.
+        """Return the lists of a batch of these sequences.
 
-        The lists are cached until one of the sequences is closed or grows beyond the capacity of its list.
+        They are cached until one of the sequences is closed or exceeds the capacity of the lists.
         """
         key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < room:
@@ -107,7 +107,7 @@ class CudaRows(RowFetch):
     ) -> PendingFetch:
         """Start copying all KV of `tokens` to the device.
 
-        If `visible` is not None, the result also contains the resident KV of these tokens, before the copied KV.
+        If `visible` is not None, the result begins with the resident KV of the tokens `visible`.
         """
         state, one = self._state, self._state[blocks]
         shape = (2, state.geometry.kv_heads, len(tokens), state.format.width)
@@ -134,7 +134,7 @@ class CudaRows(RowFetch):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence (`RowLists.fetch`).
 
-        If `visible` of a sequence is not None, the result also contains its resident KV, before the fetched KV.
+        If `visible` of a sequence is not None, its result begins with its resident KV.
         """
         state = self._state
         tokens, counts = self._listed(selections)
@@ -152,10 +152,11 @@ class CudaRows(RowFetch):
         return fetches
 
     def _listed(self, selections: Sequence[Selection]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the selected tokens of all sequences, `[P, n]`, padded to the largest n.
+        """Return the selected tokens of all sequences as P = B * Hkv lists, one per sequence and KV head.
 
-        Also return the number of valid tokens of each list, `[P]`, or None if all are valid. P = B * Hkv; a list of
-        tokens belongs to one KV head of one sequence.
+        Returns:
+            The tokens `[P, n]`, padded to the longest list, and the number of valid tokens of each list `[P]`, or None
+            if all are valid.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
@@ -169,10 +170,7 @@ class CudaRows(RowFetch):
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """Return the numbers of entries that need no transfer for sequence `b`, computed in the prefetch stream.
-
-        Return None if all entries are transferred.
-        """
+        """Compute `PendingFetch.savings` of sequence `b` in the prefetch stream."""
         requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
@@ -186,6 +184,6 @@ class CudaRows(RowFetch):
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[Hkv, m, d]` head by head. In both tensors, a head is contiguous, so each copy is asynchronous."""
+    """Copy `rows` `[Hkv, m, d]` head by head. Each head must be contiguous, so that its copy is asynchronous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Transfers for a KV pool on disk: KV is read while the previous layer computes, and recently used KV stays in memory.
+"""Transfers for a KV pool on disk.
 
-Sinks and recent tokens are resident on the device. The tokens that a layer selects are read as soon as they are
-predicted, and new KV is written asynchronously. Two threads read: requests of the same layer run in order, and requests
-of adjacent layers run in parallel. The pool keeps some KV in host memory and reads the rest from the disk
-(`kv_cache.disk.file_arena`). A dense layer (one that attends to all tokens) reads all KV in order, one block ahead.
+Sinks and recent tokens are resident on the device. The KV that a layer selects is read while the previous layer
+computes. A dense layer (one that attends to all tokens) reads all KV in order, one block ahead. Two threads read:
+requests of the same layer run in order, and requests of adjacent layers run in parallel. New KV is written
+asynchronously. The pool caches recently used KV in host memory (`kv_cache.disk.file_arena`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DiskState:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens that a `BlockRun` reads at a time. Two such parts are in memory at the same time."""
+        """Number of tokens that a `BlockRun` reads at a time."""
         fits = self.file.budget.staged // 2 // self.token_bytes
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
@@ -93,8 +93,7 @@ class DiskState:
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
         """Start reading all KV of `tokens` in a layer, block by block."""
-        # Also split at the pool's spans, so that each block is one part. Joining parts would allocate additional
-        # memory.
+        # Also split at the boundaries of the pool's spans. A block in two spans would have to be joined in new memory.
         size, at = self.block_tokens, tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
         for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):
@@ -105,7 +104,7 @@ class DiskState:
 
 
 class DiskStorage(KVStorage):
-    """`KVStorage` on disk. `append` passes all KV to the pool, which keeps it in memory until it has been written."""
+    """`KVStorage` on disk. The pool keeps appended KV in memory until it has been written."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -136,10 +135,7 @@ class DiskStorage(KVStorage):
         return len(kept) * state.token_bytes
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy a KV entry in the pool, after pending reads.
-
-        If the target slot is resident, also update the device copy.
-        """
+        """Copy a KV entry in the pool, after pending reads. Also update resident KV of the target slot."""
         self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
@@ -148,7 +144,7 @@ class DiskStorage(KVStorage):
         """Append the slices and return the KV of the layer.
 
         KV of tokens before `start` is returned in `past` and read block by block during the computation. In a
-        sliding-window layer, where only few of these tokens are visible, it is part of `kv`.
+        sliding-window layer, which attends to few of these tokens, it is part of `kv`.
         """
         state, slides = self._state, self._state.pool.groups.group[layer] != 0
         first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
@@ -167,8 +163,8 @@ class DiskStorage(KVStorage):
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     """Split the K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries.
 
-    Only the last part may end within a block. A block that arrives complete is written to disk immediately. A block
-    that arrives in pieces stays in a memory buffer.
+    Only the last part may end within a block. The pool writes complete blocks to disk immediately. It would buffer
+    incomplete blocks in memory.
     """
     rest: KVPart | None = None
     for part in parts:
@@ -188,7 +184,7 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 class _RangeFetch:
     """A pending read of all KV of a token range, block by block.
 
-    `wait` returns the resident KV first and then the blocks. Resident KV is read in `wait`, because the newest token is
+    `wait` returns the resident KV and then the blocks. Resident KV is read in `wait`, because the newest token is
     stored after the fetch has started.
     """
 
@@ -235,10 +231,7 @@ class _SelectedFetch:
 
 
 class DiskRows(RowFetch):
-    """`RowFetch` from disk.
-
-    KV that several sequences select is read once if it stays cached. Otherwise it is read once per sequence.
-    """
+    """`RowFetch` from disk. KV that several sequences select is read again for each sequence unless it is cached."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -261,10 +254,7 @@ class DiskRows(RowFetch):
     def _rows(
         self, blocks: BlockTable, layer: int, selection: Selection, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start reading the selected KV.
-
-        If `visible` is not None, leave space for its resident KV before the selected KV.
-        """
+        """Start reading the selected KV. Leave space before it for the resident KV of `visible`, if not None."""
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
         room = visible.resident if visible is not None and state.pool.format.exact else 0

@@ -17,7 +17,7 @@ from .working_set import WorkingSet
 
 @dataclass
 class OpenSequence:
-    """Device data of one open sequence. `written` is an event after its last write-back; None if there was none."""
+    """Device data of one open sequence. `written` is an event after its last write-back, or None."""
 
     blocks: BlockTable
     residency: Residency
@@ -68,10 +68,7 @@ class DeviceState:
         return self._open[id(blocks)]
 
     def add_copy(self, blocks: BlockTable, origin: BlockTable) -> None:
-        """Open a sequence with a copy of the device data of another open sequence.
-
-        `origin` is the block table of that sequence.
-        """
+        """Open a sequence with a copy of the device data of the open sequence whose block table is `origin`."""
         like = self[origin]
         with self.prefetch.behind_compute():
             copied = None if like.working is None else like.working.clone()

@@ -15,9 +15,9 @@ assert BLOCK_SIZE == 1 << BLOCK_BITS
 
 
 def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Tensor:
-    """Return the indices of the attended tokens of each KV head, int64 `[Hkv, resident + n]`.
+    """Return the tokens that each KV head attends to, int64 `[Hkv, resident + n]`.
 
-    These are the resident tokens of `visible`, followed by the selected tokens `[Hkv, n]`.
+    The resident tokens of `visible` come first, then the selected tokens `[Hkv, n]`.
     """
     resident = _resident_tokens(visible.sinks, visible.recent)
     return torch.cat((to_device(resident, selected.device).expand(selected.shape[0], -1), selected), dim=1)
@@ -25,10 +25,7 @@ def attended_tokens(visible: VisibleTokens, selected: torch.Tensor) -> torch.Ten
 
 @lru_cache(maxsize=16)
 def _resident_tokens(sinks: range, recent: range) -> torch.Tensor:
-    """Return the indices of the resident tokens, int64 `[resident]`.
-
-    Cached, because all layers of a step use the same indices.
-    """
+    """Return the indices of the resident tokens, int64 `[resident]`. Cached for all layers of a step."""
     return torch.tensor([*sinks, *recent], dtype=torch.int64)
 
 
@@ -39,8 +36,8 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
         ids: Row indices, int64 `[M]`. Negative indices are ignored.
 
     Returns:
-        int64 `[M]`: for each duplicate, the position in `ids` of its first occurrence; -1 for first occurrences and for
-        ignored indices.
+        For each duplicate, the position in `ids` of its first occurrence. -1 for first occurrences and ignored indices.
+        int64 `[M]`.
     """
     ordered, order = ids.sort(stable=True)
     again = torch.zeros_like(ordered, dtype=torch.bool)
@@ -62,8 +59,7 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.T
     Returns:
         Row indices of K and V, int64 `[2, Hkv, n]`.
     """
-    # The code runs for every layer and step, so it must be fast: a row index is a token index plus the offset of its
-    # block.
+    # Add the offset of its block to each token index. This runs in every layer and step, so it must be fast.
     first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)

@@ -26,7 +26,7 @@ class ReadingThread:
         """Queue `work`. The returned future gets its result or its exception."""
 
         def run() -> T:
-            # Inference mode is set per thread, and the buffers that are filled here are inference tensors.
+            # Inference mode is a property of the thread. The buffers filled here are inference tensors.
             with torch.inference_mode():
                 return work(*args, **named)
 
@@ -41,7 +41,7 @@ class BlockRun:
     """Reads consecutive blocks of KV in order, one block ahead. Up to two blocks are in memory."""
 
     def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
-        """Start reading the first blocks. `blocks` are token ranges, and `read` returns the KV of one of them."""
+        """Start reading the first blocks. `blocks` are token ranges. `read` returns the KV of a token range."""
         self._thread, self._read, self._blocks = thread, read, blocks
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None
@@ -49,7 +49,7 @@ class BlockRun:
 
     @property
     def parts(self) -> list[KVPart]:
-        """The blocks as parts that are read on access. They must be accessed in order."""
+        """The blocks, as parts that are read on access. Access them in order."""
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
@@ -62,7 +62,6 @@ class BlockRun:
         return self._current[1]
 
     def _begin(self, first: int) -> None:
-        """Start reading block `first` and the block after it."""
         for i in range(first, min(first + 2, len(self._blocks))):
             if i not in self._reading:
                 self._reading[i] = self._thread.start(self._read, self._blocks[i])

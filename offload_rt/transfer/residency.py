@@ -14,9 +14,8 @@ class Residency:
     """Resident KV of one sequence: `[2, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
 
     Token t is stored at index t if it is a sink, else at index s + (t - s) mod w. A new token therefore overwrites the
-    token that leaves the window, and resident KV always fills the first indices. `store` and `part` run in the compute
-    stream. KV is always written back to the pool before it is overwritten here, so that the policy can select its token
-    later.
+    token that leaves the window. The overwritten KV is also in the pool, so that the policy can select the token later.
+    `store` and `part` run in the compute stream.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Residency:
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Return the number of sinks and the number of recent tokens that the layer can store."""
+        """Return the capacity of a layer: the number of sinks and the number of recent tokens."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
@@ -62,10 +61,7 @@ class Residency:
             rows[1].index_copy_(1, places, v[:, first - start :])
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
-        """Store the resident tokens of a sequence whose KV is in the pool.
-
-        `read` returns the KV of a range of tokens in a layer.
-        """
+        """Load the resident KV of a sequence from the pool. `read(layer, tokens)` returns KV of a token range."""
         for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
             last = range(max(0, blocks.length - recent), blocks.length)
             for tokens in (range(min(sinks, blocks.length)), pool.kept(blocks, layer, last)):
@@ -76,8 +72,7 @@ class Residency:
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
         """Return a copy of the KV of the resident token in slot `slot`, `[2, Hkv, d]`."""
-        # `contiguous()` would return a view if only one token is resident, and later compute work overwrites its
-        # memory.
+        # Not `contiguous()`: for a single resident token, it returns a view, which later compute work overwrites.
         row = self._rows[layer][:, :, place(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
 
@@ -120,7 +115,7 @@ def place(token: int, sinks: int, recent: int) -> int:
 def places(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
     """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
 
-    Return None if the indices are not contiguous: after a truncation, the rest of a window may wrap around the ring
+    Return None if the indices are not contiguous. After a truncation, the rest of a window may wrap around in the ring
     buffer.
     """
     first, stop = visible.all.start, visible.recent.stop

@@ -1,8 +1,8 @@
-"""KV of the sequences of a batch as lists, one per sequence and KV head (`kernels.lists`).
+"""Transfers of the KV of a batch, as one list of tokens per sequence and KV head (`kernels.lists`).
 
-For any batch, a layer takes three launches: one gathers the selected KV, one stores the newest KV on the device, and
-one writes the newest KV back to the pool. The locations of the sequences' blocks are in tensors with fixed addresses.
-Shapes depend only on the number of sequences and on their capacity in tokens.
+A layer takes three kernel launches for any batch size: one gathers the selected KV, one stores the newest KV on the
+device, and one writes it back to the pool. Tensors have fixed addresses, and shapes depend only on the number of
+sequences and their capacity in tokens. The steps can therefore be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class PendingBatchFetch:
 
     Attributes:
         state: State of the device. `state.staging` keeps the buffers of the fetch alive.
-        held: Number of the fetch in `state.staging`.
+        held: Key of these buffers in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
-        tally: int64 `[B, 2]`: number of transferred KV entries and number of working-set hits of each sequence. An
-            entry is K and V of one token and KV head. All other entries were transferred for another sequence of the
-            batch. The tally is None if all valid entries were transferred.
+        tally: Number of transferred KV entries and of working-set hits of each sequence, int64 `[B, 2]`. An entry is K
+            and V of one token and KV head. All other entries were transferred for another sequence of the batch. None
+            if all valid entries were transferred.
     """
 
     state: DeviceState
@@ -57,7 +57,7 @@ class PendingBatchFetch:
 class RowLists:
     """Lists of `batch` sequences with capacity for `tokens` tokens each.
 
-    `hold` sets the sequences of the batch. `hold` and `append` run in the compute stream, fetches run in the prefetch
+    `hold` assigns sequences to the lists. `hold` and `append` run in the compute stream, fetches run in the prefetch
     stream. Call `wait` of every fetch before the next `hold`.
     """
 
@@ -93,7 +93,7 @@ class RowLists:
         return self._bases.shape[1] * BLOCK_SIZE
 
     def keep_working_sets(self, layers: Iterable[int]) -> None:
-        """Make `hold` allocate the working sets of `layers`, so that the first fetch of each layer can be captured."""
+        """Make `hold` allocate the working sets of `layers`, so that their first fetches can be captured in a graph."""
         if self._working is not None:
             self._working.use(layers)
 
@@ -142,10 +142,10 @@ class RowLists:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context for capturing a step.
+        """Context for capturing a step in a CUDA graph.
 
-        The compute stream first waits for earlier work, because a graph cannot wait for it. Events recorded in a
-        capture are not assigned to the sequences, because other threads may wait for the events of a sequence
+        The compute stream first waits for earlier transfers, because a graph cannot wait for them. Events recorded in
+        the capture are not assigned to the sequences, because other threads may wait for the events of a sequence
         (`DeviceState.settle`).
         """
         self.join()
@@ -156,10 +156,7 @@ class RowLists:
             self._captures, self._captured = False, None
 
     def replayed(self) -> None:
-        """Set the write-back event of the sequences after a replay.
-
-        The event follows all compute work queued so far.
-        """
+        """After a graph replay, set the write-back event of each sequence to an event after all queued compute work."""
         with self._write_back.behind_compute():
             self._set_written(self._write_back.record_event())
 
@@ -190,10 +187,9 @@ class RowLists:
         return self._resident[layer]
 
     def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments of `append` for a batch of one sequence whose newest token is in slot `slot`.
+        """Return `places` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
 
-        The arguments are the token's index in the resident KV and its pool row, both int64 `[1]`. The tensors are
-        created once for all layers of a step.
+        The tensors are created once for all layers of a step.
         """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
@@ -212,13 +208,13 @@ class RowLists:
     def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
         """Return the pool row of one slot of each sequence, without the offsets of layer and head.
 
-        Negative slots give negative rows.
+        The result for a negative slot is a negative row.
         """
         each = zip(self._open, slots, strict=True)
         return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store the newest k and v of each list on the device and write them back to the pool.
+        """Store the newest KV of each sequence on the device and write it back to the pool.
 
         Args:
             layer: The layer index.
@@ -233,7 +229,7 @@ class RowLists:
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write k and v `[P, d]`, computed in the compute stream, to the pool rows `rows`, int64 `[B]`. P = B * Hkv."""
+        """Write k and v `[P, d]` (P = B * Hkv) to the pool rows `rows`, int64 `[B]`, after earlier compute work."""
         with self._write_back.behind_compute():
             stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
             self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
@@ -245,14 +241,17 @@ class RowLists:
     def fetch(
         self, layer: int, tokens: torch.Tensor, counts: torch.Tensor | None, *, overlapping: bool, cached: bool = True
     ) -> PendingBatchFetch:
-        """Start fetching the first `counts[p]` tokens of each list in `tokens` int64 `[P, n]`. None fetches all tokens.
+        """Start fetching the KV of selected tokens.
 
-        With `cached`, KV in the working set of a sequence is copied from the working set. With `overlapping`, KV that
-        several sequences select from shared blocks is read from the pool once and copied on the device. All other KV is
-        read from the pool.
+        Args:
+            layer: The layer index.
+            tokens: Token lists, int64 `[P, n]`.
+            counts: Number of valid tokens of each list, int32 `[P]`. None if all are valid.
+            overlapping: Whether KV that several sequences select from shared blocks is read from the pool only once.
+            cached: Whether KV is copied from the working sets if they contain it.
         """
-        # Inputs and staged KV are memory of the compute stream (`Staging`). All other tensors are allocated, used and
-        # freed in the prefetch stream.
+        # Inputs and staged KV are allocated in the compute stream (`Staging`). All other tensors are allocated, used
+        # and freed in the prefetch stream.
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
         held = self._state.staging.hold(
             staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,))
@@ -284,10 +283,9 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Fill `staged` with the KV of `tokens`, from the working sets if it is there, else from the pool.
+        """Fill `staged` with the KV of `tokens`, from the working sets or else from the pool.
 
-        If `overlapping`, KV that several sequences need is gathered once, and then copied on the device.
-
+        If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device.
         Return `PendingBatchFetch.tally`.
         """
         ids, valid, found = self._ids(layer, tokens), None, None
@@ -299,7 +297,7 @@ class RowLists:
             ids = ids.masked_fill(found.slots >= 0, -1)
         again = None
         if overlapping and ids.numel():
-            # Values are duplicates where keys are, so only the ids of keys are sorted.
+            # K and V have the same duplicates, so only the rows of K are sorted.
             keys = first_occurrences(ids[0].flatten())
             again = torch.stack((keys, (keys + len(keys)).where(keys >= 0, -1))).view_as(ids)
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
@@ -316,7 +314,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally` of a fetch, int64 `[B, 2]`, or None if all valid entries were transferred.
+        """Return `PendingBatchFetch.tally`.
 
         `found` is the look-up in the working sets. `again` marks entries that were fetched for another sequence.
         """

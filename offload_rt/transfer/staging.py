@@ -1,7 +1,7 @@
-"""Lifetime management of buffers that two streams use.
+"""Lifetime management of buffers that two streams use, in place of the allocator's `record_stream`.
 
-The prefetch stream fills buffers that the compute stream reads, and the write-back stream reads buffers that the
-compute stream fills. This module keeps these buffers alive, in place of the allocator's `record_stream`.
+The prefetch stream fills buffers that the compute stream reads. The write-back stream reads buffers that the compute
+stream fills.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ class Staging:
 
     Buffers are allocated in the compute stream before the fetch, which starts after all compute work queued so far.
     They are released as soon as the wait for the fetch is queued in the compute stream, because only later work of that
-    stream can reuse the memory. `record_stream` would keep the memory until the device has executed the wait. With this
-    class, only fetches without a queued wait use memory, however far the host runs ahead of the device. A captured
-    graph reuses the same memory in every layer. Buffers of interrupted steps are kept until the prefetch stream is
-    idle.
+    stream can reuse the memory. The amount of memory therefore does not depend on how far the host runs ahead of the
+    device. `record_stream` would keep the memory until the device has executed the wait.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -55,16 +53,15 @@ class Staging:
 HELD_BACK = 1 << 20
 """Maximum size in bytes of pending write-backs in decode steps. Above it, the compute stream waits for the oldest ones.
 
-One step never writes this many bytes, so the compute stream only waits for write-backs of earlier steps.
+It exceeds the size of one step's write-backs, so the compute stream only waits for write-backs of earlier steps.
 """
 
 
 class PendingWriteBacks:
     """Keeps buffers that the write-back stream reads alive until the compute stream waits for the write-back.
 
-    Later work of the compute stream can then reuse the memory, as in `Staging`. The amount of memory therefore does not
-    depend on how far the host runs ahead of the device. A prefill releases the slices of a layer when the next layer
-    starts. Their write-back overlaps with the attention and the MLP of the layer.
+    As in `Staging`, only later work of the compute stream can reuse the memory. A prefill releases the slices of a
+    layer when the next layer starts, so their write-back overlaps with the attention and the MLP of the layer.
     """
 
     def __init__(self, write_back: Stream) -> None:
@@ -82,10 +79,7 @@ class PendingWriteBacks:
         self._bytes += size
 
     def release(self, most: int = 0) -> None:
-        """Release the oldest tensors until at most `most` bytes remain.
-
-        The compute stream waits for their events first.
-        """
+        """Make the compute stream wait for the oldest events and release their tensors, until `most` bytes remain."""
         last: Event | None = None
         while self._held and self._bytes > most:
             last, size, _ = self._held.popleft()

@@ -32,7 +32,7 @@ class Stream(Protocol):
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Context that queues its work in this stream, to run after all compute work that has been queued so far."""
+        """Context that queues work in this stream. The work starts after all compute work queued so far."""
         ...
 
     def record_event(self) -> Event:
@@ -46,7 +46,7 @@ class Stream(Protocol):
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
         """Make later compute work wait for `event`.
 
-        `tensors` were allocated in this stream and are used by the later compute work.
+        Pass the `tensors` that were allocated in this stream and that the compute work uses.
         """
         ...
 
@@ -82,10 +82,7 @@ class DeviceStream(Stream):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which `device` is current, as Triton launches and graph captures need.
-
-    torch operations use the device of their tensors.
-    """
+    """Return a context in which `device` is current. Triton launches and graph captures need this."""
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)

@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch, as lists (`kernels.lists`). Kernels find tables and KV by address."""
+"""Working sets of the sequences of a batch, as lists (`kernels.lists`). Kernels get their addresses in a tensor."""
 
 from __future__ import annotations
 
@@ -13,35 +13,29 @@ from .working_set import LayerSet, LookUp, WorkingSet, look_up
 
 
 class WorkingLists:
-    """Working sets of up to `batch` sequences. All calls are made in the prefetch stream.
+    """Working sets of up to `batch` sequences. All methods must be called in the prefetch stream.
 
-    `hold` sets the sequences of the batch. Their addresses are in one tensor, so that a CUDA graph serves all
-    sequences. The first look-up of a layer allocates memory and copies addresses, which is not possible in a graph.
-    This does not apply to layers that were passed to `use` before.
+    `hold` sets the sequences of the batch. Kernels read the addresses of the working sets from one tensor, so a CUDA
+    graph can be replayed for other sequences. The first look-up of a layer allocates memory and copies addresses. To
+    capture it in a graph, pass the layer to `use` before.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device) -> None:
         self._entries = capacity + 1
-        # For each layer, a pointer table of the look-up tables and one of the cached KV.
+        # Per layer, addresses of the look-up tables and of the cached KV.
         self._tables = torch.zeros(layers, 2, batch, FIELDS, dtype=torch.int64, device=device)
-        # Number of table entries of each sequence; 0 for padding, whose tables are not written.
+        # Number of table entries of each sequence. It is 0 for padding, so that kernels do not write its tables.
         self._counts = torch.zeros(batch, dtype=torch.int32, device=device)
         self._used: set[int] = set()
         self._sets: dict[int, list[LayerSet]] = {}
         self._held: Sequence[WorkingSet] = ()
 
     def use(self, layers: Iterable[int]) -> None:
-        """Announce `layers`, whose working sets will be looked up.
-
-        `hold` then copies their addresses, so that look-ups can be captured in a graph. Must be called before `hold`.
-        """
+        """Make `hold` allocate the working sets of `layers`, so that look-ups can be captured in a graph."""
         self._used.update(layers)
 
     def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
-        """Set `held`, the working sets of the sequences of a batch.
-
-        The last `padding` working sets belong to no sequence. Look-ups do not change them.
-        """
+        """Set the working sets of the sequences of a batch. Look-ups do not change the last `padding` of them."""
         self._held = held
         counts = [self._entries] * (len(held) - padding) + [0] * padding
         copy_into(torch.tensor(counts, dtype=torch.int32), self._counts)

@@ -1,9 +1,9 @@
 """Working set: a cache of recently fetched KV on the device. Only KV that is not in the cache is transferred.
 
 Each layer that selects tokens caches at most `capacity` entries per KV head. All operations have static shapes and do
-not synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first: a
-use adds 1 to the score, and each look-up of the layer multiplies all scores by `DECAY` (LRFU, Lee et al. 2001: LRU for
-a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
+not synchronise with the host, so they can be captured in a graph. The entry with the lowest score is evicted first. A
+use adds 1 to the score of an entry, and each look-up multiplies all scores of the layer by `DECAY` (LRFU, Lee et al.
+2001: LRU for a decay near 0, LFU for 1). Measurements: `eval/results/reference/working_set.md`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class LookUp:
     """Result of a look-up of n tokens in each of P lists (one per KV head).
 
     Attributes:
-        slots: Slot of each cached token, int64 `[P, n]`; -1 for tokens that are not cached.
-        into: Slot assigned to each missing token, int64 `[P, n]`; -1 for all other tokens.
+        slots: Slot of each cached token, int64 `[P, n]`. -1 for tokens that are not cached.
+        into: Slot assigned to each missing token, int64 `[P, n]`. -1 for all other tokens, including missing tokens for
+            which no slot is left.
         hits: Number of cached tokens of each list, int64 `[P]`.
     """
 
@@ -44,7 +45,7 @@ class LookUp:
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Return the size in bytes of a layer's working set: `rows` entries per KV head, and a table. 0 if `rows` is 0."""
-    # An additional entry receives KV that is not kept.
+    # One additional entry receives KV that is not kept.
     if rows == 0:
         return 0
     token_and_score = torch.int32.itemsize + torch.float32.itemsize
@@ -54,14 +55,13 @@ def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) ->
 def look_up(
     table: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None, decay: float = DECAY
 ) -> LookUp:
-    """Look up tokens int64 `[P, n]`, without duplicates in a list, and assign slots to missing tokens.
+    """Look up tokens, and assign slots to missing tokens.
 
-    Missing tokens are inserted in order, as long as there are slots that this look-up has not used. The look-up takes
-    two sorts of the slots and a few passes over the tokens.
+    Missing tokens are inserted in order, as long as there are slots without a token of this look-up.
 
     Args:
-        table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`WorkingSet`). Updated in place.
-        tokens: Token indices.
+        table: Tables of all lists, int32 `[P, capacity + 1, 2]`, contiguous (`LayerSet.table`). Updated in place.
+        tokens: Token indices, int64 `[P, n]`, without duplicates within a list.
         valid: Whether each token is looked up, bool `[P, n]`. None looks up all tokens.
         decay: Factor by which the look-up multiplies all scores.
     """
@@ -76,12 +76,12 @@ def look_up(
     slots = order.gather(1, at)
     used = torch.zeros_like(every).scatter_(1, slots.where(hit, capacity), 1.0)[:, :capacity]
     scores.mul_(decay).add_(used)
-    # Slots by ascending score, slots just used last: the j-th missing token takes the j-th slot.
+    # Sort the slots by ascending score, slots of found tokens last. The j-th missing token takes the j-th slot.
     leaving = scores.masked_fill(used > 0, torch.inf).argsort(dim=1, stable=True)
     rank, hits = missing.cumsum(1) - 1, hit.sum(1)
     admitted = missing & (rank < capacity - hits.unsqueeze(1))
     into = leaving.gather(1, rank.clamp_(0, capacity - 1))
-    # The last entry receives tokens that are not stored, so that every scatter has a static shape.
+    # The additional entry at the end receives tokens that are not stored, so that every scatter has a static shape.
     index = into.where(admitted, capacity)
     held.scatter_(1, index, wanted)
     every.scatter_(1, index, 1.0)
@@ -93,9 +93,9 @@ class LayerSet:
     """The working set of one layer.
 
     Attributes:
-        table: Token in each slot (negative if the slot is empty) and the bits of its float32 score, int32 `[Hkv,
+        table: For each slot, its token (negative if the slot is empty) and the bits of its float32 score. int32 `[Hkv,
             capacity + 1, 2]`. The last slot is never read.
-        rows: Cached K of all heads, then V, in the storage format: `[2 * Hkv, capacity + 1, width]`.
+        rows: Cached K of all heads, then V of all heads, in the storage format, `[2 * Hkv, capacity + 1, width]`.
     """
 
     table: torch.Tensor
@@ -127,7 +127,7 @@ class LayerSet:
         return LayerSet(self.table.clone(), self.rows.clone())
 
     def check_integrity(self) -> None:
-        """Assert that no token has two slots in a list, and that exactly the empty slots have no score."""
+        """Assert that no token has two slots in a list, and that a slot has a score if and only if it has a token."""
         for tokens, scores in zip(self.tokens, self.table.view(torch.float32)[:, :-1, 1], strict=True):
             held = tokens[tokens >= 0]
             assert len(held.unique()) == len(held)
@@ -138,7 +138,7 @@ class WorkingSet:
     """The working set of one sequence.
 
     Cached KV is in the storage format and thus bit-identical to the KV in the pool. The memory of a layer is allocated
-    when the layer first selects tokens, and keeps its address. It is used only in the prefetch stream.
+    when the layer first selects tokens, and its address never changes. It is used only in the prefetch stream.
     """
 
     def __init__(self, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> None:
@@ -170,8 +170,8 @@ class WorkingSet:
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens)` returns the pool's KV `[2, Hkv, n, width]` of tokens `[Hkv, n]`. It is called with token
-        0 for empty slots.
+        `stored(layer, tokens)` returns the KV `[2, Hkv, n, width]` of tokens `[Hkv, n]` in the pool. Empty slots are
+        passed as token 0.
         """
         for number, layer in self._layers.items():
             layer.check_integrity()

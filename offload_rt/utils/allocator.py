@@ -1,7 +1,7 @@
 """Recycled memory for large temporary tensors on a CPU.
 
-torch allocates with `posix_memalign`. Up to glibc 2.37, such memory is rarely reused after it is freed. If every layer
-allocates and frees megabytes, the memory of the process grows (by 25 MB per step for a context of 120,000 tokens).
+torch allocates with `posix_memalign`, whose memory glibc up to 2.37 rarely reuses. If every layer allocates and frees
+megabytes, the memory of the process therefore grows (by 25 MB per step for a context of 120,000 tokens).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 import torch
 
 SPARE = 8  # Allocate 1/8 more than needed, because contexts grow. Memory pages that are never written need no memory.
-LARGE = 1 << 18  # Bytes. Recycling takes 5 µs, and the fragmentation that smaller tensors cause is harmless.
+LARGE = 1 << 18  # in bytes; for smaller tensors, recycling (5 µs) costs more than the fragmentation
 
 
 class RecycledMemory:
-    """A thread-safe allocator of CPU tensors that reuses the memory of tensors whose views all have been deleted."""
+    """A thread-safe allocator of CPU tensors. The memory of a tensor is reused when all its views are deleted."""
 
     def __init__(self, least: int = LARGE) -> None:
         """Create an allocator that recycles tensors of at least `least` bytes. torch allocates smaller tensors."""
         self._least = max(1, least)
         self._free: list[mmap.mmap] = []
-        # Finalizers return memory without this lock, because a finalizer may run in a thread that holds the lock.
+        # Finalizers do not take this lock, because a finalizer may run in a thread that holds the lock.
         self._taking = threading.Lock()
 
     @property
@@ -49,7 +49,7 @@ class RecycledMemory:
         self._free.clear()
 
     def check_integrity(self) -> None:
-        """Assert that no piece of memory is in the list of free memory twice."""
+        """Assert that no piece of memory occurs twice in the list of free memory."""
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:
@@ -66,7 +66,7 @@ class RecycledMemory:
 
 
 def give_back() -> None:
-    """Return free heap memory to the operating system with glibc: hundreds of megabytes after a long prompt."""
+    """Return free heap memory to the operating system (only glibc). This frees hundreds of MB after a long prompt."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

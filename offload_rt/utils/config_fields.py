@@ -1,4 +1,4 @@
-"""Description and validation of the fields of configuration dataclasses, and instances from mappings."""
+"""Describe and validate the fields of configuration dataclasses, and create instances from mappings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 LARGEST: Final = 1 << 1000  # larger integers cannot be converted to float
 
-NEVER: Final = object()  # value of `neutral` for an option without a neutral value; equal to no other value
+NEVER: Final = object()  # `neutral` of an option without a neutral value
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,10 @@ class Option:
         flag: Name of the flag if it differs from the name of the field.
         group: Heading under which commands that run a model list the flag. None if the option is available in Python
             only.
-        plans: Whether memory demand depends on the option, so that the command `info` has the flag.
-        neutral: Value with which the option has no effect. It is left out of KV provenance keys, so that stores
-            of earlier versions stay valid.
-        stored_name: Former name of the field, which KV provenance keys still contain. None if the field was never
-            renamed.
+        plans: Whether memory demand depends on the option. If so, the command `info` has the flag.
+        neutral: Value that gives the option no effect. It is left out of KV provenance keys, so that stores of
+            versions without the option stay valid.
+        stored_name: Name of the field in KV provenance keys, if the field was renamed, else None.
     """
 
     help: str
@@ -77,7 +76,7 @@ def check(condition: bool, message: str) -> None:
 def check_types(config: Any) -> None:
     """Check the types of fields of a frozen dataclass that are annotated as bool, int, float, str or a union of these.
 
-    Numbers of other libraries, such as numpy, are converted. Fields that parse text (`Size`) are skipped.
+    Numbers of other libraries, such as numpy, are converted. Fields of other types, such as `Size`, are skipped.
 
     Raises:
         ConfigError: A field has a value of another type.
@@ -96,14 +95,14 @@ def check_types(config: Any) -> None:
 
 
 def _number(value: Any, kinds: set[type]) -> int | float | None:
-    """Convert a number of another library to int or float, whichever `kinds` allows. Return None for other values."""
+    """Convert a number of another library to int or float, whichever is in `kinds`. Return None for other values."""
     try:
         if kinds & {int, float} and hasattr(type(value), "__index__") and type(value) is not bool:
             number = index(value)
             return number if abs(number) < LARGEST or float not in kinds else None
         if float in kinds and isinstance(value, Real) and not hasattr(type(value), "__index__"):
             return float(value)
-    # for example an array that does not have exactly one element
+    # for example because `value` is an array with several elements
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     return None
@@ -129,7 +128,7 @@ def _scalars(hint: Any) -> set[type] | None:
 
 
 def configured(cls: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """Return `config`, or `cls()` if None, with fields replaced by `options`. Raise ConfigError for unknown names."""
+    """Return `config` (`cls()` if None) with fields replaced by `options`. Raise ConfigError for unknown names."""
     if config is None:
         return from_mapping(cls, options)
     check(isinstance(config, cls), f"{config!r:.80} is {type(config).__name__}; it must be {cls.__name__}")
@@ -143,7 +142,7 @@ def check_mapping(name: str, options: object) -> None:
 
 
 def check_keys(cls: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which suggests a similar field, if a key of `options` is not a field of `cls`."""
+    """Raise ConfigError if a key of `options` is not a field of `cls`. The message suggests a similar field."""
     known = [f.name for f in fields(cls)]
     for key in options:
         check_choice(f"option of {cls.__name__}", key, known)

@@ -1,4 +1,4 @@
-"""Processor and memory limits of the control groups of this process (of a container or a batch job, for example)."""
+"""Processor and memory limits of the Linux control groups of this process, for example of a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, is_version_2) of each control group of this process with the `controller` "memory" or "cpu"."""
+    """Yield each control group of this process with the `controller` "memory" or "cpu", as (folder, is_version_2)."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -32,7 +32,7 @@ def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path
 
 
 def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
-    """Return how many processors' time this process may use, rounded up. None if there is no limit."""
+    """Return the number of processors that this process may use, rounded up. None if there is no limit."""
     limits = [_quota(folder, two) for folder, two in groups("cpu", root, membership)]
     least = min((limit for limit in limits if limit is not None), default=None)
     return None if least is None or least >= len(os.sched_getaffinity(0)) else max(1, least)

@@ -1,8 +1,7 @@
 """Loading of this package's C code, which is prebuilt in the wheel or compiled on first use into the user's cache.
 
-Code is compiled for a few instruction set levels instead of one processor. A wheel, or a home folder that several
-machines share, can thus contain code for all processors. If there is neither a prebuilt library nor a compiler, callers
-use torch or numpy.
+Code is compiled for a few instruction set levels, and a wheel, or a home folder that several machines share, can
+contain code for all of them. If there is neither a prebuilt library nor a compiler, callers use torch or numpy.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PREBUILT = Path(__file__).parents[1] / "native"
 
 @functools.cache
 def available_levels() -> tuple[str, ...]:
-    """Return the levels that this processor supports, lowest first."""
+    """Return the instruction set levels that this processor supports, lowest first."""
     if (levels := machine_levels())[-1] not in _X86_FEATURES or len(levels) == 1:
         return levels
     flags, found = _processor_flags(), []
@@ -62,7 +61,7 @@ def available_levels() -> tuple[str, ...]:
 
 
 def processor_level() -> str:
-    """Return the level of the code to use: `OFFLOAD_RT_CPU_LEVEL`, else the highest level that the processor supports.
+    """Return the instruction set level to use: `OFFLOAD_RT_CPU_LEVEL`, else the highest level of the processor.
 
     Raises:
         ConfigError: The variable names an unknown level, or a level that this processor does not support.
@@ -79,7 +78,7 @@ def processor_level() -> str:
 
 
 def machine_levels() -> tuple[str, ...]:
-    """Return all levels of this machine's architecture, lowest first, even those that its processor lacks."""
+    """Return all instruction set levels of this machine's architecture, lowest first, supported or not."""
     architecture = platform.machine().lower()
     if architecture in ("aarch64", "arm64"):
         return ("neon",)
@@ -102,7 +101,7 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
     """Check that a structure has the same fields in Python and in C. Its name in C has no leading underscore.
 
     Raises:
-        RuntimeError: Fields differ in name, offset or size. C code would then misread the values written by Python.
+        RuntimeError: Fields differ in name, offset or size.
     """
     name = structure.__name__.strip("_")
     described = ctypes.cast(ctypes.addressof(_Field.in_dll(library, f"fields_of_{name}")), ctypes.POINTER(_Field))
@@ -122,8 +121,8 @@ def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> 
 def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CDLL | None:
     """Return the library of `source` and `flags` for the processor's level: prebuilt, cached or compiled now.
 
-    Return None if the library cannot be loaded or compiled. In this case, an info message with `fallback` is logged,
-    and one warning for all libraries together.
+    Return None if the library cannot be loaded or compiled. This is logged with the text `fallback`. The first time, a
+    warning is logged as well.
     """
     level = processor_level()
     prebuilt, cached = library_paths(source, flags, level)
@@ -141,7 +140,7 @@ def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CD
 
 @functools.cache
 def _warn_once(level: str) -> None:
-    """Log one warning that C code for `level` is missing. If logging is not configured, Python prints it to stderr."""
+    """Log a warning that C code for `level` is missing, once per process."""
     why = "could not be compiled" if find_compiler() is not None else "is not in this package, and there is no compiler"
     _log.warning(
         "offload-rt: C code for the processor level %s %s; torch computes instead, slower. Install a wheel for this "
@@ -152,7 +151,7 @@ def _warn_once(level: str) -> None:
 
 
 def library_name(source: Path, flags: Sequence[str], level: str) -> str:
-    """Return the file name of a compiled library. Its hash covers the source, all headers in its folder, and flags."""
+    """Return the file name of a compiled library, with a hash of the source, the headers in its folder, and flags."""
     digest = hashlib.sha256(" ".join((*LEVEL_FLAGS[level], *flags)).encode() + source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())

@@ -1,4 +1,4 @@
-"""The C libraries of this package, declared in one place for loading and for the wheel build (`setup.py`).
+"""Declarations of the C libraries of this package, for loading and for the wheel build (`setup.py`).
 
 This module imports only the standard library, because the wheel is built without torch.
 """
@@ -25,8 +25,8 @@ SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
 PAGE_BLOCKS = 8
 """Number of blocks per page of low-bit KV.
 
-A kernel program reads one page, so it looks up one address. 8, 16 and 32 blocks are equally fast on a CPU. With small
-pages, forks copy less: their first write copies half a page on average.
+A kernel program reads one page, so it looks up one address. 8, 16 and 32 blocks are equally fast on a CPU. The first
+write after a fork copies half a page on average, so a small page is better.
 """
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
@@ -35,7 +35,7 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """A C source file and the ways in which it is compiled."""
+    """A C source file, its compiler flags and its macros."""
 
     source: str  # path relative to the package folder
     flags: tuple[str, ...]  # in addition to the flags of the level
@@ -114,7 +114,7 @@ def native_status() -> NativeStatus:
 
 
 def build_id() -> str:
-    """Return a text that changes with the sources, the compiler flags and the level of the libraries in use."""
+    """Return an identifier of the libraries in use: it depends on their sources, compiler flags and level."""
     level = processor_level()
     names = [library_paths(library.path, library.flags, level)[1].name for library in LIBRARIES.values()]
     return " ".join([*names, _origin(level)])

@@ -1,8 +1,8 @@
 """Settings of the OpenMP library that torch has loaded: the number of threads per caller, and how threads wait.
 
-A thread of GCC's OpenMP library (libgomp) spins for about 3 ms after each operation. If the machine is not idle, the
-thread thus takes processor time from the thread that it waits for and from other processes. `OMP_WAIT_POLICY=passive`
-prevents this, but libgomp reads the variable only once, when torch is imported.
+A thread of GCC's OpenMP library (libgomp) spins for about 3 ms after each operation. On a busy machine, this takes
+processor time from the thread that it waits for and from other processes. `OMP_WAIT_POLICY=passive` prevents this, but
+libgomp reads the variable only once, when torch is imported.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def stop_spinning() -> bool:
     for_ever.acquire()
 
     def hold() -> None:
-        # An empty parallel region. libgomp keeps the threads of a region as long as the calling thread lives.
+        # Run an empty parallel region. Its threads exist until the calling thread ends.
         nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)
         library.GOMP_parallel(nothing, None, ctypes.c_uint(threads), ctypes.c_uint(0))
         started.set()
         for_ever.acquire()
 
-    # This is not a `threading.Thread`, because checks for threads that a library leaves behind must not count it.
+    # Not a `threading.Thread`, so that checks for leaked threads do not find it.
     _thread.start_new_thread(hold, ())
     started.wait()
     return True
@@ -55,7 +55,7 @@ def stop_spinning() -> bool:
 def thread_setter() -> Callable[[int], Any]:
     """Return a function that sets OpenMP's number of threads for the calling thread only.
 
-    `torch.set_num_threads`, which also affects later threads, is used only if torch's OpenMP library is not found.
+    If torch's OpenMP library is not found, return `torch.set_num_threads`, which also affects threads started later.
     """
     count = torch.get_num_threads()
     for name in ("libgomp.so.1", "libomp.so", "libiomp5.so"):
@@ -75,7 +75,7 @@ def thread_setter() -> Callable[[int], Any]:
 def mkl_thread_setter() -> Callable[[int], int]:
     """Return a function that sets MKL's number of threads for the calling thread and returns the old one (0: unset).
 
-    After a call of `torch.set_num_threads`, MKL no longer follows OpenMP's number of threads.
+    It is needed because after `torch.set_num_threads`, MKL ignores OpenMP's number of threads.
     """
     try:
         set_threads = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD).MKL_Set_Num_Threads_Local

@@ -1,7 +1,6 @@
-"""Files and folders that only their owner can access, whatever the umask.
+"""Create files and folders that only their owner can access, independently of the umask.
 
-All files with text, tokens, KV or keys are created by these functions, so that the access modes are defined in one
-place.
+All files with text, tokens, KV or keys are created by these functions.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_private(path: Path) -> None:
-    """Remove other users' access to an existing file or folder. Symbolic links are skipped. Raise OSError."""
+    """Remove other users' access to a file or folder. Skip symbolic links. Raise OSError if this fails."""
     status = path.lstat()
     mode = FOLDER_MODE if stat.S_ISDIR(status.st_mode) else FILE_MODE
     known = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)

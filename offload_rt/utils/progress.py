@@ -1,4 +1,4 @@
-"""Progress of long operations: bars on stderr after two seconds, and calls of an observer."""
+"""Progress of long operations: bars on stderr after two seconds, or calls of an observer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Progress:
 
     @contextmanager
     def items(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yield a function that must be called after each of `total` items."""
+        """Yield a function that advances a bar. Call it after each of `total` items."""
         done = 0
         with self.bar(what, total) as show:
 
@@ -65,7 +65,7 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
-        """Yield a function that updates the bar to a finished amount, and to a total amount if it was unknown."""
+        """Yield a function that sets the finished amount of a bar, and the total amount if `total` is None."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -1,4 +1,4 @@
-"""Less output of transformers in our own commands. `LLM` does not change the settings of a program that uses it."""
+"""Reduce the output of transformers in our own commands. `LLM` does not change these settings."""
 
 from __future__ import annotations
 

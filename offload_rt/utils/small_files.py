@@ -1,4 +1,4 @@
-"""Reading of small files from untrusted folders, with limited size, and the error for truncated files."""
+"""Read small files from untrusted folders, up to a size limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raise OSError or ValueError."""
+    """Parse a JSON file. Raise OSError if it cannot be read (`read_small`), ValueError if it is invalid."""
     return parse_json(read_small(path))
 
 

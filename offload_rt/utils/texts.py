@@ -68,7 +68,7 @@ def read_text(spec: str) -> str:
 
 
 def check_writable(path: str | None) -> None:
-    """Raise InputError if `path` cannot be written. Called before a long computation whose result is written there."""
+    """Raise InputError if `path` cannot be written. Call this before a long computation of the file's content."""
     if path is None:
         return
     folder = Path(path).parent
@@ -149,7 +149,10 @@ def _load(spec: str, *arguments: Any, **keywords: Any) -> Iterable[Mapping[str, 
 
 
 def _strings(spec: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
-    """Return the strings of one column: `column`, else "text", else the only column of strings. Raise InputError."""
+    """Return the strings of `column`, or by default of "text" or the only column of strings.
+
+    Raise InputError if there is no such column.
+    """
     each = iter(rows)
     first = next(each, None)
     if first is None:

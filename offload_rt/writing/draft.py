@@ -14,7 +14,7 @@ from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
 NAMES = {"chapter_tokens": "chapter length"}
-"""Names of settings in messages, where they differ from the names of the fields."""
+"""Names of settings in messages, if they differ from the names of the fields."""
 
 NOT_SUPPORTED = (
     "n",
@@ -37,7 +37,7 @@ class Draft:
         path: Text file of the document. If it exists but has no session folder, its text is the beginning.
         folder: Folder of settings and KV. None means `path` with ".session" appended.
         sampling: Sampling parameters. They must equal the parameters that the document was begun with.
-        **given: Fields of `Settings`. Fields that are empty are taken from the document.
+        **given: Fields of `Settings`. Empty fields are taken from the document's settings.
 
     Raises:
         InputError: The document was begun with other settings, or a file cannot be read or written.

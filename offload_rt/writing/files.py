@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
-    """Write a file so that it has either its old or its new content if the machine stops. Raises InputError."""
+    """Write a file atomically, even if the machine stops. Raises InputError if this fails."""
     temporary = path.with_name(f"{path.name}.part")
     try:
         # The name of the temporary file is fixed, so that the next write replaces the file of a killed process.
@@ -33,9 +33,9 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 class TextFile:
     """The text file of a document.
 
-    The text and the tokens are saved separately. After a restart, the file may therefore be shorter than the text of
-    the saved tokens, or longer. `restore` appends missing text. While the file is longer, `append` compares new pieces
-    with the file instead of writing them.
+    The text and the tokens are saved separately. After a restart, the file may therefore be shorter or longer than the
+    text of the saved tokens. If it is shorter, `restore` appends the missing text. While it is longer, `append`
+    compares new pieces with the file instead of writing them.
 
     Args:
         path: The text file.
@@ -74,7 +74,7 @@ class TextFile:
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
-        """Append a piece of text. If the file already has text at this position, compare both instead."""
+        """Append a piece of text. If the file already has text at this position, compare instead of writing."""
         data = text.encode()
         known = min(len(data), len(self._ahead))
         if data[:known] != self._ahead[:known]:
@@ -93,7 +93,7 @@ class TextFile:
         os.lseek(self._handle, at + len(data) - known, os.SEEK_SET)
 
     def _replace_rest(self) -> None:
-        """Copy the file, then cut it at the current position, because its further text differs from the new text."""
+        """Copy the file, then truncate it at the current position, because the rest differs from the new text."""
         assert self._handle is not None
         copy = self.path.with_name(f"{self.path.name}.before")
         replace_file(copy, self.path.read_bytes(), private=False)
@@ -146,9 +146,9 @@ class Written:
 
     Attributes:
         tokens: All tokens in order: the prompt and the beginning, then headings and generated tokens.
-        given: Number of tokens in the prompt and the beginning, which the model has not written.
+        given: Number of tokens in the prompt and the beginning.
         chapters: Index in `tokens` of the first token of each heading.
-        unread: Number of tokens that were cut from the start of a beginning that is too long for the model.
+        unread: Number of tokens that were removed from the start of the beginning, if it is too long for the model.
         new_tokens: Number of generated tokens, including tokens that are only in the text file.
         complete: Finish reason if the document is complete, else "".
     """
@@ -215,7 +215,7 @@ class DocumentFolder:
 
 
 def _check_fields(value: Settings | Written) -> None:
-    """Raise ValueError unless each field has the type of its default. Convert lists of JSON to tuples if necessary."""
+    """Raise ValueError if a field does not have the type of its default. Convert JSON lists to tuples if necessary."""
     for one in fields(value):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         found = getattr(value, one.name)

@@ -1,8 +1,8 @@
 """Write a long document in turns of a session. Each turn ends at a fixed token position.
 
-The text after a turn depends only on the stored session, the settings and the seed. Two rules ensure this: the random
-numbers for a token depend on its absolute position, and each turn ends when the session has full blocks and one more
-token. If a turn is interrupted, its tokens are discarded. The next run repeats the turn and gives the same text.
+The text of a turn depends only on the stored session, the settings and the seed, because the random numbers for a token
+depend on its absolute position, and each turn ends when the session has full blocks and one more token. If a turn is
+interrupted, its tokens are discarded. The next run repeats the turn and gives the same text.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_document(
         chapter_tokens: Length of a chapter in tokens. 0 means 1000. A chapter ends at the end of a KV block, so it can
             be up to 64 tokens longer.
         system: System message, for models with a chat template.
-        folder: Session folder; by default `path` + ".session".
+        folder: Session folder. None means `path` + ".session".
         on_progress: Called after each layer of the first prefill and after each token.
 
     Raises:
@@ -197,10 +197,10 @@ class _Writer:
         return written
 
     def _all_tokens(self, saved: list[int]) -> list[int]:
-        """Return all tokens of the document: the tokens of the session, preceded by `saved` tokens that it lacks.
+        """Return all tokens of the document: the oldest tokens of `saved`, then the tokens of the session.
 
-        The session lacks the oldest tokens if it was truncated. The session and the progress are saved one after the
-        other, so one of them may be a turn ahead. Raises InputError if they do not belong together.
+        A truncated session lacks the oldest tokens. Session and progress are saved one after the other, so one of them
+        may be a turn ahead. Raises InputError if they do not belong to the same document.
         """
         history = self._session.history
         since = history.shift + history.sinks if history.shift else 0
@@ -261,10 +261,10 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _next_turn(self) -> tuple[list[int], list[int]] | None:
-        """Return the first tokens of the next turn: tokens without KV and tokens of a new heading. None at the end.
+        """Return the first tokens of the next turn: tokens without KV, and tokens of a new heading. None at the end.
 
-        The tokens without KV are the whole context for the first turn, and the last token for a later turn (none if it
-        is an end-of-text token). The progress is saved before a turn that begins the document or a chapter.
+        The tokens without KV are the whole context in the first turn. In later turns they are the last token, unless it
+        is an end-of-text token. The progress is saved before a turn that begins the document or a chapter.
         """
         written = self._written
         heading: list[int] = []
@@ -326,7 +326,7 @@ class _Writer:
         return "stop" if reason == "length" and self._text_complete else reason
 
     def _turn_length(self, added: int, replaced: int) -> int:
-        """Return the number of tokens to generate after a turn has removed `replaced` and appended `added` tokens."""
+        """Return how many tokens a turn generates that first removes `replaced` tokens and appends `added` tokens."""
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -375,6 +375,6 @@ class _Writer:
 
 
 def _to_boundary(length: int) -> int:
-    """Return the number of tokens to add to `length` tokens, so that there are full blocks and one more token."""
+    """Return how many tokens must be added to `length` tokens to get full blocks and one more token."""
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

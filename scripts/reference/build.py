@@ -27,8 +27,8 @@ def blocked_causal_attention(
     Maps query `[B, H, N, d]`, key and value `[B, Hkv, N, d]` to `[B, N, H, d]`. Equal to full causal attention up to
     rounding.
     """
-    # Used for training on a CPU, where the fused kernel of torch is slower, in particular in the backward pass. A plain
-    # product would also compute the masked half above the diagonal.
+    # On a CPU, the fused kernel of torch is slower, in particular in the backward pass. A plain product would also
+    # compute the masked half above the diagonal.
     batch, heads, n, d = query.shape
     groups = heads // key.shape[1]
     query = query * (d**-0.5 if scaling is None else scaling)
@@ -53,7 +53,7 @@ def grow(model: PreTrainedModel, shape: ReferenceShape) -> PreTrainedModel:
     unchanged.
 
     Raises:
-        ValueError: If the rest of the shape differs, or if an OPT model would have to grow.
+        ValueError: The shapes differ in more than the number of layers, or the model is an OPT model.
     """
     config, body = shape.config(), cast(Any, model).model
     same = (

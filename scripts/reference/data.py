@@ -1,8 +1,8 @@
 """Training data of the reference models: packed novels, and recall passages generated on the fly.
 
 A recall passage states facts about people, separated by text of the novels, and later asks for every fact once. A
-question repeats the wording of its statement, so that the model learns to look back rather than to rephrase
-(`paraphrase` is the exception). All data is determined by the seed; a batch needs no state.
+question repeats the wording of its statement (except in `paraphrase`), so that the model learns to look back rather
+than to rephrase. Batches depend only on the seed and the step.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Corpus:
         return self.ids[start : start + length]
 
     def sentences(self, rng: Rng, at_most: int) -> Ids:
-        """Return whole sentences with at most `at_most` tokens in total; empty if the first sentence does not fit."""
+        """Return whole sentences with at most `at_most` tokens in total. Empty if the first sentence does not fit."""
         first = int(rng.integers(len(self.starts)))
         begin = int(self.starts[first])
         last = int(np.searchsorted(self.starts, begin + at_most, side="right")) - 1
@@ -338,7 +338,7 @@ class Mixture:
 def make_batch(
     seed: int, step: int, rows: int, length: int, mixture: Mixture, corpus: Corpus, encoder: Encoder
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return ids and loss weights `[rows, length]`, determined by (seed, step), so that resuming is exact."""
+    """Return ids `[rows, length]` and loss weights `[rows, length]`. They depend only on the arguments."""
     rng = np.random.default_rng([seed, step])
     recall = int(rows * mixture.recall + rng.random())
     copies = int(rows * mixture.copy + rng.random())

@@ -46,7 +46,7 @@ def nats_by_context(
     `scored` tokens of a section are scored from its last c tokens. A scored token has c - scored to c - 1 predecessors.
 
     Raises:
-        ValueError: If the text is shorter than a section, or if a context is not longer than `scored`.
+        ValueError: The text is shorter than a section, or a context is not longer than `scored`.
     """
     longest = max(contexts)
     if len(ids) < longest or min(contexts) <= scored:
@@ -84,10 +84,7 @@ def bits_per_byte(nats: NDArray[np.float64], sizes: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one question. `right`: all answer tokens are the most probable ones.
-
-    Scores are teacher-forced, which is equivalent to greedy decoding from the prompt.
-    """
+    """Result of one question. `right` tells whether greedy decoding would generate the answer."""
 
     kind: str
     distance: int

@@ -32,9 +32,9 @@ def device_selection() -> Iterator[None]:
 
 
 def live_storages() -> dict[int, int]:
-    """Return address and bytes of all tensor storages, except those that `conftest.older_objects_apart` excluded.
+    """Return size in bytes by address of all tensor storages except those that `conftest.older_objects_apart` excluded.
 
-    A new tensor in the memory of an excluded one can make the count too high, never too low.
+    The sum may be too high, but never too low, if a new tensor reuses the memory of an excluded one.
     """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
@@ -59,7 +59,7 @@ def count(make: Callable[[], Any], host: Callable[[Any], set[int]], run: Callabl
     made = make()
     outside = host(made) | earlier.keys()
     before = sum(size for address, size in live_storages().items() if address not in outside)
-    # autograd's profiler, because torch.profiler creates a Python object for each of 100,000 operations.
+    # Not torch.profiler, which creates a Python object for each of 100,000 operations.
     with profile(profile_memory=True) as recorded:
         result = run(made)
     results: Any = recorded.kineto_results

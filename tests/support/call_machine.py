@@ -1,7 +1,7 @@
 """Test random calls of the public API against transformers' forward pass over the whole text.
 
-A truncated session has no such forward pass, because its KV was computed with tokens that are gone. Its calls are
-repeated in a separate runtime and must give the same tokens.
+There is no such forward pass for a truncated session, because its KV was computed with tokens that were removed later.
+The calls on it are repeated in a separate runtime and must give the same tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Talk:
 
     Attributes:
         log: (prompt, max_tokens, answer) of turns and (kept tokens,) of truncations, in order.
-        cut: Whether tokens of the session were dropped.
+        cut: Whether the session was truncated.
     """
 
     session: Session | None

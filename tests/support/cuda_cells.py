@@ -1,4 +1,4 @@
-"""Test cases of the CUDA path: policies with options and scenes, run on a CPU and on the simulated device."""
+"""Test cases of the CUDA path, run on a CPU and on the simulated device. A scene is a sequence of requests."""
 
 from __future__ import annotations
 
@@ -55,10 +55,7 @@ def drafted(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def growing(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Decode nine sequences that join one by one.
-
-    Three graphs are captured. Batch sizes one and two take a single, eager step each.
-    """
+    """Decode nine sequences that join one by one. Three graphs are captured; batches of one and two run eagerly."""
     return together(make(), range(30, 39), 2, {(4, 64), (8, 64), (16, 64)})
 
 
@@ -150,7 +147,7 @@ def session(make: Callable[..., LLM], folder: Path) -> Answers:
 
 
 def stored(make: Callable[..., LLM], folder: Path) -> Answers:
-    """Answer prompts of two runtimes on one store. The prefill has two segments, and begins with KV from disk."""
+    """Answer prompts with two runtimes on one store. Prefills have two segments and begin with KV from disk."""
     found = []
     for prompt in (tiny_prompt(150), tiny_prompt(150)[:140] + tiny_prompt(30, seed=1)):
         llm = make(prefill_chunk_size=64)
@@ -214,7 +211,7 @@ class Cell:
         scene: Function that runs requests on runtimes.
         options: Options of the policy.
         settings: Options of the runtime.
-        streamed: Number of layers on the device if weights are streamed. If -1, scoring keys are on the host as well.
+        streamed: Number of layers on the device if weights are streamed. -1 also moves scoring keys to the host.
         daily: Schedule that `make test` runs, if any. `make stress` runs all schedules of every case.
     """
 

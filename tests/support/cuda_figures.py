@@ -59,7 +59,7 @@ def launches_of_a_layer(name: str) -> Counter[str]:
 def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
     """Return the additional peak device memory of a decode step in bytes.
 
-    No operation runs before the host waits at the end of the step, so the host is ahead by all layers.
+    No operation runs before the host waits at the end of the step, so the host is ahead of the device by all layers.
     """
     with simulated(Lazy()) as sim:
         model = tiny_model("llama", num_hidden_layers=layers).to("cuda")

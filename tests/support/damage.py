@@ -74,7 +74,7 @@ def zero(path: Path, rng: random.Random, spread: int) -> None:
 
 
 def number(path: Path, rng: random.Random, spread: int) -> None:
-    """Write a length or an offset that no file can have."""
+    """Overwrite bytes with a length or an offset that is too large for any file."""
 
     def overwritten(data: bytearray) -> None:
         start = rng.choice((0, 8, 16, _place(data, rng, spread)))

@@ -1,4 +1,4 @@
-"""Simulate a failing file system: one call on files in a folder raises, or all calls from it on."""
+"""Simulate a failing file system: one call on files in a folder raises, or this call and all later ones."""
 
 from __future__ import annotations
 

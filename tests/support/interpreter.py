@@ -1,4 +1,4 @@
-"""Run Triton kernels in the interpreter, four times as fast by caching values that every operation recomputes."""
+"""Make Triton's interpreter four times as fast, by caching values that every operation recomputes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Count the Python calls of one decode step on a CPU: `python tests/support/step_calls.py [POLICY]`.
 
-Only functions of this project count. A crossing is a call from a function in one file to a function in another file.
-The shipped model continues a prompt of 700 tokens. The figures are means over 20 steps.
+Only functions of this project count. A crossing is a call from one file to another. The reference model continues a
+prompt of 700 tokens. The results are means over 20 steps.
 """
 
 from __future__ import annotations

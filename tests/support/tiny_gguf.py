@@ -39,7 +39,7 @@ def write_tiny_gguf(
         path: The file.
         kind: Type of its matrices, such as "Q4_1". The model that is returned is not rounded.
         architecture: "qwen2" or "llama", whose loaders change the order of rows of the file.
-        output: Whether the head is not tied to the embedding.
+        output: Whether the head has its own weights instead of those of the embedding.
         config: Changes of the configuration.
     """
     tokens = [*sorted(ByteLevel.alphabet()), "he", "Ġt", END]

@@ -22,12 +22,12 @@ def sentences(text: str) -> list[str]:
 
 
 def multivalue(**metadata: Any) -> Any:
-    """Create documents with one key that has four values. The question asks for all values."""
+    """Create documents with a key that has four values. The question asks for all values."""
     return _hidden(metadata, num_needle_v=4)
 
 
 def multiquery(**metadata: Any) -> Any:
-    """Create documents with four keys that have one value each. The question asks for all keys."""
+    """Create documents with four keys that have one value each. The question asks for all four values."""
     return _hidden(metadata, num_needle_q=4)
 
 

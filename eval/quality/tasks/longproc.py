@@ -1,7 +1,4 @@
-"""Two tasks of LongProc (arXiv 2501.05414) on local files.
-
-The outputs have about 500 tokens and are scored by rules.
-"""
+"""Two tasks of LongProc (arXiv 2501.05414) on local files, with outputs of about 500 tokens, scored by rules."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ PREFIX = "["
 
 
 def documents(records: int = 16, filler: int = 4, samples: int = 50, **metadata: Any) -> dict[str, Any]:
-    """Create `samples` documents as the split "test".
+    """Create `samples` documents with `records` records each, as the split "test".
 
-    Each has `records` records, with `filler` sentences after each record.
+    `filler` sentences follow each record.
     """
     from datasets import Dataset
 
@@ -101,7 +101,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def objects(answer: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in `answer` that are complete. They are not nested. The answer may be cut off."""
+    """Yield the complete, flat JSON objects in `answer`, which may be cut off."""
     for text in re.findall(r"\{[^{}]*\}", answer):
         try:
             yield json.loads(text)
@@ -110,5 +110,5 @@ def objects(answer: str) -> Iterator[dict[str, Any]]:
 
 
 def triples(records: Any) -> set[tuple[str, str, str]]:
-    """Return the (person, field, value) triples of `records`. A number counts as equal to its text."""
+    """Return the (person, field, value) triples of `records`, with numbers as text."""
     return {(str(r.get("name")), field, str(r.get(field))) for r in records for field in FIELDS if field in r}

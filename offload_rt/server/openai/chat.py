@@ -33,9 +33,9 @@ MAX_SEGMENTS = 1024
 
 
 class TraceEvents:
-    """Create the trace events of one request, from which the web page shows what the model attends to.
+    """Create the trace events of one request. The web page shows from them which tokens the model selects.
 
-    The first event is `head`. `next_event` returns the following ones.
+    The first event is `head`. `next_event` returns the following events.
     """
 
     def __init__(self, llm: LLM, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> None:
@@ -44,7 +44,7 @@ class TraceEvents:
         Args:
             llm: Engine of the request.
             text: Rendered prompt.
-            spans: (start, end) characters of each prompt token, or empty if unknown.
+            spans: (start, end) of each prompt token in `text`, in characters. Empty if unknown.
             tokens: Number of prompt tokens.
         """
         self._size = max(1, -(-tokens // MAX_SEGMENTS))
@@ -74,8 +74,8 @@ class TraceEvents:
     def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return the event with the changes since the last call, or None if there are none.
 
-        The entry "selected" has one count per segment of the prompt: how often its tokens were selected since the last
-        event, summed over decode steps, layers and KV heads.
+        The field "selected" has one count per segment of the prompt: the number of selections of its tokens since the
+        last event, summed over decode steps, layers and KV heads.
         """
         trace = output.trace
         if trace is None:
@@ -140,7 +140,7 @@ async def _stored(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps` while the session is locked. Store the conversation at the first step and at the end."""
+    """Lock the session and yield `steps`. Store the conversation after the first step and at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -161,7 +161,7 @@ async def _stored(
                     pieces += step.pieces if step.index == 0 else ()
                     yield step
         finally:
-            if begun:  # store the text also if the client disconnects
+            if begun:  # store the text even if the client disconnects
                 store()
 
 
@@ -217,7 +217,7 @@ async def _events(
 
 
 def _delta(piece: Piece, number: int) -> dict[str, Any]:
-    """Return the delta of a stream for `piece`. `number` is the number of tool calls before it."""
+    """Return the `delta` of a stream event for `piece`. `number` is the number of earlier tool calls."""
     if isinstance(piece, Arguments):
         return {"tool_calls": [{"index": number - 1, "function": {"arguments": piece.text}}]}
     if isinstance(piece, Content):

@@ -39,10 +39,10 @@ class _Prompt:
 
     Attributes:
         ids: Token ids of the prompt.
-        ends: Token ids that end the completion, in addition to the model's own.
+        ends: Token ids that end the completion, in addition to those of the model.
         echo: Text to return before the completion, if the client requested an echo.
-        first: Text of the first token of the prompt, if the client requested both an echo and log-probabilities. The
-            texts of the other tokens come from their log-probabilities, which the first token does not have.
+        first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The first
+            token has no log-probabilities, from which the texts of the other tokens are taken.
     """
 
     ids: list[int]
@@ -179,11 +179,11 @@ async def _one(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
-    """Merge the streams of several prompts, with `n` completions each, as their steps arrive.
+    """Merge the streams of several prompts, with `n` completions each, in the order in which their steps arrive.
 
-    In the result, completion indices and token counts refer to the whole request. An error in one stream ends all.
+    Completion indices and token counts of the result refer to the whole request. An error in one stream ends all.
     """
-    # The queue holds at most one step, so that a client that does not read costs no memory.
+    # At most one step is queued, so that steps do not accumulate if the client does not read.
     queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue(maxsize=1)
     usages: dict[int, Usage] = {}
 
@@ -231,7 +231,7 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the first fields of a response, which chat and text completions have in common."""
+    """Return the fields that begin every response of chat and text completions."""
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
@@ -252,10 +252,7 @@ MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
-    """Return the log-probabilities of new tokens in the format of chat completions.
-
-    Each token comes with its `top` most probable alternatives.
-    """
+    """Return the log-probabilities of new tokens and of `top` alternatives each, in the format of chat completions."""
     if step.logprobs is None or not step.token_ids:
         return None
     content = []

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's APIs, and their sampling parameters.
 
-A known field with a wrong type is an error. Unknown fields of a request are ignored and reported to the client (see
-`RequestBody`). Unknown fields of inner objects are ignored without a report.
+A known field with a wrong type is an error. Unknown fields are ignored. If they are at the top level of the request,
+they are also reported to the client (`RequestBody`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ UNREPORTED_FIELDS = {
 class RequestBody(Body):
     """Base class of request bodies. Unknown fields are ignored and reported to the client.
 
-    The fields in `REFUSED_FIELDS` are errors, and those in `UNREPORTED_FIELDS` are not reported.
+    Fields in `REFUSED_FIELDS` are errors. Fields in `UNREPORTED_FIELDS` are ignored without a report.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -79,7 +79,7 @@ class RequestBody(Body):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of up to ten unknown fields of the request, to be reported."""
+        """Names of unknown fields of the request to report, at most ten."""
         names = [name for name in self.model_extra or {} if name not in UNREPORTED_FIELDS | REFUSED_FIELDS.keys()]
         return [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_FIELD][:10]
 
@@ -93,7 +93,7 @@ class StreamOptions(Body):
 
 
 class StructuredBody(Body):
-    """vLLM's `structured_outputs`. A request may set at most one of the fields."""
+    """vLLM's `structured_outputs`. At most one of the fields may be set."""
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json", serialization_alias="json")] = None
     regex: str | None = None
@@ -294,7 +294,7 @@ _SAME = (
 
 
 def sampling_fields(body: Body) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a request sets, in any protocol."""
+    """Return the fields of `SamplingParams` that a request body of any protocol sets."""
     known = type(body).model_fields  # pydantic also stores unknown fields as attributes
     given = {name: value for name in _SAME if name in known and (value := getattr(body, name)) is not None}
     bias = body.logit_bias if isinstance(body, SampledBody) else None
@@ -315,7 +315,7 @@ def structured_outputs(
 
     Args:
         requested: Format in OpenAI's fields.
-        vllm: Format in vLLM's field.
+        vllm: Format in vLLM's field `structured_outputs`.
 
     Raises RefusedError or ConfigError if the format is invalid.
     """

@@ -13,7 +13,7 @@ Event = dict[str, Any]
 class Items:
     """Convert pieces of a response to output items and to the events of a stream.
 
-    Adjacent pieces of the same kind form one item. `output` contains the items that are complete.
+    Adjacent pieces of the same kind form one item. `output` contains the complete items.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Items:
         return [*found, self._event("delta", delta=text)] if text else found
 
     def close(self) -> list[Event]:
-        """Complete the item that is being written, if there is one, and return the events for this."""
+        """Complete the current item, if there is one. Return the events that report this."""
         if self._kind is None:
             return []
         item = self._item(self._text, "completed")
@@ -58,7 +58,7 @@ class Items:
         return found
 
     def _event(self, change: str, **fields: Any) -> Event:
-        """Return an event about the text of the item that is being written. `change` is "delta" or "done"."""
+        """Return an event about the text of the current item. `change` is "delta" or "done"."""
         at = {"item_id": self._id, "output_index": len(self.output)}
         if self._kind is ToolCall:
             return {"type": f"response.function_call_arguments.{change}"} | at | fields

@@ -130,7 +130,7 @@ class _Generation:
     Attributes:
         job: The rendered and tokenized conversation.
         messages: Messages of the conversation without instructions.
-        before: Engine session of the conversation that the request continues, or None for a new conversation.
+        before: Engine session of the conversation to continue, or None for a new conversation.
         continues: Whether the response continues the text of the last message.
     """
 
@@ -150,7 +150,7 @@ class _Generation:
     def _session(self, name: str) -> Iterator[str]:
         """Lock an engine session for the response `name`, and yield the session's id.
 
-        This is the session of the continued conversation, or a new one if another request is using it.
+        The session of the continued conversation is used. If another request is using it, a new session is created.
         """
         service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before
@@ -316,7 +316,7 @@ def _new_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Append the message for an input item. A tool call is added to the assistant message before it."""
+    """Append an input item as a message. A tool call is added to the preceding assistant message."""
     kind = item.get("type", "message")
     if kind == "message":
         if item.get("content") is None:

@@ -23,7 +23,7 @@ class LlamaJson(Scanner):
 
 
 class FencedJson(Scanner):
-    """Parser of JSON calls at the beginning of the response or in a code fence."""
+    """Parser of JSON tool calls at the beginning of the response or in a code fence."""
 
     tags = ("```",)
     untagged = True
@@ -44,9 +44,9 @@ FENCE, FENCE_END = "```json", "```"
 class Hermes(Scanner):
     """Parser of the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    Small models such as Qwen 2.5 1.5B often write JSON code fences instead of tags. Before the first tag, calls in
-    fences are therefore found as well. JSON in a fence may also be an example in the text. It is a call only if the
-    fence contains nothing else and the arguments fit the parameters of an offered tool.
+    Small models such as Qwen 2.5 1.5B often write a JSON code fence instead of a tag. Before the first tag, calls in
+    fences are therefore found as well. To exclude examples in the text, the fence must contain only calls, and their
+    arguments must fit the parameters of an offered tool.
     """
 
     tags: tuple[str, ...] = (CALL, FENCE)
@@ -62,12 +62,12 @@ class Hermes(Scanner):
         return found
 
     def _fenced_calls(self) -> Scan[bool]:
-        """Read the JSON calls up to the end of a fence and emit them. Emit none if anything else is in the fence."""
+        """Read the JSON calls up to the end of a fence and emit them. If the fence has other content, emit none."""
         calls: list[ToolCall] = []
         while (yield from self.peek()) == "{":
             start = self._at
             yield from self.accept("{")
-            # Other JSON is shown as it arrives: it need not be complete to see that it is not a call.
+            # JSON with another first key is not a call, so it can be returned as content immediately.
             if (yield from self.read_string()) not in ("name", "arguments", "parameters"):
                 return False
             self._at = start

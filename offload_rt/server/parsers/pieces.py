@@ -19,9 +19,9 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The beginning of a tool call, or a complete one.
+    """A tool call, complete or only its beginning.
 
-    `arguments` is JSON text. In a stream, `Arguments` pieces with the rest of the JSON text may follow.
+    `arguments` is JSON text. In a stream, `Arguments` pieces with the rest of the text may follow.
     """
 
     name: str
@@ -44,8 +44,8 @@ Tools = Mapping[str, Mapping[str, Any]]
 class Parser(Protocol):
     """Interface of parsers, which split a streamed response into pieces.
 
-    The pieces do not depend on how the text is split into `push` calls, apart from where content is split. Text that
-    may be the start of a tag is held back until the next text shows whether it is.
+    Text that may be the beginning of a tag is held back until more text has arrived. The joined pieces therefore do not
+    depend on how the text is split into `push` calls.
     """
 
     def push(self, text: str) -> list[Piece]:
@@ -53,7 +53,7 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the text that is still held back, as pieces, at the end of the response."""
+        """Return the text that is still held back, as pieces. Call this at the end of the response."""
         ...
 
 
@@ -115,7 +115,7 @@ def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> s
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merge adjacent content pieces and adjacent reasoning pieces, and each tool call with its further arguments."""
+    """Merge adjacent pieces of the same kind, and each `ToolCall` with the `Arguments` after it."""
     groups: list[tuple[Piece, list[str]]] = []
     for piece in pieces:
         text = piece.arguments if isinstance(piece, ToolCall) else piece.text

@@ -21,7 +21,7 @@ class Think:
         self._inside = inside
         self._text = ""
         self._begun = False  # whether a piece has been returned
-        self._fresh = inside  # whether only whitespace has followed the last tag; it is dropped
+        self._fresh = inside  # whether only whitespace, which is dropped, has followed the last tag
 
     def push(self, text: str) -> list[Piece]:
         self._text += text
@@ -74,7 +74,8 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 class Harmony(Scanner):
     """Parser of harmony, the format of gpt-oss: `<|channel|>CHANNEL<|message|>TEXT<|end|>`.
 
-    `analysis` is reasoning. A message to an offered function is a tool call. All other messages are content.
+    Messages in the channel `analysis` are reasoning. Messages to an offered function are tool calls. All others are
+    content.
     """
 
     marks = ((CHANNEL, MESSAGE),)

@@ -26,7 +26,7 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 class Brackets:
     """Find the closing bracket of a text that begins with a bracket and arrives in parts.
 
-    Brackets inside strings are ignored. `done` is set at the matching closing bracket, `failed` at a wrong bracket.
+    Brackets inside strings are ignored. The closing bracket sets `done`. A bracket that does not match sets `failed`.
 
     Args:
         quotes: Characters that begin and end a string.
@@ -67,7 +67,7 @@ class Brackets:
         elif self._open and self._open[-1] == character:
             self._open.pop()
             self.done = not self._open
-        else:  # a wrong bracket, or "<", which begins a tag
+        else:  # a bracket that does not match, or "<", which begins a tag
             self.failed = True
         return not self.failed
 
@@ -75,10 +75,10 @@ class Brackets:
 class Scanner:
     """Parser of a tool format. Subclasses implement `read_calls`, with the reading methods of this class.
 
-    The reading methods never decide on incomplete text: they wait for more text or for the end of the response. The
-    pieces therefore do not depend on how the text is split. A call is returned as soon as the name of an offered tool
-    and the start of its arguments have arrived; then its arguments are streamed. All other text is content. Whitespace
-    next to calls is dropped.
+    The reading methods wait until the text is complete enough to decide, or until the response ends. The pieces
+    therefore do not depend on how the text is split. A call is emitted as soon as the name of an offered tool and the
+    start of its arguments have arrived. The rest of the arguments is then streamed. All other text is content.
+    Whitespace next to calls is dropped.
     """
 
     tags: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Scanner:
         self._text, self._at, self._ended = "", 0, False
         self._mark = 0  # position of the last opening tag
         self._space = ""  # whitespace before this tag
-        self._called = False  # whether the last piece was a call; whitespace after a call is dropped
+        self._called = False  # whether the last piece was a call, so that whitespace is dropped
         self._found: list[Piece] = []
         self._running = self.parse()
 
@@ -111,7 +111,7 @@ class Scanner:
     def read_calls(self, tag: str) -> Scan[bool]:
         """Read and emit the calls after `tag`, which is "" at the beginning of the response.
 
-        If the text is not a call of an offered tool, return False. The tag and the text are then content.
+        Return False if the text is not a call of an offered tool. The tag and the text are then content.
         """
         raise NotImplementedError
 
@@ -208,10 +208,10 @@ class Scanner:
         Args:
             emit: Receives the text in parts.
             tags: The text ends at any of these tags.
-            held: Characters that are not passed to `emit` if the text ends with them, such as a newline before the tag.
+            held: Characters that are not passed to `emit` if they directly precede the tag, such as newlines.
 
         Returns:
-            The tag ("" at the end of the response), and the characters at the end of the text that were not emitted.
+            The tag ("" at the end of the response), and the characters before it that were not passed to `emit`.
         """
         while True:
             rest = self._text[self._at :]
@@ -269,10 +269,9 @@ class Scanner:
         yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
-        """Read `{"name": …, "arguments": {…}}`. Return whether this is a call of an offered tool.
+        """Read and emit the call `{"name": …, "arguments": {…}}`. Return False if it is not a call of an offered tool.
 
-        If it is none, keep the position in the text. If the keys have another order, the call is emitted only when it
-        is complete.
+        The position in the text then stays. If the keys have another order, the call is emitted when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False
@@ -293,7 +292,7 @@ class Scanner:
         return True
 
     def read_call(self) -> Scan[ToolCall | None]:
-        """Read the whole JSON object that follows. Return its call, or None if it is not a call of an offered tool."""
+        """Read the whole JSON object that follows. Return it as a call, or None if it is no call of an offered tool."""
         parts: list[str] = []
         complete = yield from self.stream_brackets(parts.append)
         return _described_call(_json("".join(parts)), self.tools) if complete else None
@@ -311,7 +310,7 @@ class Scanner:
         return str(name) if (yield from self.peek()) == "{" else ""
 
     def json_calls(self) -> Scan[bool]:
-        """Read a list of JSON calls, or JSON calls separated by semicolons, commas or whitespace.
+        """Read a JSON list of calls, or calls separated by semicolons, commas or whitespace.
 
         Return whether there was at least one call.
         """
@@ -340,7 +339,7 @@ def _json(text: str) -> Any:
 
 
 def _described_call(value: Any, tools: Tools) -> ToolCall | None:
-    """Return the call that the JSON value describes, or None if it is not a call of an offered tool."""
+    """Convert a JSON value to a call. Return None if it is not a call of an offered tool."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in tools:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -101,10 +101,7 @@ class Glm(XmlCalls):
 
 
 def _value(text: str, kind: Any) -> str:
-    """Return a parameter that is not declared as a string as JSON.
-
-    Text that is not valid JSON becomes a JSON string.
-    """
+    """Return the value of a parameter as JSON text. Text that is not valid JSON becomes a JSON string."""
     text = text.strip(WHITESPACE)
     named = {"True": "true", "False": "false", "None": "null"}
     try:

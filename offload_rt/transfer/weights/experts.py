@@ -1,12 +1,12 @@
 """Offloading of mixture-of-experts weights that do not fit in device memory.
 
 All experts are in host memory. Each layer keeps its most recently used experts in slots on the device. If the router
-chooses other experts, they are copied to the device. The experts module of transformers computes the result. It gets
-the weights in the slots, and slot indices in place of expert indices.
+chooses other experts, they are copied to the device. The experts module of transformers then computes with the weights
+in the slots, and gets slot indices in place of expert indices.
 
-Experts are copied after the router has chosen them. The choice could be predicted one layer ahead, but copying an
-expert takes many times longer than computing a layer. A correct prediction would therefore save at most the time of one
-layer, and a wrong prediction would delay other transfers by a whole expert.
+The choice of experts is not predicted one layer ahead, because copying an expert takes many times longer than computing
+a layer. A correct prediction would save at most the time of one layer, and a wrong one would delay other transfers by a
+whole expert.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from ...models.weights import aligned, experts_of
 class ExpertCache(nn.Module):
     """Device cache for the experts of one layer.
 
-    Each parameter of the E experts is `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
-    The cache takes the place of the experts module of transformers and calls this module with the slots as its
-    parameters.
+    It replaces the experts module of transformers, and calls it with the slots as its parameters. Each parameter of the
+    E experts has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
     """
 
     def __init__(self, experts: Any, slots: int, device: torch.device) -> None:
-        """Move the parameters of `experts` from host memory to the host memory of the cache.
+        """Move the parameters of the module `experts` to the host memory of the cache.
 
         Raises:
             MemoryLimitError: The host memory cannot be allocated.
@@ -55,7 +54,7 @@ class ExpertCache(nn.Module):
             self._there.append(own.new_empty((self.slots, *own.shape[1:]), device=device))
             weight.data = self._there[-1]
         experts.num_experts = self.slots
-        # In a tuple, so that it is no submodule: its parameters are device slots, not the layer's weights.
+        # The tuple hides the module from torch, because its parameters are device slots, not the layer's weights.
         self._module = (experts,)
         self._held: list[int | None] = [None] * self.slots
         self._used = [0] * self.slots
@@ -74,9 +73,12 @@ class ExpertCache(nn.Module):
         return sum(there.nbytes for there in self._there)
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Apply the chosen experts to `hidden` `[T, D]` and return the weighted sum of their outputs, `[T, D]`.
+        """Return the weighted sum of the outputs of the chosen experts, `[T, D]`.
 
-        `index` `[T, k]` has the experts that each token's router has chosen, and `weights` `[T, k]` their weights.
+        Args:
+            hidden: Hidden states `[T, D]`.
+            index: Experts that the router has chosen for each token, `[T, k]`.
+            weights: Weights of these experts, `[T, k]`.
         """
         choices = index.cpu()
         chosen = choices.unique().tolist()
@@ -91,7 +93,7 @@ class ExpertCache(nn.Module):
     def _in_turns(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Compute `forward` in several turns, because more experts are chosen than there are slots.
+        """Compute `forward` for more experts than there are slots, one group of experts at a time.
 
         Each expert is copied at most once. The outputs of all experts are kept until they are summed.
         """
@@ -112,9 +114,9 @@ class ExpertCache(nn.Module):
             yield ordered[first : first + self.slots]
 
     def _bring(self, experts: Sequence[int]) -> torch.Tensor:
-        """Copy up to `slots` experts to the device in the compute stream. They replace the least recently used experts.
+        """Copy up to `slots` experts to the device, in place of the least recently used ones, in the compute stream.
 
-        Return the slot of each expert, int64 `[E]` on the host; -1 for all experts that are not in `experts`.
+        Return the slot of each expert, int64 `[E]` on the host. It is -1 for experts that are not in `experts`.
         """
         self._now += 1
         free = sorted((slot for slot, held in enumerate(self._held) if held not in experts), key=self._used.__getitem__)
@@ -131,7 +133,7 @@ class ExpertCache(nn.Module):
         return found
 
     def check_integrity(self) -> None:
-        """Assert that each slot has the weights of its expert and that transformers' module uses the slots."""
+        """Assert that each slot contains the weights of its expert and that the experts module uses the slots."""
         held = [expert for expert in self._held if expert is not None]
         assert len(set(held)) == len(held) and max(self._used) <= self._now
         for weight, own, there in zip(self._module[0].parameters(), self._host, self._there, strict=True):

@@ -14,9 +14,9 @@ class WeightUse:
     """Transfer counters of offloaded weights.
 
     Attributes:
-        bytes: Bytes of streamed layers, experts and embedding rows copied to the device.
-        chosen: Number of experts chosen, summed over layers and steps.
-        found: Number of chosen experts that were on the device.
+        bytes: Size in bytes of the weights copied to the device: streamed layers, experts and embedding rows.
+        chosen: Number of experts that routers have chosen, summed over layers and steps.
+        found: Number of chosen experts that were already on the device.
     """
 
     bytes: int = 0
@@ -24,7 +24,7 @@ class WeightUse:
     found: int = 0
 
     def since(self, before: WeightUse) -> WeightUse:
-        """Return the differences between these counters and the earlier counters `before`."""
+        """Return these counters minus the earlier counters `before`."""
         return WeightUse(self.bytes - before.bytes, self.chosen - before.chosen, self.found - before.found)
 
     def __add__(self, other: WeightUse) -> WeightUse:
@@ -36,7 +36,7 @@ NOTHING_USED = WeightUse()
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Offloaded weights of a model: streamed layers, experts and the embedding. Any of the three may be missing."""
+    """Offloaded weights of a model: streamed layers, experts and the embedding, each of them optional."""
 
     stream: WeightStream | None = None
     experts: tuple[ExpertCache, ...] = ()

@@ -1,8 +1,7 @@
 """Streaming of decoder layers whose weights do not fit in device memory.
 
-The weights of streamed layers are in host memory. They are copied to the device one layer ahead. (In the paper, OPT-30B
-on a 24 GB card has 30 % of its weights in host memory.) Each decode step and each prefill copies these weights once.
-Neither can be faster than this copy.
+The weights of streamed layers are in host memory and are copied to the device one layer ahead. Each decode step and
+each prefill copies all of them once, so neither can be faster than this copy.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class WeightStream:
     block.
 
     A block is copied after all compute work queued so far, so no pending work reads the overwritten buffer. The compute
-    stream waits for the copy when the layer is first used. A call of `begin(l)` means that the work of all layers
-    before l has been queued, so that their buffers can be reused.
+    stream waits for the copy when the layer is first used. Call `begin(l)` after the work of all layers before l has
+    been queued. Their buffers are then reused.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, stream: Stream
     ) -> None:
-        """Move the parameters of each layer in `streamed` into one host block, one layer at a time.
+        """Move the parameters of each layer in `streamed` into a host block of the layer.
 
         All parameters must be in host memory.
 
@@ -94,7 +93,7 @@ class WeightStream:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
-        """Start copying `layer` into a buffer that is empty or has a layer that is not in `keep`."""
+        """Start copying `layer` into a buffer that is empty or contains a layer that is not in `keep`."""
         slot = next(slot for slot, held in enumerate(self._held) if held is None or held not in keep)
         if (before := self._held[slot]) is not None:
             self._blocks[before].look_at(None)
@@ -107,7 +106,7 @@ class WeightStream:
         self.bytes += block.bytes
 
     def check_integrity(self) -> None:
-        """Assert that every parameter is a view of the memory where its layer currently is."""
+        """Assert that the parameters of each layer are views of its buffer, or of host memory if it has none."""
         held = [layer for layer in self._held if layer is not None]
         assert len(set(held)) == len(held)
         for layer, block in self._blocks.items():
@@ -161,9 +160,8 @@ class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
     `qkv` and `key_value` are only called for the current layer, so they call `WeightStream.begin`. `query` and
-    `attention_input` are also called for the next layer, to predict its query, so they do not call it. The weights of
-    `embed` and `logits` are always on the device, and `rotate_keys` reads no weights. The stream uses indices of
-    decoder layers, including layers without attention.
+    `attention_input` are also called for the next layer, to predict its query, so they only call `WeightStream.use`.
+    Layer indices of the stream count all decoder layers, including layers without attention.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:

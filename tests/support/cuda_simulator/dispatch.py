@@ -1,8 +1,8 @@
 """Queue torch operations on device tensors in streams.
 
 Views are created immediately. For all other operations, meta tensors determine the shape of the output, which is
-allocated with poison. The operation is queued in the current stream and later runs on the host, on host views of the
-same memory that do not keep it alive. Host and device tensors cannot be mixed, except for host scalars.
+allocated with poison. The operation is queued in the current stream. It runs later on the host, with host views that do
+not keep the memory alive. Host and device tensors cannot be mixed, except for host scalars.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Device memory with a caching allocator, and page-locked host memory.
 
-Freed blocks are poisoned in stream order, with NaN in floats and a large number in integers. A block returns to the
-stream of its allocation, after the pending work of the streams named by `record_stream`. It is reused by the same
-stream and for the same size once it is poisoned, so that a reader that did not wait never finds correct old values.
+Freed blocks are poisoned in stream order, with NaN in floats and a large number in integers. A freed block returns to
+the stream of its allocation, after the pending work of the streams passed to `record_stream`. It is reused only after
+poisoning, by the same stream and for the same size, so that a reader that did not wait never finds correct old values.
 """
 
 from __future__ import annotations
