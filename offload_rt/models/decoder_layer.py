@@ -73,9 +73,11 @@ class DecoderLayer:
         self._shared_mlp = None if shared is self._mlp else shared
         # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
+        self._experts_beside = ExpertsBesideMlp(module) if ExpertsBesideMlp.found_in(module) else None
+        beside = () if self._experts_beside is None else ExpertsBesideMlp.MODULES
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
-        own = {name for name, child in module.named_children() if any(child is each for each in used)}
-        present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")}
+        own = {name for name, child in module.named_children() if any(child is each for each in used)} | {*beside}
+        present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")} - own
         norms = next((n for n in _PLACEMENTS if present == _names(n)), None)
         if norms is None:
             raise ModelError(
@@ -95,6 +97,7 @@ class DecoderLayer:
         self._attention_multiplier = float(getattr(module, "attn_out_multiplier", 1.0))
         self._mixer_multiplier = float(getattr(module, "ssm_out_multiplier", 1.0))
         self.of_experts = hasattr(self._mlp, "experts")
+        self._scaled_by: Any = module if hasattr(module, "layer_scalar") else None  # Gemma 4
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input `[T, D]` of the q, k and v projections, computed from the layer's input `[T, D]`."""
@@ -117,13 +120,18 @@ class DecoderLayer:
 
     def mlp(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after its attention."""
-        return residual if self._parallel or self._mlp is None else residual + self._run_mlp(residual)
+        if self._parallel or self._mlp is None:
+            return residual
+        out = residual + self._run_mlp(residual)
+        return out if self._scaled_by is None else out * self._scaled_by.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output of the MLP that is added to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
-            return self._scaled(self._after_mlp(self._mlp(normed)))
+            out = self._mlp(normed)
+            out = out if self._experts_beside is None else self._experts_beside.add(out, x)
+            return self._scaled(self._after_mlp(out))
         # A mixture of experts needs an input `[1, T, D]` and may also return router scores.
         out = self._mlp(normed[None])
         mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
@@ -133,6 +141,30 @@ class DecoderLayer:
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x if self._multiplier == 1 else x * self._multiplier
+
+
+class ExpertsBesideMlp:
+    """Experts of a layer that run beside its dense MLP, with their own norms and router (Gemma 4)."""
+
+    MODULES = (
+        "router", "experts", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
+        "post_feedforward_layernorm_2",
+    )  # fmt: skip
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @classmethod
+    def found_in(cls, module: Any) -> bool:
+        return all(hasattr(module, name) for name in cls.MODULES)
+
+    def add(self, mlp: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the sum `[T, D]` of the MLP's output `mlp` and the output of the experts, each after its norm."""
+        layer = self._module  # its experts may be replaced later (`transfer.weights.experts`)
+        _, weights, chosen = layer.router(residual)
+        experts = layer.experts(layer.pre_feedforward_layernorm_2(residual), chosen, weights)
+        mixed: torch.Tensor = layer.post_feedforward_layernorm_1(mlp) + layer.post_feedforward_layernorm_2(experts)
+        return mixed
 
 
 def _names(norms: Norms) -> set[str]:
@@ -172,7 +204,7 @@ class Projections:
     """Projections of one layer. Queries, keys and values are `[heads, T, d]`, before rotation.
 
     If keys and values have different widths, d is the larger width, and the narrower vectors are padded with zeros.
-    Zeros do not change scores, and `output` removes them from attention outputs.
+    Zeros do not change scores, and `output` removes them from attention outputs. `widen` makes d larger.
 
     Some models multiply attention outputs by an output gate before the output projection. The gate is computed by
     `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
@@ -192,6 +224,7 @@ class Projections:
         used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
         self._gate: nn.Module | None = getattr(attention, "g_proj", None)
         self._key_multiplier = float(getattr(attention, "key_multiplier", 1.0))
+        self._value_multiplier = float(getattr(attention, "v_scale", 1.0))
         self.gated_queries = False
         if hasattr(attention, "q_proj"):
             self._q, self._k, self._v = attention.q_proj, attention.k_proj, attention.v_proj
@@ -210,16 +243,22 @@ class Projections:
             )
         self._query_norm = self._norm(attention, ("q_norm", "q_layernorm"), heads, used)
         self._key_norm = self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used)
+        self._value_norm = self._norm(attention, ("v_norm",), kv_heads, used)
         self._norm_after_rotation: Callable[[torch.Tensor], torch.Tensor] | None = getattr(attention, "qk_norm", None)
         refuse_unused(attention, used)
         self._check_widths(attention)
+
+    def widen(self, head_dim: int) -> None:
+        """Pad queries, keys and values with zeros to `head_dim`."""
+        assert head_dim >= self.head_dim
+        self.head_dim = head_dim
 
     def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q `[H, T, d]`, k and v `[Hkv, T, d]`, computed from attention inputs `[T, D]`."""
         if self._split is None:
             return self.query(x), *self.key_value(x)
         q, k, v = self._split(self._q(x))
-        return self._wide(self._query_norm(q)), self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
+        return self._wide(self._query_norm(q)), self._wide(self._key_norm(k)), self._value(v)
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
         """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
@@ -245,9 +284,15 @@ class Projections:
         if self._split is not None:
             _, k, v = self._split(self._q(x))
         else:
-            k, v = (each(x).view(len(x), self.kv_heads, -1) for each in (self._k, self._v))
+            k = self._k(x).view(len(x), self.kv_heads, -1)
+            v = k if self._v is None else self._v(x).view(len(x), self.kv_heads, -1)
         k = k if self._key_multiplier == 1 else k * self._key_multiplier
-        return self._wide(self._key_norm(k)), self._wide(v.transpose(0, 1))
+        return self._wide(self._key_norm(k)), self._value(v)
+
+    def _value(self, v: torch.Tensor) -> torch.Tensor:
+        """Return v `[Hkv, T, d]`, computed from projected values `[T, Hkv, width]`."""
+        v = v if self._value_multiplier == 1 else v * self._value_multiplier
+        return self._wide(self._value_norm(v))
 
     def normed_after_rotation(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply Llama 4's norm after the rotation, if any. It has no weight, so it commutes with later rotations."""
@@ -257,7 +302,7 @@ class Projections:
         """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
-        if self._value_dim < self.head_dim:
+        if self._value_dim < attended.shape[-1] // self.heads:
             attended = attended.view(len(attended), self.heads, -1)[..., : self._value_dim].flatten(1)
         out: torch.Tensor = self._output(attended)
         return out
@@ -290,7 +335,7 @@ class Projections:
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None
-        if shape == (self._key_dim,):
+        if shape == (self._key_dim,) or getattr(module, "with_scale", True) is False:
             return lambda rows: module(rows.transpose(0, 1))
         if shape == (heads * self._key_dim,):
             return lambda rows: module(rows.flatten(1)).view_as(rows).transpose(0, 1)
@@ -310,8 +355,8 @@ class Projections:
             width = getattr(getattr(attention, name, None), "out_features", heads * dim)
             if width != heads * dim:
                 raise ModelError(
-                    f"{type(attention).__name__}.{name} has {width} outputs; expected {heads} heads of {dim}, because "
-                    "all layers must have the number and width of heads in the configuration",
+                    f"{type(attention).__name__}.{name} has {width} outputs; expected {heads} heads of {dim}, which "
+                    "are the number and width of heads in the configuration",
                     reason="heads",
                 )
 

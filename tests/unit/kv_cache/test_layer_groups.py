@@ -24,7 +24,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
-from offload_rt.storage.saver import layer_block
+from offload_rt.storage.saver import place_block
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -297,9 +297,9 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
-        return layer_block(*args)
+        return place_block(*args)
 
-    monkeypatch.setattr("offload_rt.storage.saver.layer_block", slow)
+    monkeypatch.setattr("offload_rt.storage.saver.place_block", slow)
     session = make("half slide").session("s", tmp_path)
     for turn in ([1, 2, 3], [4, 5], [6]):
         answer(session, turn, count=4)

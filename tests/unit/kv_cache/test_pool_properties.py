@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         shape = geometry(self.windows)
         groups = LayerGroups.from_geometry(shape)
-        limit = self.blocks * groups.layers * shape.kv_bytes(BLOCK_SIZE, torch.float32) // shape.layers
+        limit = self.blocks * groups.layers * BLOCK_SIZE * shape.full_rows.bytes(torch.float32)
         self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * BLOCK_SIZE)
         self.groups = self.pool.groups
         self.live: list[Model] = []
