@@ -24,7 +24,7 @@ from quality_tables import (
     texts,
 )
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, disk, drafts, intel, lengths, others, selecting
+from speed_tables import DYNAMIC, cpu_kernels, disk, drafts, intel, intel_threads, lengths, others, selecting
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -63,7 +63,7 @@ def readme() -> str:
 
 TABLES: Sequence[Callable[[], str]] = (
     perplexity, divergence, texts, ruler, questions, needles, formats, ablation, reference,
-    others, lengths, intel, selecting, drafts, disk,
+    others, lengths, intel, intel_threads, cpu_kernels, selecting, drafts, disk,
     gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200, h200_prefill, h200_trained,
 )  # fmt: skip
 

@@ -56,13 +56,48 @@ def selecting() -> str:
 
 def intel() -> str:
     """Time per token compared with transformers on an Intel processor, with all its instructions and with AVX2."""
+    measured = (
+        ("SmolLM2-135M", "native", "AVX512-BF16, AMX"),
+        ("SmolLM2-135M", "avx2", "AVX2"),
+        ("Qwen2.5-Coder-0.5B", "qwen", "AVX512-BF16, AMX"),
+        ("Qwen2.5-Coder-0.5B", "qwen_16k", "AVX512-BF16, AMX"),
+    )
     rows = []
-    for level, label in (("native", "AVX512-BF16, AMX"), ("avx2", "AVX2")):
-        for row in load(f"cpu/intel/{level}/real_speed"):
+    for model, folder, level in measured:
+        for row in load(f"cpu/intel/{folder}/real_speed"):
             cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", row["quarters"], f"{row['step_ratio']:.1f}"]
-            rows.append([label, f"{row['context']:,}", _runtime(row["runtime"]), *cells])
+            rows.append([model, level, f"{row['context']:,}", _runtime(row["runtime"]), *cells])
     head = ("prompt, s", "ms per token", "quartiles", "times as fast as `DynamicCache`")
-    return table(("instructions", "context", "runtime", *head), rows)
+    return table(("model", "instructions", "context", "runtime", *head), rows)
+
+
+def intel_threads() -> str:
+    """Wall time per token on an Intel processor by number of threads, on an idle machine and beside a busy process."""
+    rows = []
+    for name in ("smollm2", "qwen"):
+        found: dict[tuple[float, int], dict[str, float]] = {}
+        for row in load(f"cpu/intel/threads_{name}/threads"):
+            found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
+        for (busy, threads), times in found.items():
+            ratios = (times["infinigen"] / times["full"], times["infinigen"] / found[busy, 1]["infinigen"])
+            cells = [f"{times[policy]:.0f}" for policy in ("full", "infinigen", "auto")]
+            rows.append([NAMES[name], f"{busy:.0%}", str(threads), *cells, *(f"{ratio:.2f}" for ratio in ratios)])
+    head = ("`full`", "`infinigen`", "`auto`", "`infinigen` / `full`", "`infinigen`: relative to one thread")
+    return table(("model", "other process uses", "threads", *head), rows)
+
+
+def cpu_kernels() -> str:
+    """Time of the C kernels of a decode step relative to their lower bound, by instruction set level."""
+    found: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in load("cpu/intel/kernels/cpu_kernels"):
+        if row["tokens"] in (8192, 131072) and not row["kernel"].startswith("prefill"):
+            found.setdefault((row["kernel"], row["tokens"]), {})[row["level"]] = row
+    levels = ("scalar", "avx2", "avx512", "avx512_bf16")
+    rows = [
+        [kernel, f"{tokens:,}", *(f"{by[level]['us']:,.0f} ({by[level]['times_floor']:.1f})" for level in levels)]
+        for (kernel, tokens), by in found.items()
+    ]
+    return table(("kernel", "tokens", *levels), rows)
 
 
 def drafts() -> str:
