@@ -256,6 +256,16 @@ RUNS: dict[str, Architecture] = {
         _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
         "language model: Gemma 3's, tied head",
     ),
+    "gemma4_multimodal": Architecture(
+        "Gemma4",
+        _multimodal(
+            _GEMMA4 | {"final_logit_softcapping": 5.0, "use_bidirectional_attention": "vision", "pad_token_id": 0},
+            _SIGHT | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
+            audio_config=None,
+            **{f"{kind}_token_id": VOCAB for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")},
+        ),
+        "language model: Gemma 4's",
+    ),
     "llava": Architecture(
         "Llava",
         _multimodal(
