@@ -20,17 +20,16 @@ from torch import nn
 from ..core import ModelGeometry, RowShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
-from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
+from .decoder_layer import DecoderLayer, Projections, Rotate, first_of, refuse_unused
+from .latent_attention import LatentProjections, is_latent
 from .multimodal import text_config, text_decoder
 from .recurrent import RecurrentState, Stage, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent
-from .weights import attention_layers, attention_of, decoder_layers
+from .weights import attention_layers, decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm", "norm_f")
 
 _ROTARY = ("rotary_emb", "pos_emb")
-
-_LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -90,7 +89,7 @@ class DecoderAdapter(ModelAdapter):
         self._logit_factor = _logit_factor(model.config) * float(getattr(decoder, "lm_head_multiplier", 1.0))
         capped_by = config if type(model).__name__ in _CAPPED_AS_TEXT else model.config
         self._logit_cap: float | None = getattr(capped_by, "final_logit_softcapping", None)
-        self._projections = [Projections(attention, *_heads(config, attention)) for attention in attentions]
+        self._projections = [_projections(config, attention) for attention in attentions]
         windows = _windows(config, decoder, at)
         full_rows, window_rows = _row_shapes(type(model).__name__, self._projections, windows)
         self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
@@ -160,33 +159,34 @@ class DecoderAdapter(ModelAdapter):
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         projections = self._projections[layer]
+        rotate = self._rotation(layer, positions)
         if projections.gated and self._gates is not None:
-            q, self._gates[layer] = projections.query_and_gate(attention_input)
-            k, v = projections.key_value(attention_input)
+            q, self._gates[layer] = projections.query_and_gate(attention_input, rotate)
+            k, v = projections.key_value(attention_input, rotate)
         else:
-            q, k, v = projections.qkv(attention_input)
-        return self._turned_query(layer, q, positions), self._turned(layer, k, positions), v
+            q, k, v = projections.qkv(attention_input, rotate)
+        return self._sharpened(layer, q, positions), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
+        q = self._projections[layer].query(attention_input, self._rotation(layer, positions))
+        return self._sharpened(layer, q, positions)
 
-    def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys `[heads, T, d]` to their positions. Apply the norm after the rotation, if any."""
-        return self._projections[layer].normed_after_rotation(self._rotary.rotate(layer, x, positions))
+    def _rotation(self, layer: int, positions: torch.Tensor) -> Rotate:
+        """Return a function that rotates queries or keys `[heads, T, d]` of a layer to `positions` `[T]`."""
+        return lambda rows: self._rotary.rotate(layer, rows, positions)
 
-    def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate q `[H, T, d]` to its positions. Apply attention temperature scaling, if the layer has it."""
-        turned, temperature = self._turned(layer, q, positions), self._temperatures[layer]
-        return turned if temperature is None else turned * temperature.at(positions).to(q.dtype)[:, None]
+    def _sharpened(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply attention temperature scaling to q `[H, T, d]`, if the layer has it."""
+        temperature = self._temperatures[layer]
+        return q if temperature is None else q * temperature.at(positions).to(q.dtype)[:, None]
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self._projections[layer].key_value(attention_input)
-        return self._turned(layer, k, positions), v
+        return self._projections[layer].key_value(attention_input, self._rotation(layer, positions))
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        return self._rotary.rotate_by(layer, k, offset)
+        return self._projections[layer].rotate_cached(k, lambda rows: self._rotary.rotate_by(layer, rows, offset))
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         return self._sinks[layer]
@@ -201,7 +201,8 @@ class DecoderAdapter(ModelAdapter):
             return None
         if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
             return known  # In a decode step, `qkv` has already computed the gate.
-        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden))[1]
+        # The query is not used, so it need not be rotated.
+        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), lambda rows: rows)[1]
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         return self._layers[layer].mlp(residual)
@@ -239,13 +240,6 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
             "(hidden_size_per_layer_input, num_kv_shared_layers), which is not supported",
             reason="per_layer_inputs",
         )
-    latent = [i for i in at if any(hasattr(attention_of(layers[i]), each) for each in _LATENT)]
-    if latent:
-        raise ModelError(
-            f"{len(latent)} of the {len(layers)} layers of {name} use multi-head latent attention, which does not "
-            "cache keys and values per head and is not supported; see 'Supported models' in the documentation",
-            reason="latent_attention",
-        )
     rotary = _rotary_module(decoder)
     # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.
     if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
@@ -265,6 +259,11 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
             f"{name} has {len(layers)} decoder layers; its configuration has {config.num_hidden_layers}",
             reason="modules",
         )
+
+
+def _projections(config: Any, attention: Any) -> Projections | LatentProjections:
+    """Return the projections of an attention module."""
+    return LatentProjections(attention) if is_latent(attention) else Projections(attention, *_heads(config, attention))
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:
@@ -288,7 +287,7 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 
 
 def _row_shapes(
-    name: str, projections: list[Projections], windows: tuple[int | None, ...]
+    name: str, projections: Sequence[Projections | LatentProjections], windows: tuple[int | None, ...]
 ) -> tuple[RowShape, RowShape | None]:
     """Return the row shape of full-attention layers, and that of sliding-window layers if it differs (else None).
 
@@ -312,6 +311,7 @@ def _row_shapes(
         widest = max(full.head_dim, window.head_dim)
         full, window = replace(full, head_dim=widest), replace(window, head_dim=widest)
         for own in projections:
+            assert isinstance(own, Projections), "latent attention has no sliding windows"
             own.widen(widest)
     return full, (window if window != full else None)
 

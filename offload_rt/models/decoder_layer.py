@@ -92,7 +92,8 @@ class DecoderLayer:
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))
         if self._parallel and norms.before_mlp is None:
             self._before_mlp = self._before_attention
-        self._multiplier = float(getattr(module, "residual_multiplier", 1.0))
+        # MiniCPM3 calls the multiplier `residual_scale`.
+        self._multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
         self.input_multiplier = float(getattr(module, "attention_in_multiplier", 1.0))
         self._attention_multiplier = float(getattr(module, "attn_out_multiplier", 1.0))
         self._mixer_multiplier = float(getattr(module, "ssm_out_multiplier", 1.0))
@@ -199,9 +200,12 @@ def _is_llama_norm(module: nn.Module) -> bool:
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
+Rotate = Callable[[torch.Tensor], torch.Tensor]
+"""A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
+
 
 class Projections:
-    """Projections of one layer. Queries, keys and values are `[heads, T, d]`, before rotation.
+    """Projections of one layer. Queries, keys and values are `[heads, T, d]`. Queries and keys are rotated.
 
     If keys and values have different widths, d is the larger width, and the narrower vectors are padded with zeros.
     Zeros do not change scores, and `output` removes them from attention outputs. `widen` makes d larger.
@@ -253,33 +257,34 @@ class Projections:
         assert head_dim >= self.head_dim
         self.head_dim = head_dim
 
-    def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q `[H, T, d]`, k and v `[Hkv, T, d]`, computed from attention inputs `[T, D]`."""
         if self._split is None:
-            return self.query(x), *self.key_value(x)
+            return self.query(x, rotate), *self.key_value(x, rotate)
         q, k, v = self._split(self._q(x))
-        return self._wide(self._query_norm(q)), self._wide(self._key_norm(k)), self._value(v)
+        q, k = self._turned(self._query_norm(q), rotate), self._turned(self._key_norm(k), rotate)
+        return q, k, self._value(v)
 
-    def query(self, x: torch.Tensor) -> torch.Tensor:
+    def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
         if self._split is not None:
-            return self._wide(self._query_norm(self._split(self._q(x))[0]))
+            return self._turned(self._query_norm(self._split(self._q(x))[0]), rotate)
         rows = self._q(x).view(len(x), self.heads, -1)
-        return self._wide(self._query_norm(rows[..., : self._key_dim]))
+        return self._turned(self._query_norm(rows[..., : self._key_dim]), rotate)
 
     @property
     def gated(self) -> bool:
         """Whether attention outputs are multiplied by an output gate."""
         return self.gated_queries or self._gate is not None
 
-    def query_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `query` and the output gate, `[T, H, d]` or `[T, H, 1]`, computed from attention inputs `[T, D]`."""
         if self._gate is not None:
-            return self.query(x), torch.sigmoid(self._gate(x)).unsqueeze(-1)
+            return self.query(x, rotate), torch.sigmoid(self._gate(x)).unsqueeze(-1)
         q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
-        return self._wide(self._query_norm(q)), torch.sigmoid(gate)
+        return self._turned(self._query_norm(q), rotate), torch.sigmoid(gate)
 
-    def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v `[Hkv, T, d]`. If the projection is fused, q is computed too and discarded."""
         if self._split is not None:
             _, k, v = self._split(self._q(x))
@@ -287,15 +292,20 @@ class Projections:
             k = self._k(x).view(len(x), self.kv_heads, -1)
             v = k if self._v is None else self._v(x).view(len(x), self.kv_heads, -1)
         k = k if self._key_multiplier == 1 else k * self._key_multiplier
-        return self._wide(self._key_norm(k)), self._value(v)
+        return self._turned(self._key_norm(k), rotate), self._value(v)
 
     def _value(self, v: torch.Tensor) -> torch.Tensor:
         """Return v `[Hkv, T, d]`, computed from projected values `[T, Hkv, width]`."""
         v = v if self._value_multiplier == 1 else v * self._value_multiplier
         return self._wide(self._value_norm(v))
 
-    def normed_after_rotation(self, rows: torch.Tensor) -> torch.Tensor:
-        """Apply Llama 4's norm after the rotation, if any. It has no weight, so it commutes with later rotations."""
+    def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
+        """Return cached keys `[Hkv, n, d]` rotated again. Llama 4's norm has no weight, so it commutes with this."""
+        return rotate(k)
+
+    def _turned(self, rows: torch.Tensor, rotate: Rotate) -> torch.Tensor:
+        """Pad and rotate queries or keys. Apply Llama 4's norm after the rotation, if any."""
+        rows = rotate(self._wide(rows))
         return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
