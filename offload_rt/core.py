@@ -56,12 +56,31 @@ class StateShape:
 
 
 @dataclass(frozen=True)
+class RowShape:
+    """Number and width of the K vectors, and of the V vectors, that one layer stores for each token.
+
+    Attributes:
+        kv_heads: Hkv.
+        head_dim: d.
+    """
+
+    kv_heads: int
+    head_dim: int
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the size of K and V of one token in one layer, in bytes."""
+        return 2 * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """Dimensions of a model.
 
     `layers` counts attention layers. In hybrid models, decoder layers without attention run between them.
 
     Attributes:
+        kv_heads: Hkv of full-attention layers.
+        head_dim: d of full-attention layers.
         scales: Factor by which each layer multiplies q·k. Adapters return unscaled queries.
         windows: Length of each layer's sliding window in tokens, including the newest token. None for full attention.
         max_positions: Number of positions that the model was trained for.
@@ -77,6 +96,8 @@ class ModelGeometry:
         attention_at: Index of each attention layer among the decoder layers. Empty if all decoder layers have
             attention.
         depth: Number of decoder layers. 0 if all decoder layers have attention.
+        window_rows: Hkv and d of sliding-window layers. None if they equal those of full-attention layers. `head_dim`
+            is a multiple of d.
     """
 
     layers: int
@@ -97,16 +118,34 @@ class ModelGeometry:
     states: tuple[StateShape, ...] = ()
     attention_at: tuple[int, ...] = ()
     depth: int = 0
+    window_rows: RowShape | None = None
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"
+        if (own := self.window_rows) is not None:
+            assert self.heads % own.kv_heads == 0 == self.head_dim % own.head_dim
+            assert 0 < len(self.sliding) < self.layers, "a single row shape is stated by kv_heads and head_dim"
         assert len(self.scales) == self.layers == len(self.windows)
         assert not self.attention_at or len(self.attention_at) == self.layers <= self.depth
 
     @property
     def group(self) -> int:
-        """G, query heads per KV head."""
+        """G, query heads per KV head, of full-attention layers."""
         return self.heads // self.kv_heads
+
+    @property
+    def full_rows(self) -> RowShape:
+        """Hkv and d of full-attention layers."""
+        return RowShape(self.kv_heads, self.head_dim)
+
+    @property
+    def window_ratio(self) -> int:
+        """Ratio of d in full-attention layers to d in sliding-window layers."""
+        return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
+
+    def rows(self, layer: int) -> RowShape:
+        """Return Hkv and d of a layer."""
+        return self.full_rows if self.window_rows is None or self.windows[layer] is None else self.window_rows
 
     @property
     def sliding(self) -> tuple[int, ...]:
@@ -142,7 +181,7 @@ class ModelGeometry:
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Return the size of K and V of `tokens` tokens in all layers, in bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * dtype.itemsize
+        return tokens * sum(self.rows(layer).bytes(dtype) for layer in range(self.layers))
 
 
 @dataclass(frozen=True)

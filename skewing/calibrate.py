@@ -109,8 +109,9 @@ def measure(
     """Return the moments of queries and keys, and the correction of predicted attention inputs, on the CPU.
 
     Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
-    moments of a KV head include the queries of all G heads in its group. The text is split into segments of at most
-    `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see `calibrate`.
+    moments of a KV head include the queries of all G heads in its group. They are 0 in layers whose row shape differs
+    from that of full-attention layers, because these layers select no tokens. The text is split into segments of at
+    most `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see `calibrate`.
 
     With RoPE, the moments depend on the positions. In rotary planes with low frequencies, a basis computed from
     positions below 2,048 fits only these positions (`tests/unit/skewing/test_skewing.py`). The queries and keys for the
@@ -204,6 +205,8 @@ def _sum_moments(
     geometry = adapter.geometry
     key_sum = torch.zeros(geometry.kv_heads, geometry.head_dim, dtype=torch.float64, device=adapter.device)
     query, key = (key_sum.new_zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim) for _ in range(2))
+    if geometry.rows(layer) != geometry.full_rows:
+        return query, key, key_sum
     for x, at in zip(inputs, positions, strict=True):
         q = adapter.query(layer, x, at).reshape(geometry.kv_heads, -1, geometry.head_dim).double()
         k = adapter.key_value(layer, x, at)[0].double()

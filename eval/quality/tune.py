@@ -138,7 +138,7 @@ class Search:
         context = (self.text.decode_from + 1 + len(self.text.tokens)) / 2
         layers = frozenset(range(geometry.layers)) - dense_layers(chosen.dense_layers, geometry)
         seen = context * len(layers)
-        token = geometry.kv_bytes(1, dtype) / geometry.layers
+        token = geometry.full_rows.bytes(dtype)
         return Trial(
             options,
             scored.missed,

@@ -70,7 +70,7 @@ class Runner(SequenceManager):
         # if KV is on disk (it is read block by block).
         pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
         geometry = self.adapter.geometry
-        self.prefixes = SharedPrefixes(geometry.kv_bytes(1, self.adapter.dtype) // geometry.layers, pays_from)
+        self.prefixes = SharedPrefixes(geometry.full_rows.bytes(self.adapter.dtype), pays_from)
 
     @device_guard
     def free(self, sequence: Sequence) -> None:

@@ -105,7 +105,7 @@ def _read(entry: Path) -> int | None:
 
 
 def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    per_token = geometry.kv_bytes(1, dtype) // geometry.layers
+    per_token = geometry.full_rows.bytes(dtype)
     long = max(4 * SHORT, LAYER_BYTES // per_token // BLOCK_SIZE * BLOCK_SIZE)
     layers = max(2, KV_BYTES // (long * per_token))
     return crossing([(n, *layer_seconds(options, _synthetic(geometry, layers), dtype, n)) for n in (SHORT, long)])
@@ -223,7 +223,7 @@ def _synthetic(geometry: ModelGeometry, layers: int) -> ModelGeometry:
     scales, windows = (geometry.head_dim**-0.5,) * layers, (None,) * layers
     return replace(
         geometry, layers=layers, hidden=1, vocab=1, scales=scales, windows=windows, max_positions=1 << 40, sinks=False,
-        absolute_positions=False, chunked=False, experts=False, states=(), attention_at=(), depth=0,
+        absolute_positions=False, chunked=False, experts=False, states=(), attention_at=(), depth=0, window_rows=None,
     )  # fmt: skip
 
 

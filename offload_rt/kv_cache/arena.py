@@ -62,6 +62,10 @@ class Arena:
         planes = self.planes[slab, place].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 
+    def planes_of(self, slab: int, places: range, offset: int, size: int) -> torch.Tensor:
+        """Return a view `[p, size, width]` of all planes of consecutive places, for `size` slots from `offset` on."""
+        return self.planes[slab, places.start : places.stop].flatten(0, 2).narrow(1, offset, size)
+
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k and v `[Hkv, n, width]` to n slots of a slab, from slot `offset` on.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from .arena import Arena
 from .block_allocator import BlockAllocator
 from .disk.file_arena import FileArena
 from .disk.file_layout import DiskTier
-from .kv_format import make_kv_format
+from .kv_format import make_kv_formats, stored_geometry
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
 from .prefix_cache import PrefixCache
@@ -83,8 +82,8 @@ class BlockSupply(StoredRows):
         disk: DiskTier | None = None,
         states: StatePool | None = None,
     ) -> None:
-        format = make_kv_format(kv_cache_dtype, dtype, geometry.head_dim)
-        stored = replace(geometry, head_dim=format.width)
+        formats = make_kv_formats(kv_cache_dtype, dtype, geometry)
+        format, stored = formats[0], stored_geometry(geometry, formats)
         limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
         if disk is None:
             layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
@@ -92,7 +91,7 @@ class BlockSupply(StoredRows):
         else:
             arena = FileArena.create(disk, stored, format, limit, slab_tokens)
         self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
-        super().__init__(arena, LayerGroups.from_geometry(geometry), format)
+        super().__init__(arena, LayerGroups.from_geometry(geometry), formats)
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""

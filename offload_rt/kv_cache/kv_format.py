@@ -8,11 +8,12 @@ attention.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..config import KVFormatName
+from ..core import ModelGeometry
 from ..utils.config_fields import check_choice
 
 GROUP = 64  # maximum number of elements that share a scale
@@ -54,12 +55,13 @@ class Quantised:
 
     A vector of d elements takes ceil(d * bits / 8) + 4 * groups bytes. If d is not a multiple of the group size, the
     last group is smaller. The error of an element is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the
-    rounding of minimum and step to float16.
+    rounding of minimum and step to float16. `padding` is a number of unused bytes after each vector.
     """
 
     bits: int
     dtype: torch.dtype
     head_dim: int
+    padding: int = 0
 
     exact = False
     storage = torch.uint8
@@ -76,7 +78,7 @@ class Quantised:
     @property
     def width(self) -> int:
         """Number of bytes per vector."""
-        return self._code_bytes + 4 * self.groups
+        return self._code_bytes + 4 * self.groups + self.padding
 
     @property
     def _code_bytes(self) -> int:
@@ -97,14 +99,15 @@ class Quantised:
         step = ((high - low.float()) / levels).half().clamp_min(torch.finfo(torch.float16).tiny)
         codes = ((grouped - low.float()) / step.float()).round_().clamp_(0, levels).to(torch.uint8)
         scales = torch.cat((low, step), dim=-1).flatten(-2).view(torch.uint8)
-        return torch.cat((self._pack(codes.flatten(-2)[..., : self.head_dim]), scales), dim=-1)
+        stored = torch.cat((self._pack(codes.flatten(-2)[..., : self.head_dim]), scales), dim=-1)
+        return torch.nn.functional.pad(stored, (0, self.padding)) if self.padding else stored
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Decode bytes `[..., width]` to vectors `[..., d]` in the model's dtype."""
         codes = _resize(self._unpack(stored[..., : self._code_bytes]), self.groups * self._group_size)
         grouped = codes.float().unflatten(-1, (self.groups, self._group_size))
         scales = (
-            stored[..., self._code_bytes :]
+            stored[..., self._code_bytes : self.width - self.padding]
             .clone(memory_format=torch.contiguous_format)
             .view(torch.float16)
             .float()
@@ -147,3 +150,26 @@ def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVF
     if name == "auto":
         return Native(dtype, head_dim)
     return Quantised(int(name.removeprefix("int")), dtype, head_dim)
+
+
+def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeometry) -> tuple[KVFormat, KVFormat]:
+    """Return the storage formats of full-attention layers and of sliding-window layers. Raises ConfigError.
+
+    The ratio of their widths equals the ratio of the head dimensions.
+    """
+    full = make_kv_format(name, dtype, geometry.head_dim)
+    if geometry.window_rows is None:
+        return full, full
+    window, ratio = make_kv_format(name, dtype, geometry.window_rows.head_dim), geometry.window_ratio
+    if isinstance(full, Quantised) and isinstance(window, Quantised):
+        width = max(window.width, math.ceil(full.width / ratio))
+        return replace(full, padding=ratio * width - full.width), replace(window, padding=width - window.width)
+    return full, window
+
+
+def stored_geometry(geometry: ModelGeometry, formats: tuple[KVFormat, KVFormat]) -> ModelGeometry:
+    """Return `geometry` with the widths of stored vectors in place of the head dimensions."""
+    full, window = formats
+    own = geometry.window_rows
+    rows = None if own is None else replace(own, head_dim=window.width)
+    return replace(geometry, head_dim=full.width, window_rows=rows)

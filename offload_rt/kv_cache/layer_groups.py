@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..core import BLOCK_SIZE, ModelGeometry
@@ -16,12 +17,16 @@ class LayerGroups:
     group may have unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If
     all layers use sliding windows, group 0 has no layers, and its block ids have no memory.
 
+    A block has `layers` places, each with the size of a full-attention layer. A sliding-window layer with another row
+    shape takes several consecutive places (`ArenaLayout.window_part`).
+
     Attributes:
-        layers: Number of layers per block.
+        layers: Number of places per block. Without sliding windows, this is the number of layers of the model.
         group: Group number of each layer, `[L]`.
-        place: Index of each layer within its blocks, `[L]`.
+        place: Index of the first place of each layer within its blocks, `[L]`.
         sliding: Number of groups of sliding-window layers.
         window: Length in tokens of the longest sliding window; 0 if there is none.
+        window_places: Number of places of a sliding-window layer.
     """
 
     layers: int
@@ -29,19 +34,22 @@ class LayerGroups:
     place: tuple[int, ...]
     sliding: int
     window: int
+    window_places: int = 1
 
     @classmethod
     def from_geometry(cls, geometry: ModelGeometry) -> LayerGroups:
         sliding = geometry.sliding
         full = [layer for layer in range(geometry.layers) if layer not in sliding]
-        size = len(full) or geometry.layers
+        each = _window_places(geometry)
+        size = max(len(full), each) if full else geometry.layers
+        at_once = size // each
         group, place = [0] * geometry.layers, [0] * geometry.layers
         for i, layer in enumerate(full):
             place[layer] = i
         for i, layer in enumerate(sliding):
-            group[layer], place[layer] = 1 + i // size, i % size
+            group[layer], place[layer] = 1 + i // at_once, i % at_once * each
         window = max((window for window in geometry.windows if window is not None), default=0)
-        return cls(size, tuple(group), tuple(place), -(-len(sliding) // size), window)
+        return cls(size, tuple(group), tuple(place), -(-len(sliding) // at_once), window, each)
 
     @property
     def full(self) -> bool:
@@ -53,6 +61,15 @@ class LayerGroups:
 
     def layers_of(self, group: int) -> list[int]:
         return [layer for layer, own in enumerate(self.group) if own == group]
+
+    def places(self, layer: int) -> range:
+        """Return the places of a layer within its blocks."""
+        first = self.place[layer]
+        return range(first, first + (self.window_places if self.group[layer] else 1))
+
+    def used_places(self, group: int) -> int:
+        """Return how many of the places of a block of `group` belong to a layer. These are the first places."""
+        return max(self.places(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
         """Return the first token that the token at `position` sees in a sliding-window layer, but at least `floor`."""
@@ -72,3 +89,11 @@ class LayerGroups:
     def blocks_at_once(self) -> int:
         """Number of blocks that 64 additional tokens of a sequence need, summed over all groups."""
         return self.full + self.sliding
+
+
+def _window_places(geometry: ModelGeometry) -> int:
+    """Return how many places a sliding-window layer takes (see `ArenaLayout.window_part`)."""
+    if (own := geometry.window_rows) is None:
+        return 1
+    planes = own.kv_heads if own.head_dim < geometry.head_dim else 2 * own.kv_heads
+    return math.ceil(planes / (2 * geometry.kv_heads))

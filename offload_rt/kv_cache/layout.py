@@ -11,6 +11,11 @@ of `2d` elements. One layer of a block consists of `2 * Hkv` contiguous pieces o
 piece.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
+
+A layer's index in a slab is a *place* (`layer_groups`). If sliding-window layers have another row shape, each takes
+several places, and its vectors are stored in the planes `[tokens, d]` of these places. If its vectors have d elements,
+K and V of a head take one plane each. If they have d / 2 elements or fewer, K and V of a head are adjacent parts of the
+rows of one plane.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from functools import cached_property
 
 import torch
 
-from ..core import BLOCK_SIZE, ModelGeometry
+from ..core import BLOCK_SIZE, KVPart, ModelGeometry, RowShape
 from ..errors import MemoryLimitError
 from ..utils.units import format_size
 from .layer_groups import LayerGroups
@@ -39,13 +44,14 @@ class ArenaLayout:
     """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`.
 
     Attributes:
-        layers: Number of layers per block (`layer_groups`). Without sliding windows, this is the number of layers of
+        layers: Number of places per block (`layer_groups`). Without sliding windows, this is the number of layers of
             the model.
-        kv_heads: Number of KV heads of the model (Hkv).
-        head_dim: Number of stored elements per vector (d).
+        kv_heads: Number of KV heads of a full-attention layer (Hkv).
+        head_dim: Number of stored elements per vector (d) of a full-attention layer.
         itemsize: Size in bytes of a stored element.
         slab_blocks: Number of blocks per slab.
         slabs: Number of slabs.
+        window_rows: Hkv, and stored elements per vector, of sliding-window layers; None if they equal the above.
     """
 
     layers: int
@@ -54,6 +60,7 @@ class ArenaLayout:
     itemsize: int
     slab_blocks: int
     slabs: int
+    window_rows: RowShape | None = None
 
     def __post_init__(self) -> None:
         assert min(self.layers, self.kv_heads, self.head_dim, self.itemsize, self.slab_blocks, self.slabs) >= 1
@@ -71,7 +78,7 @@ class ArenaLayout:
         """
         assert slab_tokens >= BLOCK_SIZE
         layers = LayerGroups.from_geometry(geometry).layers
-        block_bytes = geometry.kv_bytes(BLOCK_SIZE, dtype) // geometry.layers * layers
+        block_bytes = layers * BLOCK_SIZE * geometry.full_rows.bytes(dtype)
         blocks = limit_bytes // block_bytes
         if blocks < 1:
             raise MemoryLimitError(
@@ -80,7 +87,8 @@ class ArenaLayout:
                 f"host_memory to that or more"
             )
         slabs = math.ceil(blocks / (slab_tokens // BLOCK_SIZE))
-        return cls(layers, geometry.kv_heads, geometry.head_dim, dtype.itemsize, blocks // slabs, slabs)
+        shape = geometry.kv_heads, geometry.head_dim, dtype.itemsize
+        return cls(layers, *shape, blocks // slabs, slabs, geometry.window_rows)
 
     @property
     def blocks(self) -> int:
@@ -137,3 +145,31 @@ class ArenaLayout:
         `place` is the index of the layer within a block. `kv` is 0 for K and 1 for V.
         """
         return place * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
+
+    @cached_property
+    def window_ratio(self) -> int:
+        """Number of vectors of a sliding-window layer that fit in a row."""
+        return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
+
+    def window_part(self, planes: torch.Tensor) -> KVPart:
+        """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with a row shape of its own.
+
+        `planes` `[p, n, d]` are the planes of the layer's places, in the order of their rows.
+        """
+        assert self.window_rows is not None
+        heads, width = self.window_rows.kv_heads, self.window_rows.head_dim
+        if self.window_ratio > 1:
+            return KVPart(planes[:heads, :, :width], planes[:heads, :, width : 2 * width])
+        return KVPart(planes[: 2 * heads : 2], planes[1 : 2 * heads : 2])
+
+    def vectors(self, place: int, *, window: bool) -> list[list[int]]:
+        """Return the ids `[2 (K, V)][Hkv]` of a layer's vectors in the first token slot of a slab.
+
+        For sliding-window layers with a row shape of their own (`window`), the ids count vectors of their width.
+        """
+        if not window or self.window_rows is None:
+            return [[self.row(place, head, kv) for head in range(self.kv_heads)] for kv in (0, 1)]
+        first, each, heads = place * self.layer_rows, self.plane_rows, range(self.window_rows.kv_heads)
+        if self.window_ratio > 1:
+            return [[self.window_ratio * (first + head * each) + kv for head in heads] for kv in (0, 1)]
+        return [[first + (2 * head + kv) * each for head in heads] for kv in (0, 1)]

@@ -147,11 +147,11 @@ class HostPool(BlockSupply):
         held = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
         assert self._held.exclusive(held), "write to a shared block: reserve first"
         if not self.format.exact:
-            k, v = self.format.encode(k), self.format.encode(v)
-        for slab, offset, size in self.spans_of(held, range(start, stop)):
-            own = slice(done, done + size)
-            self._arena.fill(slab, self.groups.place[layer], offset, k[:, own], v[:, own])
-            done += size
+            k, v = (self.format_of(layer).encode(one) for one in (k, v))
+        for span in self.spans_of(held, range(start, stop)):
+            own = slice(done, done + span.size)
+            self.fill_span(layer, span, k[:, own], v[:, own])
+            done += span.size
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Move KV (see `StoredRows.move`) into a block that is exclusive to this block table."""

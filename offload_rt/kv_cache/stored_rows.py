@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,19 +26,33 @@ class SlotSpan(NamedTuple):
 
 
 class StoredRows:
-    """Reads and writes the KV of an arena by block table, layer and token, in the storage format `format`.
+    """Reads and writes the KV of an arena by block table, layer and token.
 
-    The class neither allocates blocks nor counts references.
+    The class neither allocates blocks nor counts references. `format` is the storage format of full-attention layers.
     """
 
-    def __init__(self, arena: Arena | FileArena, groups: LayerGroups, format: KVFormat) -> None:
-        self._arena, self.groups, self.format, self.layout = arena, groups, format, arena.layout
+    def __init__(self, arena: Arena | FileArena, groups: LayerGroups, formats: tuple[KVFormat, KVFormat]) -> None:
+        self._arena, self.groups, self.layout = arena, groups, arena.layout
+        self.format, self._window_format = formats
 
     @property
     def rows(self) -> torch.Tensor:
         """All stored vectors `[R, width]` by row id (`ArenaLayout`). Only for a pool in memory."""
         assert isinstance(self._arena, Arena)
         return self._arena.rows
+
+    def format_of(self, layer: int) -> KVFormat:
+        """Return the storage format of a layer."""
+        return self._window_format if self.groups.group[layer] else self.format
+
+    def token_bytes(self, layer: int) -> int:
+        """Return the size in bytes of the stored K and V of one token in a layer."""
+        own = self.layout.window_rows if self.groups.group[layer] else None
+        return 2 * self.layout.kv_heads * self.layout.row_bytes if own is None else own.bytes(self.format.storage)
+
+    def vectors(self, layer: int) -> torch.Tensor:
+        """Return `rows`, divided into vectors of the width of a layer (`ArenaLayout.vectors`)."""
+        return self.rows.view(-1, self.format_of(layer).width)
 
     @property
     def file(self) -> FileArena | None:
@@ -62,7 +77,42 @@ class StoredRows:
 
     def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k and v `[Hkv, size, width]` to the slots of `span` in one layer."""
-        self._arena.fill(span.slab, self.groups.place[layer], span.offset, k, v)
+        if not self._packed(layer):
+            self.fill_place(self.groups.place[layer], span, k, v)
+            return
+        if self.file is None:
+            part = self.view(layer, span)
+            part.k.copy_(k)
+            part.v.copy_(v)
+            return
+        for place, part in self._divided(layer, k, v):
+            self.fill_place(place, span, part.k, part.v)
+
+    def fill_place(self, place: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write K and V `[Hkv, size, width]` to one place of a block, whatever the row shape of its layer."""
+        self._arena.fill(span.slab, place, span.offset, k, v)
+
+    def view_places(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
+        """Yield each place of a layer, and its K and V `[Hkv, size, width]`, whatever the row shape of the layer.
+
+        Unused parts of a place are zero.
+        """
+        part = self.view(layer, span)
+        return self._divided(layer, part.k, part.v) if self._packed(layer) else iter([(self.groups.place[layer], part)])
+
+    def _divided(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, KVPart]]:
+        """Yield the places of a layer with a row shape of its own, for its k and v `[Hkv, n, width]`."""
+        places, size = self.groups.places(layer), (self.layout.kv_heads, 2, k.shape[1], self.layout.head_dim)
+        planes = torch.zeros(len(places), *size, dtype=self.format.storage)
+        part = self.layout.window_part(planes.flatten(0, 2))
+        part.k.copy_(k)
+        part.v.copy_(v)
+        for place, own in zip(places, planes, strict=True):
+            yield place, KVPart(own[:, 0], own[:, 1])
+
+    def _packed(self, layer: int) -> bool:
+        """Return whether a layer has a row shape of its own, so that it takes several places."""
+        return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         [row] = self.stored(blocks, layer, range(source, source + 1))
@@ -118,7 +168,10 @@ class StoredRows:
 
     def view(self, layer: int, span: SlotSpan) -> KVPart:
         """Return the stored K and V `[Hkv, size, width]` of one layer and span: views in memory, copies from a disk."""
-        return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
+        if not self._packed(layer):
+            return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
+        planes = self._arena.planes_of(span.slab, self.groups.places(layer), span.offset, span.size)
+        return self.layout.window_part(planes)
 
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run of slots.
@@ -136,16 +189,19 @@ class StoredRows:
         parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
             return parts
-        return [KVPart(self.format.decode(part.k), self.format.decode(part.v)) for part in parts]
+        decode = self.format_of(layer).decode
+        return [KVPart(decode(part.k), decode(part.v)) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
         """Return the id of the row with a token's K for head 0 in the first layer of a layer group.
 
-        Rows of other heads and layers, and rows of V, are at fixed distances from this row (`ArenaLayout`).
+        Rows of other heads and layers, and rows of V, are at fixed distances from this row (`ArenaLayout`). In groups
+        of sliding-window layers with a row shape of their own, ids count their vectors (`ArenaLayout.vectors`).
         """
         [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))
         slab, slot = divmod(block, self.layout.slab_blocks)
-        return slab * self.layout.slab_rows + slot * BLOCK_SIZE + token % BLOCK_SIZE
+        row = slab * self.layout.slab_rows + slot * BLOCK_SIZE + token % BLOCK_SIZE
+        return row * self.layout.window_ratio if group else row
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
         """Return the row id at which each block of group 0 begins: K of head 0 in layer index 0, int64 `[blocks]`.

@@ -89,7 +89,8 @@ class BatchedMode(PerSequenceMode):
         """
         inputs = self._inputs
         if self._batch.geometry.windows[layer] is not None:
-            return partial(self._attend_batch, layer, inputs.no_counts, None, None)
+            no_counts = inputs.resident[self._batch.geometry.windows[layer]].no_counts
+            return partial(self._attend_batch, layer, no_counts, None, None)
         if not self._dense:
             return super().fetch_all(layer)
         candidates = inputs.candidates
@@ -105,13 +106,13 @@ class BatchedMode(PerSequenceMode):
         """Record the step in the traces. If eviction or a recorder needs the selected tokens, wait for the device."""
         batch, rows = self._batch, self._inputs.rows
         for sequence in batch.sequences:
-            sequence.trace.bytes_to_host += batch.geometry.layers * rows.token_bytes
+            sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in range(batch.geometry.layers))
         for selection in self.selected:
             self._record_selection(selection)
         recorded = {selection.layer for selection in self.selected}
         for layer in batch.policy.dense_layers - recorded if self._dense else batch.geometry.sliding:
             for sequence, visible in zip(batch.sequences, batch.visible[layer], strict=True):
-                sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes
+                sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes(layer)
                 sequence.trace.record_fetch(layer, visible, len(visible.candidates))
 
     def _record_selection(self, selection: LayerSelection) -> None:
@@ -148,7 +149,7 @@ class BatchedMode(PerSequenceMode):
             q: The true queries.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
-        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.kv_heads, -1, q.shape[2])
+        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2])
         if fetch is None:
             k = v = grouped.new_empty(len(grouped), 0, q.shape[2])
         else:

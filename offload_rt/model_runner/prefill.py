@@ -233,7 +233,9 @@ class Prefill:
             if s not in slices:
                 continue
             q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
-            attending.append(BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap))
+            attending.append(
+                BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
+            )
         if slices or self._learn_from < rows.first:
             attend_past_kv(rows.past, attending, state, layer, self._learn_from)
         for s, each in zip(slices, attending, strict=True):

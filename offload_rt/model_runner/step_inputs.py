@@ -52,11 +52,13 @@ class ResidentSpans:
         places: Index of the newest token in the resident KV, int64 `[B]`.
         starts: First visible index in the resident KV of each list, int32 `[P]`.
         stops: End (exclusive) of the visible indices of each list, int32 `[P]`.
+        no_counts: Counts of a fetch without tokens, int32 `[P]`.
     """
 
     places: torch.Tensor
     starts: torch.Tensor
     stops: torch.Tensor
+    no_counts: torch.Tensor
 
 
 class StepInputs:
@@ -81,8 +83,10 @@ class StepInputs:
         self.keys = KeyLists(rule, selecting, size, capacity, device)
         rows.keep_working_sets(selecting)
         lists, windows, groups = size * geometry.kv_heads, len(self._by_window), len(self._by_group)
+        self._heads_of = {window: geometry.rows(layer).kv_heads for window, layer in self._by_window.items()}
+        own = [size * heads for heads in self._heads_of.values() for _ in ("starts", "stops")]
         numbers = [size, size, lists, *[size] * (groups + windows)]
-        bounds = [lists, lists, size, size, *[lists] * (2 * windows)]
+        bounds = [lists, lists, size, size, *own]
         self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
         self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
         # Newest tokens: ids and positions, int64 `[B]` each; slots per list `[P]`; pool rows by group, int64 `[B]`.
@@ -92,9 +96,7 @@ class StepInputs:
         # Candidates of layers without a sliding window.
         self.candidates = Spans(starts, stops, limits, contexts, capacity, rule.most(capacity))
         each = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
-        self.resident = {window: ResidentSpans(*tensors) for window, *tensors in each}
-        # Counts of a fetch without tokens, int32 `[P]`.
-        self.no_counts = torch.zeros(lists, dtype=torch.int32, device=device)
+        self.resident = {w: ResidentSpans(at, first, stop, torch.zeros_like(stop)) for w, at, first, stop in each}
 
     def load(self, batch: DecodeBatch) -> None:
         """Write the inputs of a step: addresses of KV and scoring keys, and visible tokens, of each sequence."""
@@ -115,15 +117,15 @@ class StepInputs:
         for window, layer in self._by_window.items():
             seen = batch.visible[layer] + padding * [NOTHING]
             numbers.append([_place(slot, *self._sizes[window]) for slot in newest[layer]])
-            bounds += self._resident(seen, *self._sizes[window])
+            bounds += self._resident(seen, *self._sizes[window], self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
-    def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int) -> list[list[int]]:
+    def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
         """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
         spans = [span for seen in visible if (span := places(seen, sinks, recent)) is not None]
         assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`selects_together`)"
-        each = [span for span in spans for _ in range(self._heads)]
+        each = [span for span in spans for _ in range(heads)]
         return [[span.start for span in each], [span.stop for span in each]]
 
     def attention_weights(

@@ -105,7 +105,7 @@ class VerificationPass:
         The first `known` tokens are already in the policy's state.
         """
         geometry = self._adapter.geometry
-        attending = BlockedAttention(q, geometry.kv_heads, geometry.scales[layer], geometry.softcap)
+        attending = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
         attend_past_kv(rows.past, [attending], sequence.state, layer, known)
         attending.add_own(rows.kv.k, rows.kv.v)
         return attending.result(self._adapter.sinks(layer))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from ..core import ModelGeometry, StateShape
+from ..core import ModelGeometry, RowShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
 from .decoder_layer import DecoderLayer, Projections, Rotate, first_of, refuse_unused
@@ -32,6 +32,10 @@ _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding
 _ROTARY = ("rotary_emb", "pos_emb")
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+_CAPPED_AS_TEXT = ("Gemma4ForConditionalGeneration",)
+"""Multimodal model classes that cap logits as their language model does. Others ignore that part of its configuration.
+"""
 
 _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
 """Model classes whose full-attention layers have no rotary positions."""
@@ -83,8 +87,11 @@ class DecoderAdapter(ModelAdapter):
         self._norm = first_of(decoder, _FINAL_NORM)
         self._head = model.get_output_embeddings()
         self._logit_factor = _logit_factor(model.config) * float(getattr(decoder, "lm_head_multiplier", 1.0))
-        self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        capped_by = config if type(model).__name__ in _CAPPED_AS_TEXT else model.config
+        self._logit_cap: float | None = getattr(capped_by, "final_logit_softcapping", None)
         self._projections = [_projections(config, attention) for attention in attentions]
+        windows = _windows(config, decoder, at)
+        full_rows, window_rows = _row_shapes(type(model).__name__, self._projections, windows)
         self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
         rotary = _rotary_module(decoder)
         self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions[0])
@@ -95,21 +102,22 @@ class DecoderAdapter(ModelAdapter):
         weight = self._embedding.weight
         self._state: RecurrentState | None = None
         self._gates: dict[int, torch.Tensor] | None = None
-        super().__init__(self._geometry_of(config, decoder, attentions, states), weight.dtype, weight.device)
+        geometry = replace(self._geometry_of(config, attentions, full_rows, windows), states=states)
+        super().__init__(replace(geometry, window_rows=window_rows), weight.dtype, weight.device)
 
     def _geometry_of(
-        self, config: Any, decoder: Any, attentions: list[Any], states: tuple[StateShape, ...]
+        self, config: Any, attentions: list[Any], rows: RowShape, windows: tuple[int | None, ...]
     ) -> ModelGeometry:
-        first, hybrid = self._projections[0], len(self._decoder_layers) > len(attentions)
+        hybrid = len(self._decoder_layers) > len(attentions)
         return ModelGeometry(
             layers=len(attentions),
             hidden=config.hidden_size,
-            heads=first.heads,
-            kv_heads=first.kv_heads,
-            head_dim=first.head_dim,
+            heads=self._projections[0].heads,
+            kv_heads=rows.kv_heads,
+            head_dim=rows.head_dim,
             vocab=config.vocab_size,
-            scales=tuple(float(getattr(each, "scaling", None) or first.head_dim**-0.5) for each in attentions),
-            windows=_windows(config, decoder, self._attention_at),
+            scales=tuple(float(getattr(each, "scaling", None) or rows.head_dim**-0.5) for each in attentions),
+            windows=windows,
             max_positions=_max_positions(config),
             absolute_positions=False,
             default_alpha=5.0,
@@ -117,7 +125,6 @@ class DecoderAdapter(ModelAdapter):
             sinks=any(sinks is not None for sinks in self._sinks),
             chunked="chunked_attention" in (_declared(config, "layer_types") or ()),
             experts=any(hasattr(module, "experts") for layer in self._decoder_layers for module in layer.modules()),
-            states=states,
             attention_at=tuple(self._attention_at) if hybrid else (),
             depth=len(self._decoder_layers) if hybrid else 0,
         )
@@ -225,9 +232,15 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
             "learned positions are",
             reason="alibi",
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": images only
         raise ModelError(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
+        )
+    if getattr(config, "hidden_size_per_layer_input", None) or getattr(config, "num_kv_shared_layers", None):
+        raise ModelError(
+            f"{name} adds an embedding of each token in every layer, or shares keys and values between layers "
+            "(hidden_size_per_layer_input, num_kv_shared_layers), which is not supported",
+            reason="per_layer_inputs",
         )
     rotary = _rotary_module(decoder)
     # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.
@@ -256,9 +269,16 @@ def _projections(config: Any, attention: Any) -> Projections | LatentProjections
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads. Raise ModelError if the first is no multiple of the second."""
+    """Return the numbers of query heads and KV heads of a layer.
+
+    Raise ModelError if the number of query heads is not a multiple of the number of KV heads.
+    """
     heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(config, "num_key_value_heads") or heads)
+    each = getattr(config, "per_layer_config", None)  # configurations of the layers (Gemma 4)
+    own = each[attention.layer_idx] if each else config
+    kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(own, "num_key_value_heads") or heads)
+    if heads % kv_heads == 0 and (group := getattr(attention, "num_key_value_groups", None)):
+        kv_heads = heads // int(group)  # may differ between layers
     if heads % kv_heads:
         raise ModelError(
             f"{heads} query heads cannot share {kv_heads} KV heads evenly; "
@@ -266,6 +286,36 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
             reason="heads",
         )
     return heads, kv_heads
+
+
+def _row_shapes(
+    name: str, projections: Sequence[Projections | LatentProjections], windows: tuple[int | None, ...]
+) -> tuple[RowShape, RowShape | None]:
+    """Return the row shape of full-attention layers, and that of sliding-window layers if it differs (else None).
+
+    If the head dimension of full-attention layers is not a multiple of that of sliding-window layers, all vectors are
+    padded to the larger one. Raise ModelError if layers of the same kind have different row shapes.
+    """
+    found: dict[bool, set[RowShape]] = {False: set(), True: set()}
+    for own, length in zip(projections, windows, strict=True):
+        found[length is not None].add(RowShape(own.kv_heads, own.head_dim))
+    if any(len(shapes) > 1 for shapes in found.values()):
+        raise ModelError(
+            f"{name} has full-attention layers, or sliding-window layers, with different numbers or widths of KV "
+            "heads, which is not supported",
+            reason="heads",
+        )
+    rows = [next(iter(shapes)) for shapes in found.values() if shapes]
+    full, window = rows[0], rows[-1]
+    if full == window:
+        return full, None
+    if full.head_dim % window.head_dim:
+        widest = max(full.head_dim, window.head_dim)
+        full, window = replace(full, head_dim=widest), replace(window, head_dim=widest)
+        for own in projections:
+            assert isinstance(own, Projections), "latent attention has no sliding windows"
+            own.widen(widest)
+    return full, (window if window != full else None)
 
 
 def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:

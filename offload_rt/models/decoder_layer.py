@@ -76,9 +76,11 @@ class DecoderLayer:
         self._shared_mlp = None if shared is self._mlp else shared
         # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
+        self._experts_beside = ExpertsBesideMlp(module) if ExpertsBesideMlp.found_in(module) else None
+        beside = () if self._experts_beside is None else ExpertsBesideMlp.MODULES
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
-        own = {name for name, child in module.named_children() if any(child is each for each in used)}
-        present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")}
+        own = {name for name, child in module.named_children() if any(child is each for each in used)} | {*beside}
+        present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")} - own
         norms = next((n for n in _PLACEMENTS if present == _names(n)), None)
         if norms is None:
             raise ModelError(
@@ -101,6 +103,7 @@ class DecoderLayer:
         self._attention_multiplier = float(getattr(module, "attn_out_multiplier", 1.0))
         self._mixer_multiplier = float(getattr(module, "ssm_out_multiplier", 1.0))
         self.of_experts = hasattr(self._mlp, "experts")
+        self._scaled_by: Any = module if hasattr(module, "layer_scalar") else None  # Gemma 4
 
     def after_attention(
         self, hidden: torch.Tensor, projected: torch.Tensor, mix: Callable[[Any, torch.Tensor], torch.Tensor]
@@ -118,19 +121,47 @@ class DecoderLayer:
 
     def mlp(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after its attention."""
-        return residual if self._parallel or self._mlp is None else residual + self._run_mlp(residual)
+        if self._parallel or self._mlp is None:
+            return residual
+        out = residual + self._run_mlp(residual)
+        return out if self._scaled_by is None else out * self._scaled_by.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output of the MLP that is added to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
-            return self._after_mlp(self._mlp(normed))
+            out = self._mlp(normed)
+            return self._after_mlp(out if self._experts_beside is None else self._experts_beside.add(out, x))
         # A mixture of experts needs an input `[1, T, D]` and may also return router scores.
         out = self._mlp(normed[None])
         mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
         if self._shared_mlp is not None:
             mixed = mixed + self._shared_mlp(normed)
         return self._after_mlp(mixed)
+
+
+class ExpertsBesideMlp:
+    """Experts of a layer that run beside its dense MLP, with their own norms and router (Gemma 4)."""
+
+    MODULES = (
+        "router", "experts", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
+        "post_feedforward_layernorm_2",
+    )  # fmt: skip
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @classmethod
+    def found_in(cls, module: Any) -> bool:
+        return all(hasattr(module, name) for name in cls.MODULES)
+
+    def add(self, mlp: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the sum `[T, D]` of the MLP's output `mlp` and the output of the experts, each after its norm."""
+        layer = self._module  # its experts may be replaced later (`transfer.weights.experts`)
+        _, weights, chosen = layer.router(residual)
+        experts = layer.experts(layer.pre_feedforward_layernorm_2(residual), chosen, weights)
+        mixed: torch.Tensor = layer.post_feedforward_layernorm_1(mlp) + layer.post_feedforward_layernorm_2(experts)
+        return mixed
 
 
 def _names(norms: Norms) -> set[str]:
@@ -180,7 +211,7 @@ class Projections:
     """Projections of one layer. Queries, keys and values are `[heads, T, d]`. Queries and keys are rotated.
 
     If keys and values have different widths, d is the larger width, and the narrower vectors are padded with zeros.
-    Zeros do not change scores, and `output` removes them from attention outputs.
+    Zeros do not change scores, and `output` removes them from attention outputs. `widen` makes d larger.
 
     Some models multiply attention outputs by an output gate before the output projection. The gate is computed by
     `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
@@ -195,11 +226,11 @@ class Projections:
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
-        self.head_dim = max(self._key_dim, self._value_dim)
         self._output: nn.Module = first_of(attention, ("o_proj", "dense", "out_proj"))
         used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
         self._gate: nn.Module | None = getattr(attention, "g_proj", None)
         self._key_multiplier = float(getattr(attention, "key_multiplier", 1.0))
+        self._value_multiplier = float(getattr(attention, "v_scale", 1.0))
         self.gated_queries = False
         if hasattr(attention, "q_proj"):
             self._q, self._k, self._v = attention.q_proj, attention.k_proj, attention.v_proj
@@ -218,13 +249,22 @@ class Projections:
             )
         self.gated = self.gated_queries or self._gate is not None
         """Whether attention outputs are multiplied by an output gate."""
-        self._query_norm = self._padded(self._norm(attention, ("q_norm", "q_layernorm"), heads, used))
-        self._key_norm = self._padded(self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used))
-        self._values_by_head = self._padded(_BY_HEAD)
+        self._norms = (
+            self._norm(attention, ("q_norm", "q_layernorm"), heads, used),
+            self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used),
+            self._norm(attention, ("v_norm",), kv_heads, used),
+        )
+        self.widen(max(self._key_dim, self._value_dim))
         self._norm_after_rotation: Norm | None = getattr(attention, "qk_norm", None)
         """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
         refuse_unused(attention, used)
         self._check_widths(attention)
+
+    def widen(self, head_dim: int) -> None:
+        """Pad queries, keys and values with zeros to `head_dim`."""
+        assert head_dim >= max(self._key_dim, self._value_dim)
+        self.head_dim = head_dim
+        self._query_norm, self._key_norm, self._value_norm = (self._padded(norm) for norm in self._norms)
 
     def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q `[H, T, d]`, k and v `[Hkv, T, d]`, computed from attention inputs `[T, D]`."""
@@ -232,7 +272,7 @@ class Projections:
             return self.query(x, rotate), *self.key_value(x, rotate)
         q, k, v = self._split(self._q(x))
         q, k = self._turned(self._query_norm(q), rotate), self._turned(self._key_norm(k), rotate)
-        return q, k, self._values_by_head(v)
+        return q, k, self._value_norm(v)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
@@ -254,9 +294,10 @@ class Projections:
             _, k, v = self._split(self._q(x))
         else:
             k = self._k(x).view(len(x), self.kv_heads, -1)
-            v = self._v(x).view(len(x), self.kv_heads, -1)
+            v = k if self._v is None else self._v(x).view(len(x), self.kv_heads, -1)
         k = k if self._key_multiplier == 1 else k * self._key_multiplier
-        return self._turned(self._key_norm(k), rotate), self._values_by_head(v)
+        v = v if self._value_multiplier == 1 else v * self._value_multiplier
+        return self._turned(self._key_norm(k), rotate), self._value_norm(v)
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return cached keys `[Hkv, n, d]` rotated again. Llama 4's norm has no weight, so it commutes with this."""
@@ -271,14 +312,14 @@ class Projections:
         """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
-        if self._value_dim < self.head_dim:
+        if self._value_dim < attended.shape[-1] // self.heads:
             attended = attended.view(len(attended), self.heads, -1)[..., : self._value_dim].flatten(1)
         out: torch.Tensor = self._output(attended)
         return out
 
     def _padded(self, by_head: Norm) -> Norm:
-        """Return `by_head`, followed by padding with zeros to `head_dim` if keys and values have different widths."""
-        if self._key_dim == self._value_dim:
+        """Return `by_head`, followed by padding with zeros to `head_dim` if a width differs from it."""
+        if self._key_dim == self._value_dim == self.head_dim:
             return by_head
 
         def pad(rows: torch.Tensor) -> torch.Tensor:
@@ -310,7 +351,7 @@ class Projections:
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None
-        if shape == (self._key_dim,):
+        if shape == (self._key_dim,) or getattr(module, "with_scale", True) is False:
             return lambda rows: module(rows.transpose(0, 1))
         if shape == (heads * self._key_dim,):
             return lambda rows: module(rows.flatten(1)).view_as(rows).transpose(0, 1)
@@ -330,8 +371,8 @@ class Projections:
             width = getattr(getattr(attention, name, None), "out_features", heads * dim)
             if width != heads * dim:
                 raise ModelError(
-                    f"{type(attention).__name__}.{name} has {width} outputs; expected {heads} heads of {dim}, because "
-                    "all layers must have the number and width of heads in the configuration",
+                    f"{type(attention).__name__}.{name} has {width} outputs; expected {heads} heads of {dim}, which "
+                    "are the number and width of heads in the configuration",
                     reason="heads",
                 )
 

@@ -15,12 +15,12 @@ _DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3",
     "Phi", "Phi3", "Olmo2", "Olmo3", "Granite", "Cohere", "Cohere2", "Starcoder2", "SmolLM3", "Glm", "Glm4",
     "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe",
-    "GraniteMoeHybrid", "Lfm2", "Lfm2Moe", "Lfm3", "FalconH1", "NemotronH", "OlmoHybrid", "Bamba",
+    "GraniteMoeHybrid", "Lfm2", "Lfm2Moe", "Lfm3", "FalconH1", "NemotronH", "OlmoHybrid", "Bamba", "Gemma4",
     "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu", "KimiLinear",
 )  # fmt: skip
 """Prefixes of the `...ForCausalLM` classes of transformers with which `DecoderAdapter` is tested."""
 
-_MULTIMODAL = ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
+_MULTIMODAL = ("Gemma3", "Gemma4", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe")
 """Prefixes of the tested multimodal classes `...ForConditionalGeneration`. `DecoderAdapter` runs their language models.
 """
 

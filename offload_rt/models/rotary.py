@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 from weakref import ref
 
@@ -197,10 +198,12 @@ def _layout_of(attention: Any, waves: Rotation) -> Layout:
         return Interleaved if hasattr(file, "apply_rotary_emb") else HalfSplit
     cos, sin = (wave.float() for wave in waves)
     width = 2 * cos.shape[-1]
+    single = list(signature(apply).parameters)[1] == "cos"  # Gemma 4 rotates queries and keys in separate calls
     x = torch.randn(1, 1, cos.shape[1], width, generator=torch.Generator().manual_seed(0)).to(cos.device)
     for table in (lambda wave: torch.cat((wave, wave), -1), lambda wave: wave.repeat_interleave(2, -1), lambda w: w):
         try:
-            expected = apply(x, x, table(cos), table(sin))[0][0]
+            tables = table(cos), table(sin)
+            expected = (apply(x, *tables) if single else apply(x, x, *tables)[0])[0]
         except (RuntimeError, TypeError):
             continue
         for layout in (HalfSplit, Interleaved):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..config import Quantize
-from ..core import ModelGeometry, StateShape
+from ..core import ModelGeometry, RowShape, StateShape
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
@@ -131,6 +131,7 @@ def _parse(text: str) -> ModelShape:
     )
     geometry, sizes = entries["geometry"], entries["sizes"]
     geometry["states"] = tuple(StateShape(**state) for state in geometry["states"])
+    geometry["window_rows"] = None if geometry["window_rows"] is None else RowShape(**geometry["window_rows"])
     sizes["experts"] = None if sizes["experts"] is None else ExpertSizes(**sizes["experts"])
     entries |= {"geometry": ModelGeometry(**geometry), "sizes": WeightSizes(**sizes)}
     entries["placement"] = Placement(**entries["placement"])

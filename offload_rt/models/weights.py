@@ -201,7 +201,12 @@ def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
 
 def _chosen_by_a_token(layer: nn.Module) -> int:
     """Return how many experts of a decoder layer each token uses; 1 if the layer has no experts."""
-    return max((k for module in layer.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=1)
+    stated = (getattr(module, "top_k", None) for module in layer.modules())
+    router: Any = getattr(layer, "router", None)  # Gemma 4's router reads the number from its configuration
+    found = [
+        k for k in (*stated, getattr(getattr(router, "config", None), "top_k_experts", None)) if isinstance(k, int)
+    ]
+    return max(found, default=1)
 
 
 def _widest_side(layer: nn.Module) -> int:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from ..config import EngineConfig
-from ..core import BLOCK_SIZE, bucket, padded_batch
+from ..core import BLOCK_SIZE, RowShape, bucket, padded_batch
 from ..kernels.causal import KEYS_AT_ONCE
 from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget, disk_limit
-from ..kv_cache.kv_format import make_kv_format
+from ..kv_cache.kv_format import make_kv_formats, stored_geometry
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.system_memory import available_memory
 from ..models.rotary import KEPT
@@ -67,6 +68,12 @@ class DeviceCosts:
         """Return the size in bytes of rotary cos and sin of `tokens` tokens."""
         return 2 * tokens * self.shape.geometry.head_dim * self.shape.dtype.itemsize
 
+    @cached_property
+    def _largest_rows(self) -> RowShape:
+        """Row shape of the layers with the most KV per token."""
+        geometry, size = self.shape.geometry, self.shape.dtype
+        return max((geometry.rows(layer) for layer in range(geometry.layers)), key=lambda rows: rows.bytes(size))
+
     def scoring(self, context: int) -> int:
         """Return the size in bytes of a sequence's scoring keys, without sharing between sequences.
 
@@ -90,8 +97,11 @@ class DeviceCosts:
     def resident(self) -> int:
         """Size in bytes of a sequence's sinks, recent window, sliding windows and working sets."""
         geometry = self.shape.geometry
-        tokens = sum(sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
-        return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
+        rows = (
+            sum(geometry.resident(layer, 0, self.demand.resident)) * geometry.rows(layer).bytes(self.shape.dtype)
+            for layer in range(geometry.layers)
+        )
+        return sum(rows) + self.working_set_bytes
 
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
@@ -117,7 +127,7 @@ class DeviceCosts:
         """Return the maximum size in bytes of the KV that a step of one sequence copies to the device."""
         geometry = self.shape.geometry
         rows = sum(self.fetched(context, layer) for layer in range(geometry.layers))
-        return rows * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers
+        return rows * geometry.full_rows.bytes(self.shape.dtype)
 
     def _padded(self, contexts: Sequence[int]) -> Sequence[int]:
         """Return the context lengths of a batch, padded to the longest one (`model_runner/batched.py`)."""
@@ -134,7 +144,7 @@ class DeviceCosts:
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
-        pair = geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + 8 * 8 * geometry.kv_heads
+        pair = geometry.full_rows.bytes(self.shape.dtype) + 8 * 8 * geometry.kv_heads
         copies = 2 if self.rounded else 1
         worst = 0
         for layer in range(geometry.layers):
@@ -152,7 +162,7 @@ class DeviceCosts:
     def _layer_work(self, context: int) -> int:
         """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
-        rows = context * (2 * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + geometry.hidden * size + 16)
+        rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
         # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention to
         # earlier tokens and attention to the slice are merged in the wider dtype.
@@ -161,7 +171,8 @@ class DeviceCosts:
         # torch has no fused kernel for sinks and soft caps, so scores, weights and a mask of that size are in memory.
         if geometry.sinks or geometry.softcap is not None:
             at_once = min(context, KEYS_AT_ONCE)
-            attention += at_once * (geometry.heads * (2 * compute + size) + geometry.group * (8 + 3))
+            group = max(geometry.group, geometry.heads // self._largest_rows.kv_heads)
+            attention += at_once * (geometry.heads * (2 * compute + size) + group * (8 + 3))
             attention += 2 * heads * compute
         learned = 0
         if self.demand.key_bytes:
@@ -252,8 +263,8 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     groups, staging, decode = LayerGroups.from_geometry(geometry), costs.staging([context]), costs.decode([context])
     return Requirements(
         context=context,
-        kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.kv_bytes(1, dtype) // geometry.layers,
-        kv_host=groups.blocks(context) * groups.layers * geometry.kv_bytes(BLOCK_SIZE, dtype) // geometry.layers,
+        kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.full_rows.bytes(dtype),
+        kv_host=groups.blocks(context) * groups.layers * BLOCK_SIZE * geometry.full_rows.bytes(dtype),
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
         resident=costs.resident - costs.working_set_bytes,
@@ -279,9 +290,9 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     if config.disk is None:
         return None
     host = divided_host_memory(config, shape.geometry, shape.dtype).kv
-    format = make_kv_format(config.kv_cache_dtype, shape.dtype, shape.geometry.head_dim)
+    formats = make_kv_formats(config.kv_cache_dtype, shape.dtype, shape.geometry)
     limit = disk_limit(config.disk, config.disk_limit, host)
-    layout = FileLayout.fit(limit, replace(shape.geometry, head_dim=format.width), format)
+    layout = FileLayout.fit(limit, stored_geometry(shape.geometry, formats), formats[0])
     return DiskPlan(limit, MemoryBudget.divide(host, layout))
 
 

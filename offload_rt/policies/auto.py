@@ -30,7 +30,7 @@ def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.dev
     """Return option `dense_until`, in tokens. If it is None, return the limit of the measured value (0 on a GPU)."""
     if options.dense_until is not None:
         return options.dense_until
-    return WORTH_SELECTING * geometry.layers // geometry.kv_bytes(1, dtype) if device.type == "cpu" else 0
+    return WORTH_SELECTING // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
 
 
 class Auto(InfiniGen):

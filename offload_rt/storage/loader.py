@@ -185,7 +185,10 @@ class BlockLoader:
 
         With `extent`, the pool reads the KV from the file in the store, so it is not copied.
         """
-        layout, format, place = self._pool.layout, self._pool.format, self._pool.groups.place[layer]
+        return all(self._fill_place(block, place, span, extent) for place in self._pool.groups.places(layer))
+
+    def _fill_place(self, block: StoredBlock, place: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
+        layout, format = self._pool.layout, self._pool.format
         buffer = self._buffers.get()
         try:
             own = buffer.numpy().data[: block.layer_bytes]
@@ -195,7 +198,7 @@ class BlockLoader:
                 return False
             rows = buffer[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
             k, v = rows.view(layout.kv_heads, span.size, 2, format.width).unbind(2)
-            self._pool.fill_span(layer, span, k, v)
+            self._pool.fill_place(place, span, k, v)
             return True
         finally:
             self._buffers.put(buffer)

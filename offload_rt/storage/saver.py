@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core import BLOCK_SIZE, BlockTable
+from ..core import BLOCK_SIZE, BlockTable, KVPart
 from ..errors import DiskError
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.disk.file_arena import FileArena
@@ -183,7 +183,7 @@ class Saver:
         """Write a complete block of a pool on disk to a file of the store, if its KV is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
-        layers = len(self._pool.groups.layers_of(entry.block.group))
+        layers = self._pool.groups.used_places(entry.block.group)
         if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.pool_block, extent, layers):
             entry.give_up()
 
@@ -316,7 +316,8 @@ class Saver:
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:
-                writer.write(groups.place[layer], layer_block(self._pool, layer, entry.span))
+                for place, part in self._pool.view_places(layer, entry.span):
+                    writer.write(place, place_block(self._pool, part))
 
     def _begin_writer(self, entry: PendingBlock) -> BlockWriter | None:
         """Return the writer of a block. Return None if the store has the block already or does not accept it."""
@@ -328,8 +329,8 @@ class Saver:
 
     def _commit(self, writer: BlockWriter, entry: PendingBlock) -> None:
         """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
-        # If a stored block has more layers than its layer group, write zeros for the remaining layers.
-        for place in range(len(self._pool.groups.layers_of(entry.block.group)), self._store.layers):
+        # If a stored block has more places than its layer group uses, write zeros for the remaining places.
+        for place in range(self._pool.groups.used_places(entry.block.group), self._store.layers):
             writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
         with self._mutex:  # all KV has been read, so later changes of the block do no harm
             moved = entry.moved
@@ -350,14 +351,14 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Return the number of bytes that a layer takes in the store, for a block with `tokens` tokens."""
+    """Return the number of bytes that a place takes in the store, for a block with `tokens` tokens."""
     return block_layer_bytes(tokens, pool.layout)
 
 
-def layer_block(pool: HostPool, layer: int, span: SlotSpan) -> memoryview:
-    """Return a copy of the KV of one layer at `span`, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
-    part, layout = pool.view(layer, span), pool.layout
-    block = torch.zeros(block_layer_bytes(span.size, layout) // layout.itemsize, dtype=part.k.dtype)
-    rows = block[: 2 * part.k.numel()].view(layout.kv_heads, span.size, 2, -1)
+def place_block(pool: HostPool, part: KVPart) -> memoryview:
+    """Return a copy of the KV of one place, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
+    layout, size = pool.layout, part.k.shape[1]
+    block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
+    rows = block[: 2 * part.k.numel()].view(layout.kv_heads, size, 2, -1)
     rows[:, :, 0], rows[:, :, 1] = part.k, part.v
     return block.view(torch.uint8).numpy().data.cast("B")

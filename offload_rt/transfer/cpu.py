@@ -192,13 +192,12 @@ class CpuStorage(KVStorage):
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
-        self._token_bytes = 2 * pool.layout.kv_heads * pool.layout.row_bytes
         self._resident: dict[int, int] = {}
 
     @property
     def resident_bytes(self) -> int:
         """Size in bytes of the resident KV of all open sequences."""
-        return sum(self._resident.values()) * self._token_bytes
+        return sum(self._resident.values())
 
     @property
     def opened(self) -> Set[int]:
@@ -206,8 +205,10 @@ class CpuStorage(KVStorage):
         return self._resident.keys()
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
-        layers = range(self._geometry.layers)
-        self._resident[id(blocks)] = sum(sum(self._geometry.resident(layer, sinks, recent)) for layer in layers)
+        self._resident[id(blocks)] = sum(
+            sum(self._geometry.resident(layer, sinks, recent)) * self._pool.token_bytes(layer)
+            for layer in range(self._geometry.layers)
+        )
 
     def close(self, blocks: BlockTable) -> None:
         self._resident.pop(id(blocks), None)
@@ -218,7 +219,7 @@ class CpuStorage(KVStorage):
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         self._pool.write(blocks, layer, start, k, v)
-        return k.shape[1] * self._token_bytes
+        return k.shape[1] * self._pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         self._pool.move(blocks, layer, source, target)
@@ -235,8 +236,8 @@ class CpuStorage(KVStorage):
         for part in slices:
             self._pool.write(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
-        whole = join(self._pool.runs(blocks, layer, range(stop)))
-        return PrefilledLayer(whole, 0, start * self._token_bytes, (stop - start) * self._token_bytes)
+        whole, size = join(self._pool.runs(blocks, layer, range(stop))), self._pool.token_bytes(layer)
+        return PrefilledLayer(whole, 0, start * size, (stop - start) * size)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """Write the new KV to the pool and return views of the pool.
@@ -250,7 +251,8 @@ class CpuStorage(KVStorage):
         runs = self._pool.runs(blocks, layer, range(start + count))
         own = next(n for n in itertools.count(1) if sum(run.k.shape[1] for run in runs[-n:]) >= count)
         kv, first = join(runs[-own:]), sum(run.k.shape[1] for run in runs[:-own])
-        return PrefilledLayer(kv, first, start * self._token_bytes, count * self._token_bytes, runs[:-own])
+        size = self._pool.token_bytes(layer)
+        return PrefilledLayer(kv, first, start * size, count * size, runs[:-own])
 
     def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
         first = self._pool.groups.first_seen(start, blocks.floor)
@@ -259,8 +261,8 @@ class CpuStorage(KVStorage):
         kept = self._pool.kept(blocks, layer, tokens)
         self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
         before = self._pool.runs(blocks, layer, range(first, start))
-        bytes_each = (start - first) * self._token_bytes, len(kept) * self._token_bytes
-        return PrefilledLayer(join([*before, new]), first, *bytes_each)
+        size = self._pool.token_bytes(layer)
+        return PrefilledLayer(join([*before, new]), first, (start - first) * size, len(kept) * size)
 
 
 class CpuRows(RowFetch):
@@ -272,7 +274,6 @@ class CpuRows(RowFetch):
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
         self._pair_bytes = 2 * pool.layout.row_bytes
-        self._token_bytes = pool.layout.kv_heads * self._pair_bytes
         self._fetched, self._repaired = _Scratch(pool), _Scratch(pool)
 
     @property
@@ -284,13 +285,14 @@ class CpuRows(RowFetch):
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> _DenseFetch | _SparseFetch:
         if selection is None:
-            return _DenseFetch(self._pages, blocks, layer, visible.all, len(visible.candidates) * self._token_bytes)
+            size = len(visible.candidates) * self._pool.token_bytes(layer)
+            return _DenseFetch(self._pages, blocks, layer, visible.all, size)
         assert selection.counts is None, "selections on the CPU have no counts"
         requested, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
         return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, requested)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._token_bytes)
+        return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._pool.token_bytes(layer))
 
     def fetch_together(
         self,

@@ -63,7 +63,7 @@ class CudaStorage(KVStorage):
             lists.append(
                 layer, k[:, 0].contiguous(), v[:, 0].contiguous(), *lists.newest(start, *one.residency.sizes(layer))
             )
-            return state.token_bytes
+            return state.pool.token_bytes(layer)
         one.residency.store(layer, start, k, v)
         return self._write(one, layer, start, k, v)
 
@@ -74,7 +74,8 @@ class CudaStorage(KVStorage):
         k, v = k[:, kept.start - start :], v[:, kept.start - start :]
         with state.write_back.behind_compute():
             at = 0
-            stored_k, stored_v = state.format.encode(k), state.format.encode(v)
+            format = state.pool.format_of(layer)
+            stored_k, stored_v = format.encode(k), format.encode(v)
             for run in state.pool.stored(blocks, layer, kept):
                 piece = slice(at, at + run.k.shape[1])
                 copy_heads(run.k, stored_k[:, piece])
@@ -82,7 +83,7 @@ class CudaStorage(KVStorage):
                 at = piece.stop
             one.written = state.write_back.record_event()
         state.pending_writes.hold(one.written, k, v)
-        return len(kept) * state.token_bytes
+        return len(kept) * state.pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy a KV entry on the host, after its write-back and after all reads of the target slot.
@@ -129,7 +130,7 @@ class CudaStorage(KVStorage):
         parts = fresh if loaded is None else [*loaded.wait(), *fresh]
         k, v = _joined([part.k for part in parts]), _joined([part.v for part in parts])
         one.residency.store(layer, start, k[:, start - first :], v[:, start - first :])
-        return PrefilledLayer(KVPart(k, v), first, (start - first) * state.token_bytes, written)
+        return PrefilledLayer(KVPart(k, v), first, (start - first) * state.pool.token_bytes(layer), written)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -46,11 +46,12 @@ class _PendingFetch(PendingFetch):
 
     @property
     def bytes(self) -> int:
-        return self.staged.shape[1] * self.staged.shape[2] * self.state.pair_bytes
+        _, heads, tokens, width = self.staged.shape
+        return 2 * heads * tokens * width * self.staged.itemsize
 
     def wait(self) -> list[KVPart]:
         self.state.staging.arrive(self.held, self.event, *(() if self.savings is None else self.savings.tensors))
-        rows = self.state.format.decode(self.staged)
+        rows = self.state.pool.format_of(self.layer).decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
@@ -110,7 +111,7 @@ class CudaRows(RowFetch):
         If `visible` is not None, the result begins with the resident KV of the tokens `visible`.
         """
         state, one = self._state, self._state[blocks]
-        shape = (2, state.geometry.kv_heads, len(tokens), state.format.width)
+        shape = (2, state.geometry.rows(layer).kv_heads, len(tokens), state.pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
         held = state.staging.hold(staged)
         with state.prefetch.behind_compute():

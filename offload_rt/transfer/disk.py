@@ -50,7 +50,7 @@ class DiskState:
         self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
         self._threads = [ReadingThread() for _ in range(AT_ONCE)]
         self.pair_bytes = 2 * pool.layout.row_bytes
-        self.token_bytes = pool.layout.kv_heads * self.pair_bytes
+        """Size in bytes of a KV entry of a full-attention layer: K and V of one token and head."""
         self.open: dict[int, _Open] = {}
         self._staging = RecycledMemory()
 
@@ -77,24 +77,23 @@ class DiskState:
     def __getitem__(self, blocks: BlockTable) -> _Open:
         return self.open[id(blocks)]
 
-    @property
-    def block_tokens(self) -> int:
-        """Number of tokens that a `BlockRun` reads at a time."""
-        fits = self.file.budget.staged // 2 // self.token_bytes
+    def block_tokens(self, layer: int) -> int:
+        """Return how many tokens of a layer a `BlockRun` reads at a time."""
+        fits = self.file.budget.staged // 2 // self.pool.token_bytes(layer)
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
         """Read K and V `[Hkv, n, d]` of `tokens` in a layer and return them on the device."""
-        return join([self._on_device(part) for part in self.pool.stored(blocks, layer, tokens)])
+        return join([self._on_device(layer, part) for part in self.pool.stored(blocks, layer, tokens)])
 
-    def _on_device(self, part: KVPart) -> KVPart:
-        decode = self.pool.format.decode
+    def _on_device(self, layer: int, part: KVPart) -> KVPart:
+        decode = self.pool.format_of(layer).decode
         return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
         """Start reading all KV of `tokens` in a layer, block by block."""
         # Also split at the boundaries of the pool's spans. A block in two spans would have to be joined in new memory.
-        size, at = self.block_tokens, tokens.start
+        size, at = self.block_tokens(layer), tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
         for span in self.pool.spans(blocks, self.pool.groups.group[layer], tokens):
             edges.add(at)
@@ -132,7 +131,7 @@ class DiskStorage(KVStorage):
         kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
         if kept:
             state.pool.write(blocks, layer, kept.start, k[:, kept.start - start :], v[:, kept.start - start :])
-        return len(kept) * state.token_bytes
+        return len(kept) * state.pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy a KV entry in the pool, after pending reads. Also update resident KV of the target slot."""
@@ -157,7 +156,7 @@ class DiskStorage(KVStorage):
             stop += part.k.shape[1]
         k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
         loaded = start - (first if slides else 0)
-        return PrefilledLayer(KVPart(k, v), first, loaded * state.token_bytes, written, past)
+        return PrefilledLayer(KVPart(k, v), first, loaded * state.pool.token_bytes(layer), written, past)
 
 
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
@@ -242,11 +241,12 @@ class DiskRows(RowFetch):
         if selection is not None:
             return self._rows(blocks, layer, selection, visible)
         run = self._state.run(blocks, layer, visible.candidates)
-        size = len(visible.candidates) * self._state.token_bytes
+        size = len(visible.candidates) * self._state.pool.token_bytes(layer)
         return _RangeFetch(run, size, self._state[blocks].residency, layer, visible)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        return _RangeFetch(self._state.run(blocks, layer, tokens), len(tokens) * self._state.token_bytes)
+        size = len(tokens) * self._state.pool.token_bytes(layer)
+        return _RangeFetch(self._state.run(blocks, layer, tokens), size)
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
         return self._rows(blocks, layer, extra)

@@ -47,7 +47,7 @@ class DeviceState:
         self.prefetch, self.write_back = prefetch, write_back
         self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
         self.pair_bytes = 2 * pool.layout.row_bytes
-        self.token_bytes = pool.layout.kv_heads * self.pair_bytes
+        """Size in bytes of a KV entry of a full-attention layer: K and V of one token and head."""
         self.working_set, self.in_place = working_set, in_place
         self._open: dict[int, OpenSequence] = {}
 

@@ -22,7 +22,8 @@ class Residency:
         self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, sinks: int, recent: int
     ) -> None:
         self._sizes = [geometry.resident(layer, sinks, recent) for layer in range(geometry.layers)]
-        shapes = [(2, geometry.kv_heads, s + w, geometry.head_dim) for s, w in self._sizes]
+        rows = [geometry.rows(layer) for layer in range(geometry.layers)]
+        shapes = [(2, r.kv_heads, s + w, r.head_dim) for r, (s, w) in zip(rows, self._sizes, strict=True)]
         self._rows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def clone(self) -> Residency:

@@ -64,20 +64,20 @@ class RowLists:
     def __init__(self, state: DeviceState, batch: int, tokens: int) -> None:
         layout, device = state.pool.layout, state.device
         self._state, self._pool, self._batch, self.device = state, state.pool, batch, device
-        self.heads = layout.kv_heads
-        self.pair_bytes = 2 * layout.row_bytes
-        self.token_bytes = layout.kv_heads * self.pair_bytes
+        self.heads = layout.kv_heads  # of full-attention layers
+        self.pair_bytes = 2 * layout.row_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
         """Module with the functions that read and write the pool: kernels, or torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         places = state.pool.groups.place
         self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
-        firsts = [
-            [[layout.row(place, head, kv) for head in range(layout.kv_heads)] for kv in (0, 1)] for place in places
-        ]
-        self._planes = to_device(torch.tensor(firsts), device)
-        """Offset in rows of K and V of each layer and head from the first row of a slab, int64 `[L, 2, Hkv]`."""
+        each = zip(places, state.pool.groups.group, strict=True)
+        firsts = [layout.vectors(place, window=group > 0) for place, group in each]
+        self._offsets = to_device(torch.tensor([one for layer in firsts for own in layer for one in own]), device)
+        parts = self._offsets.split([2 * len(layer[0]) for layer in firsts])
+        self._planes = [part.view(2, -1) for part in parts]
+        """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[2, Hkv]`."""
         self._held_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -186,6 +186,10 @@ class RowLists:
         """Return the resident KV of a layer, `[2 * Hkv, s + w, d]` per sequence."""
         return self._resident[layer]
 
+    def token_bytes(self, layer: int) -> int:
+        """Return the size in bytes of the stored K and V of one token in a layer."""
+        return self._pool.token_bytes(layer)
+
     def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `places` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
 
@@ -231,10 +235,11 @@ class RowLists:
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
         """Write k and v `[P, d]` (P = B * Hkv) to the pool rows `rows`, int64 `[B]`, after earlier compute work."""
         with self._write_back.behind_compute():
-            stored_k, stored_v = self._pool.format.encode(k), self._pool.format.encode(v)
-            self._moves.write_rows(self._pool.rows, stored_k, stored_v, rows, self._planes[layer])
+            format = self._pool.format_of(layer)
+            stored_k, stored_v = format.encode(k), format.encode(v)
+            self._moves.write_rows(self._pool.vectors(layer), stored_k, stored_v, rows, self._planes[layer])
             event = self._write_back.record_event()
-        self._state.pending_writes.hold(event, k, v, rows, self._planes)
+        self._state.pending_writes.hold(event, k, v, rows, self._offsets)
         self._state.pending_writes.release(HELD_BACK)
         self._set_written(event)
 
@@ -254,7 +259,7 @@ class RowLists:
         # and freed in the prefetch stream.
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
         held = self._state.staging.hold(
-            staged, tokens, self._bases, self._planes, *(() if counts is None else (counts,))
+            staged, tokens, self._bases, self._offsets, *(() if counts is None else (counts,))
         )
         with self._prefetch.behind_compute():
             for event in self._written:
@@ -271,7 +276,8 @@ class RowLists:
         """Return the pool rows of the K and V of `tokens`, int64 `[2, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
-        return (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
+        found: torch.Tensor = (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
+        return found
 
     def _gather_listed(
         self,

@@ -49,7 +49,7 @@ def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) ->
     if rows == 0:
         return 0
     token_and_score = torch.int32.itemsize + torch.float32.itemsize
-    return (rows + 1) * (geometry.kv_bytes(1, dtype) // geometry.layers + token_and_score * geometry.kv_heads)
+    return (rows + 1) * (geometry.full_rows.bytes(dtype) + token_and_score * geometry.kv_heads)
 
 
 def look_up(

@@ -61,6 +61,24 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
 _MIMO = _EXPERTS | {"head_dim": 12, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_GEMMA4_EXPERTS: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 _SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PICTURE = {"image_size": 14, "patch_size": 7}
 _IMAGE_TOKEN = {"image_token_index": 90}
@@ -237,13 +255,35 @@ RUNS: dict[str, Architecture] = {
     ),
     "mimo_v2_flash": Architecture(
         "MiMoV2Flash",
-        _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": None},
-        "keys wider than values (full layers alone run), mixture of experts",
+        _MIMO | {"sliding_window": WINDOW, "layer_types": _KINDS},
+        "keys wider than values, full and sliding layers with their own numbers of KV heads, attention sinks and "
+        "scaled values, mixture of experts",
+    ),
+    "gemma4": Architecture(
+        "Gemma4Text",
+        _GEMMA4 | {"final_logit_softcapping": 5.0},
+        "full and sliding layers with head dimensions of their own, norms before and after, q, k and v normed, "
+        "scaled layers, partial RoPE",
+    ),
+    "gemma4_moe": Architecture(
+        "Gemma4Text",
+        _GEMMA4 | _GEMMA4_EXPERTS,
+        "as Gemma 4; full layers with equal K and V and fewer KV heads, mixture of experts beside an MLP",
     ),
     "gemma3_multimodal": Architecture(
         "Gemma3",
         _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
         "language model: Gemma 3's, tied head",
+    ),
+    "gemma4_multimodal": Architecture(
+        "Gemma4",
+        _multimodal(
+            _GEMMA4 | {"final_logit_softcapping": 5.0, "use_bidirectional_attention": "vision", "pad_token_id": 0},
+            _SIGHT | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
+            audio_config=None,
+            **{f"{kind}_token_id": VOCAB for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")},
+        ),
+        "language model: Gemma 4's",
     ),
     "llava": Architecture(
         "Llava",
@@ -457,10 +497,10 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         "bidirectional",
         "attends to later tokens",
     ),
-    "mimo_v2_flash_sliding": (
-        Architecture("MiMoV2Flash", _MIMO | {"sliding_window": WINDOW, "layer_types": _KINDS}),
-        "heads",
-        "sliding layers have twice the KV heads of full ones",
+    "gemma4_per_layer_inputs": (
+        Architecture("Gemma4Text", _GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}),
+        "per_layer_inputs",
+        "Gemma 4 E2B and E4B: embeddings of each token in every layer, keys and values shared between layers",
     ),
     "minimax": (Architecture("MiniMax", {"head_dim": 8}), "layer_type", "layers of linear attention"),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),
@@ -468,11 +508,6 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         Architecture("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
         "recurrent",
         "Mamba-1: transformers' layers do not continue its state over several tokens",
-    ),
-    "mimo_v2_flash_scaled": (
-        Architecture("MiMoV2Flash", _MIMO | {"layer_types": ["full_attention"] * 3, "attention_value_scale": 0.7}),
-        "verification",
-        "scales values, which is found by load-time verification",
     ),
 }
 """Refused architectures by short name: model, `ModelError.reason`, and explanation."""

@@ -317,6 +317,11 @@ class FileArena:
         flat = stored.flatten(1, 2)[:, offset - first * BLOCK_SIZE :][:, :size]
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
+    def planes_of(self, slab: int, places: range, offset: int, size: int) -> torch.Tensor:
+        """Return a copy `[p, size, width]` of all planes of consecutive places, for `size` slots from `offset` on."""
+        parts = [self.view(slab, place, offset, size) for place in places]
+        return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
+
     def gather(self, place: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
         """Read KV entries of one layer from the cache, the buffers or the disk.
 

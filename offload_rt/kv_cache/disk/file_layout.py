@@ -78,9 +78,9 @@ class FileLayout:
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
         """Return the layout of a file of at most `limit` bytes. Raises MemoryLimitError if not even one block fits.
 
-        `geometry.head_dim` must be the width of `format`, the stored elements per vector.
+        `geometry` has stored elements per vector in place of the head dimensions (`stored_geometry`).
         """
-        own = geometry.kv_heads * BLOCK_SIZE * 2 * geometry.head_dim * format.storage.itemsize
+        own = BLOCK_SIZE * geometry.full_rows.bytes(format.storage)
         rows = limit * own // round_up_to_page(own)
         return cls(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
 

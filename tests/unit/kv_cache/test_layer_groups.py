@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import architecture
 from support.outputs import completed
 from support.plain_decode import Kept, plain_step
 from support.staged_transfer import staged
-from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
+from support.tiny_models import VOCAB, assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
@@ -24,7 +25,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
-from offload_rt.storage.saver import layer_block
+from offload_rt.storage.saver import place_block
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "half slide": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2}),
     "room to spare": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 5}),
     "one slides": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "num_hidden_layers": 3}),
+    "narrow rows": ("gemma4_moe", {}),
+    "many heads": ("mimo_v2_flash", {}),
 }
+TWO_SHAPES = ("narrow rows", "many heads")
+"""Models whose sliding-window layers have another row shape than their full-attention layers."""
 MIXED = [name for name in MODELS if name != "all slide"]
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -46,6 +51,8 @@ BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-4}
 
 def model_of(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     name, config = MODELS[kind]
+    if kind in TWO_SHAPES:
+        return architecture(name, dtype=dtype, vocab_size=VOCAB, sliding_window=WINDOW, max_position_embeddings=4096)
     return tiny_model(name, dtype=dtype, **config)
 
 
@@ -69,13 +76,16 @@ def held_windows(llm: LLM) -> int:
         ("half slide", 1, (0, 1), (0, 0), 1),
         ("room to spare", 2, (0, 0, 1, 1, 2), (0, 1, 0, 1, 0), 2),
         ("one slides", 2, (0, 0, 1), (0, 1, 0), 1),
+        ("narrow rows", 2, (1, 0, 2, 0), (0, 0, 0, 1), 2),
+        ("many heads", 2, (1, 0, 2), (0, 0, 0), 2),
     ],
 )
 def test_layers_fall_into_groups(
     kind: str, layers: int, group: tuple[int, ...], place: tuple[int, ...], sliding: int
 ) -> None:
     geometry = make(kind).runner.adapter.geometry
-    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, place, sliding, WINDOW)
+    each = 2 if kind in TWO_SHAPES else 1
+    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, place, sliding, WINDOW, each)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
@@ -295,9 +305,9 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
-        return layer_block(*args)
+        return place_block(*args)
 
-    monkeypatch.setattr("offload_rt.storage.saver.layer_block", slow)
+    monkeypatch.setattr("offload_rt.storage.saver.place_block", slow)
     session = make("half slide").session("s", tmp_path)
     for turn in ([1, 2, 3], [4, 5], [6]):
         answer(session, turn, count=4)

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )  # fmt: skip
 
-from offload_rt.core import BLOCK_SIZE, BlockTable, ModelGeometry
+from offload_rt.core import BLOCK_SIZE, BlockTable, ModelGeometry, RowShape
 from offload_rt.errors import PoolFullError
 from offload_rt.kv_cache.block_allocator import BlockAllocator
 from offload_rt.kv_cache.layer_groups import LayerGroups
@@ -33,11 +33,11 @@ PRIME = 100_003
 PROVENANCE_KEYS = st.sampled_from(["exact", "sparse"])
 
 
-def geometry(windows: tuple[int | None, ...]) -> ModelGeometry:
+def geometry(windows: tuple[int | None, ...], window_rows: RowShape | None = None) -> ModelGeometry:
     return ModelGeometry(
         layers=len(windows),
         hidden=4,
-        heads=HEADS,
+        heads=6,
         kv_heads=HEADS,
         head_dim=WIDTH,
         vocab=10,
@@ -46,6 +46,7 @@ def geometry(windows: tuple[int | None, ...]) -> ModelGeometry:
         max_positions=1 << 20,
         absolute_positions=False,
         default_alpha=5.0,
+        window_rows=window_rows,
     )
 
 
@@ -66,22 +67,24 @@ class Model:
             self.values.append(((self.values or [1])[-1] * 31 + token + 1) % PRIME)
 
 
-def made_from(values: list[int], layer: int) -> torch.Tensor:
+def made_from(values: list[int], layer: int, rows: RowShape) -> torch.Tensor:
     """Return distinct K and V `[Hkv, 2, n, d]` of one layer."""
-    inner = torch.arange(HEADS * 2 * WIDTH, dtype=torch.float32).view(HEADS, 2, 1, WIDTH) + 8 * layer
+    inner = torch.arange(rows.bytes(torch.int8), dtype=torch.float32).view(rows.kv_heads, 2, 1, rows.head_dim)
+    inner = inner + 8 * layer
     return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 32 + inner
 
 
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[Model] = Bundle("sequences")
     windows: tuple[int | None, ...] = (None, None)
+    window_rows: RowShape | None = None
     blocks = 17  # 3 slabs of 5 blocks; two are left over
 
     def __init__(self) -> None:
         super().__init__()
-        shape = geometry(self.windows)
+        self.shape = shape = geometry(self.windows, self.window_rows)
         groups = LayerGroups.from_geometry(shape)
-        limit = self.blocks * groups.layers * shape.kv_bytes(BLOCK_SIZE, torch.float32) // shape.layers
+        limit = self.blocks * groups.layers * BLOCK_SIZE * shape.full_rows.bytes(torch.float32)
         self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * BLOCK_SIZE)
         self.groups = self.pool.groups
         self.live: list[Model] = []
@@ -131,7 +134,8 @@ class PoolMachine(RuleBasedStateMachine):
         for layer in range(len(self.windows)):
             kept = self.pool.kept(blocks, layer, range(start, stop))
             for tokens in (range(kept.start, kept.start + len(kept) // 3), range(kept.start + len(kept) // 3, stop)):
-                rows = made_from(model.values[tokens.start : tokens.stop], layer)  # in two parts, like chunked prefill
+                # in two parts, like chunked prefill
+                rows = made_from(model.values[tokens.start : tokens.stop], layer, self.shape.rows(layer))
                 self.pool.write(blocks, layer, tokens.start, rows[:, 0], rows[:, 1])
         self.pool.commit(blocks, stop)
         return True
@@ -197,7 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.written += 1
         model.values[token] = PRIME + self.written
         for layer in range(len(self.windows)):
-            row = made_from([model.values[token]], layer)
+            row = made_from([model.values[token]], layer, self.shape.rows(layer))
             self.pool.write(model.blocks, layer, token, row[:, 0], row[:, 1])
 
     @rule(model=sequences, provenance_key=PROVENANCE_KEYS)
@@ -228,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
             for layer in range(len(self.windows)):
                 tokens = self.shown(layer, model.blocks.length)
                 if tokens:
-                    expected = made_from(model.values[tokens.start :], layer)
+                    expected = made_from(model.values[tokens.start :], layer, self.shape.rows(layer))
                     assert torch.equal(self.read(model, layer, tokens), expected)
 
     def teardown(self) -> None:
@@ -251,15 +255,34 @@ class AllSlideMachine(PoolMachine):
     blocks = 10
 
 
+class NarrowWindowMachine(PoolMachine):
+    """Sliding-window layers have more heads of half the width, so that each takes two places (Gemma 4)."""
+
+    windows = (None, 100, 70, None)
+    window_rows = RowShape(6, 1)
+    blocks = 24
+
+
+class ManyHeadsMachine(PoolMachine):
+    """Sliding-window layers have more heads of the same width, and one place has unused planes (MiMo-V2)."""
+
+    windows = (70, None, 100)
+    window_rows = RowShape(3, 2)
+    blocks = 24
+
+
 MANY = 20 if "OFFLOAD_RT_STRESS" in os.environ else 1
 
-for machine, examples, steps in ((PoolMachine, 30, 40), (SlidingMachine, 15, 25), (AllSlideMachine, 15, 25)):
+SLIDING = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine)
+for machine, examples, steps in ((PoolMachine, 30, 40), *((each, 15, 25) for each in SLIDING)):
     machine.TestCase.settings = settings(
         max_examples=MANY * examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )
 TestPool = PoolMachine.TestCase
 TestSliding = SlidingMachine.TestCase
 TestAllSlide = AllSlideMachine.TestCase
+TestNarrowWindow = NarrowWindowMachine.TestCase
+TestManyHeads = ManyHeadsMachine.TestCase
 
 
 def test_a_partly_filled_window_block_is_not_cached() -> None:
