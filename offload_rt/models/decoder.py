@@ -23,7 +23,7 @@ from .adapter import ModelAdapter
 from .decoder_layer import DecoderLayer, Projections, Rotate, first_of, refuse_unused
 from .latent_attention import LatentProjections, is_latent
 from .multimodal import text_config, text_decoder
-from .recurrent import RecurrentState, Stage, run_layer, state_shapes
+from .recurrent import RecurrentState, Stage, recurrent_mixer, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent
 from .weights import attention_layers, decoder_layers
 
@@ -145,6 +145,9 @@ class DecoderAdapter(ModelAdapter):
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Run a decoder layer without attention, or a mixer parallel to the attention, with this adapter's state."""
         return run_layer(module, decoder_layer, hidden, self._state)
+
+    def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
+        self._run(decoder_layer, recurrent_mixer(self._decoder_layers[decoder_layer]), inputs)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self._state is not None or not self.geometry.states, "with_state binds the adapter to sequences"

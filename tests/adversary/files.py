@@ -190,7 +190,8 @@ class Case:
             return
         kind = self.rng.choice(DAMAGES)
         path, other = self.rng.choice(files), self.rng.choice(files)
-        with suppress(FileNotFoundError):  # the open store has just renamed the file
+        # The open store has just renamed the file, or earlier damage has put a folder in the place of the new name.
+        with suppress(FileNotFoundError, IsADirectoryError):
             kind(self.rng, path, other, self.place / "outside")
         self.done[kind.__name__] += 1
 

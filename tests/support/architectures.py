@@ -448,6 +448,19 @@ RUNS: dict[str, Architecture] = {
         "latent attention, multipliers of embedding, residual and logits",
     ),
     "youtu": Architecture("Youtu", _LATENT, "latent attention, interleaved RoPE"),
+    "kimi_linear": Architecture(
+        "KimiLinear",
+        {k: v for k, v in _LATENT_EXPERTS.items() if k not in ("n_routed_experts", "first_k_dense_replace")}
+        | {
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+        "Kimi Delta Attention; latent attention without positions, mixture of experts",
+    ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
 }
@@ -455,11 +468,11 @@ RUNS: dict[str, Architecture] = {
 
 RECURRENT = (
     "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
-    "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba",
+    "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba", "kimi_linear",
 )  # fmt: skip
-"""Names in `RUNS` of hybrid models. Their recurrent state cannot go back to earlier tokens."""
+"""Names in `RUNS` of hybrid models."""
 
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "kimi_linear")
 """Names in `RUNS` of models with multi-head latent attention."""
 
 LONGROPE = {
