@@ -32,7 +32,7 @@ def runs() -> str:
         limits = [
             "eviction only within the window" if windows == geometry.layers else "",
             "no truncation" if geometry.absolute_positions else "",
-            "no truncation or `exact`" if geometry.states else "",
+            "no truncation" if geometry.states else "",
         ]
         rows.append([f"`{type(model).__name__}`", kind.traits, layers, "; ".join(filter(None, limits))])
     return table(("transformers' class", "properties", "layers", "limits"), rows)

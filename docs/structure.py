@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -48,9 +47,8 @@ def folders() -> tuple[Counter[str], dict[str, set[str]]]:
             continue
         folder, text = folder_of(path.with_suffix("").parts[1:]), (ROOT / path).read_text(encoding="utf-8")
         lines[folder] += text.count("\n")
-        for name in imported(ast.parse(text), path.parent.parts):
-            parts = [part for part in name if part]
-            if parts[0] == "offload_rt" and len(parts) > 1 and (other := folder_of(tuple(parts[1:]))) != folder:
+        for parts in imported(text, path.parent.parts):
+            if parts[0] == "offload_rt" and len(parts) > 1 and (other := folder_of(parts[1:])) != folder:
                 uses[folder].add(other)
     return lines, uses
 

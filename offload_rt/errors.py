@@ -40,7 +40,7 @@ class ModelError(OffloadError, ValueError):
     """The model cannot be loaded, or the request exceeds what the model supports.
 
     Attributes:
-        reason: Machine-readable name of an unsupported feature ("alibi", "latent_attention", ...), else "".
+        reason: Machine-readable name of an unsupported feature ("alibi", "recurrent", ...), else "".
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:

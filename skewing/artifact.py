@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast, get_args
@@ -21,6 +19,7 @@ from safetensors.torch import save
 from ..config import SkewMethod
 from ..core import ModelGeometry
 from ..errors import ArtifactError
+from ..utils.atomic_files import write_atomic
 from .guess import SOURCES
 
 VERSION: Final = 2
@@ -103,17 +102,9 @@ class SkewArtifact:
             "calibration": self.calibration,
             "sha256": _digest(tensors),
         }
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            # Use a single metadata entry, because safetensors writes several entries in random order.
-            data = save(tensors, metadata={"skew": json.dumps(header, sort_keys=True)})
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        # Use a single metadata entry, because safetensors writes several entries in random order.
+        data = save(tensors, metadata={"skew": json.dumps(header, sort_keys=True)})
+        write_atomic(path, data, private=False)
 
     @classmethod
     def load(cls, path: Path | str, fingerprint: str | None) -> SkewArtifact:

@@ -2,6 +2,9 @@
 
 Without a CUDA device, `gpu` tests are skipped, or run on a simulated device if they are also marked `simulated`. The
 fixture `device` runs a test on each device.
+
+torch and the package's heavy modules are imported in functions: the controller of pytest-xdist reads this file as well,
+and the workers start only after that.
 """
 
 from __future__ import annotations
@@ -12,24 +15,15 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from support.interpreter import interpreted_quickly
-from support.levels import forget
 
 import offload_rt
 from offload_rt.utils import native_code
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    """Must be set before Triton is imported. Kernels then run in Python on CPU tensors."""
-
-torch.set_num_threads(1)
-"""Threads do not speed up tiny tensors, and threads that compete on a busy machine cost minutes."""
-
-gc.disable()
-"""Collection is disabled until imports end: they create half a million objects, and scanning these takes seconds."""
+if TYPE_CHECKING:
+    import torch
 
 EVERY = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
 """Whether all `gpu` tests run on a simulated device, not only those marked `simulated` (`make stress PART=gpu`)."""
@@ -46,6 +40,24 @@ LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
 EXTRAS = ("anthropic", "fastapi", "gguf", "httpx2", "openai", "starlette", "uvicorn")
 
 NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection() -> None:
+    """Prepare a process that runs tests, before it imports them."""
+    # Imports create half a million objects, and scanning these takes seconds.
+    gc.disable()
+    import torch
+
+    if not has_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: kernels run in Python on CPU tensors
+    # Threads do not speed up tiny tensors, and threads that compete on a busy machine cost minutes.
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = first
     if not CELLS:
         _sample(config, items)
-    if torch.cuda.is_available():
+    if has_cuda():
         return
     for item in items:
         simulated = not item.get_closest_marker("hardware") if EVERY else item.get_closest_marker("simulated")
@@ -108,7 +120,7 @@ def older_objects_apart() -> None:
 def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Simulate a CUDA device for tests marked `gpu` and `simulated` if there is none."""
     markers = [request.node.get_closest_marker(name) for name in ("gpu", "simulated")]
-    if torch.cuda.is_available() or not (all(markers) or (EVERY and markers[0])):
+    if has_cuda() or not (all(markers) or (EVERY and markers[0])):
         yield
         return
     from support.cuda_simulator import Seeded, simulated
@@ -120,25 +132,34 @@ def simulated_device(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Run a test on the CPU and on CUDA. With `-m gpu`, run it on CUDA only."""
+    import torch
+
     return torch.device(request.param)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     """Device of Triton kernels: the CPU with the interpreter, or CUDA with compiled kernels if there is a device."""
+    import torch
+
     pytest.importorskip("triton", reason="triton is not installed")
     if request.param == "cuda":
         return torch.device("cuda")
-    if torch.cuda.is_available():
+    if has_cuda():
         pytest.skip("the kernels are compiled on this machine")
     return torch.device("cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Store the skew artifacts and the default store of tests in folders of the test session."""
+    """Store the skew artifacts and the default store of tests in folders of the test session.
+
+    All workers use one cache, so that each model is verified and calibrated once.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base if os.environ.get("PYTEST_XDIST_WORKER") is None else base.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OFFLOAD_RT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OFFLOAD_RT_CACHE", str(shared / "cache"))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
 
@@ -146,7 +167,9 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
     """Speed up Triton's interpreter if it is used."""
-    with interpreted_quickly() if not torch.cuda.is_available() else nullcontext():
+    from support.interpreter import interpreted_quickly
+
+    with nullcontext() if has_cuda() else interpreted_quickly():
         yield
 
 
@@ -162,6 +185,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=native_code.available_levels())
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run a test with the C code of each instruction set level that this processor has."""
+    from support.levels import forget
+
     monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
     forget()
     yield request.param

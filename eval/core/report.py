@@ -15,7 +15,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...utils import atomic_files
 from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
@@ -47,11 +47,7 @@ def write_atomic(path: Path, text: str) -> None:
     """Write a file atomically. Raises InputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        atomic_files.write_atomic(path, text.encode(), private=False)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
 

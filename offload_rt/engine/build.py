@@ -43,7 +43,6 @@ from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
-from .checks import check_keeps_no_state
 from .runner import Runner
 from .selection_cost import measured_dense_until
 from .speculative.draft_model import check_same_tokens
@@ -126,7 +125,6 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         device=str(device), dtype=str(dtype),
     )  # fmt: skip
     small = _load(config.exact.model, own)
-    check_keeps_no_state("a draft model", small.adapter.geometry)
     check_same_tokens(loaded, small)
     share = 1 / (1 + loaded.adapter.geometry.kv_bytes(1, dtype) / small.adapter.geometry.kv_bytes(1, dtype))
     pool = _build_pool(small, own, share)

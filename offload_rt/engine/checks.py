@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from ..config import EngineConfig
-from ..core import ModelGeometry
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..models.loading import LoadedModel
 from ..policies.base import Policy
@@ -54,23 +53,9 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
     return bisect_left(range(1, positions + 1), True, key=full)
 
 
-def check_keeps_no_state(feature: str, geometry: ModelGeometry) -> None:
-    """Raise ConfigError if the model has recurrent layers.
-
-    `feature` is the name of a feature that would need the recurrent state after earlier tokens, which is not kept.
-    """
-    if geometry.states:
-        raise ConfigError(
-            f"{feature} needs the state after earlier tokens, but {len(geometry.states)} of the "
-            f"{geometry.depth or geometry.layers} layers of this model are recurrent and keep only the state after the "
-            "last token: leave it out for this model"
-        )
-
-
-def check_drafts(policy: Policy, config: EngineConfig, geometry: ModelGeometry) -> None:
-    """Raise ConfigError if the policy, another option or the model cannot be combined with lossless mode."""
+def check_drafts(policy: Policy, config: EngineConfig) -> None:
+    """Raise ConfigError if the policy or another option cannot be combined with lossless mode."""
     assert config.exact is not None
-    check_keeps_no_state("`exact`", geometry)
     if config.eviction is not None:
         raise ConfigError(
             "`exact` needs the complete KV cache and cannot be combined with `eviction`: remove `eviction`, or "

@@ -203,9 +203,18 @@ class Engine:
             self._decode_failed(group, error)
             return []
         events = [event for step in steps for event in self._accept_all(step)]
+        self._end_round(group)
         for request in group:
             self._suspects.decoded(request)
         return events
+
+    def _end_round(self, group: list[Request]) -> None:
+        """Take rejected draft tokens out of the recurrent state of the requests in `group` that still run."""
+        if self._speculative is not None:
+            try:
+                self._speculative.end_round()
+            except Exception as error:
+                self._decode_failed([request for request in group if request in self.scheduler.running], error)
 
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
         """Return the logits of each request in `group`.

@@ -169,8 +169,7 @@ class Runner(SequenceManager):
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
         for sequence in batch:
-            if self.states is not None and sequence.interrupted:
-                raise EngineError("an interrupted step left recurrent state incomplete: send the request again")
+            self.check_state_known(sequence)
             self.cache_manager.slide(sequence, self.transfer.storage, sequence.position + 1)
             sequence.slots.begin_step(sequence.blocks, sequence.position)
             sequence.interrupted = True
@@ -190,6 +189,11 @@ class Runner(SequenceManager):
                 self.snapshots.after_step(sequence)
         batch[0].trace.step_weights += self.weight_use.since(used)
         return logits
+
+    def check_state_known(self, sequence: Sequence) -> None:
+        """Raise EngineError if an interrupted step left the recurrent state of a sequence incomplete."""
+        if self.states is not None and sequence.interrupted:
+            raise EngineError("an interrupted step left recurrent state incomplete: send the request again")
 
     @property
     def weight_use(self) -> WeightUse:

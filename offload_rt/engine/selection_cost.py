@@ -32,9 +32,10 @@ from ..policies.options import AutoOptions
 from ..skewing.artifact import SkewArtifact
 from ..skewing.guess import Correction
 from ..transfer.cpu import CpuTransfer
+from ..utils.atomic_files import write_atomic
 from ..utils.native_code import cache_folder, processor_name
 from ..utils.native_libraries import build_id
-from ..utils.private_files import write_private
+from ..utils.private_files import make_private_folder
 from ..utils.small_files import parse_json, read_small
 from .runner import Runner
 from .thread_choice import ThreadChoice
@@ -81,7 +82,8 @@ def measured_dense_until(
     try:
         if _read(entry) is None:
             entry.unlink(missing_ok=True)  # a damaged entry
-        write_private(entry, json.dumps({"dense_until": measured}), keep=True)
+        make_private_folder(entry.parent)
+        write_atomic(entry, json.dumps({"dense_until": measured}).encode(), keep=True)
     except OSError as error:
         _log.warning("the speed of selection could not be stored, so `auto` uses a fixed length: %s", error)
         return None

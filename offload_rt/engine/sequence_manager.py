@@ -17,6 +17,7 @@ from ..kv_cache.disk.file_arena import DiskUse
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence, key_reader
+from ..model_runner.state_marks import StateMarks
 from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
 from ..models.recurrent import StateSlots
@@ -60,13 +61,14 @@ class SequenceManager:
         self._open: dict[int, Sequence] = {}
         geometry = self.adapter.geometry
         self.states = StateSlots(geometry, self.adapter.dtype, self.adapter.device) if geometry.states else None
+        self.marks = None if self.states is None else StateMarks(self.states, self.adapter)
         self.snapshots: SnapshotKeeper | None = None
         if self.states is not None and self.cache_manager.shares:
             self.snapshots = SnapshotKeeper(self.states, pool)
         if config.eviction is not None:
             check_evictable(policy)
         if config.exact is not None:
-            check_drafts(policy, config, geometry)
+            check_drafts(policy, config)
 
     @property
     def approximates(self) -> bool:
@@ -176,7 +178,7 @@ class SequenceManager:
                 keys=keys, state=sequence.state.fork(keys),
                 trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
                 interrupted=False, forks=0, draft_start=None, drafter=None, shared_tokens=0, snapshots={},
-                state_slot=-1,
+                state_slot=-1, mark=None,
             )  # fmt: skip
             self._register(fork, sequence)
         return fork
@@ -338,6 +340,8 @@ class SequenceManager:
         """
         if self.snapshots is not None:
             self.snapshots.release(sequence)
+        if self.marks is not None:
+            self.marks.release(sequence)
         if self.states is not None and sequence.state_slot >= 0:
             self.states.release(sequence.state_slot)
             sequence.state_slot = -1
@@ -366,4 +370,7 @@ class SequenceManager:
         for sequence in self._open.values():
             sequence.check_integrity()
         held = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
-        assert self.states is None or self.states.used == len(held) == len(set(held))
+        if self.states is not None and self.marks is not None:
+            self.states.check_integrity()
+            assert self.states.used == len(held) == len(set(held))
+            self.marks.check_integrity(self._open.values())

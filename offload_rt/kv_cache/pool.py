@@ -108,10 +108,12 @@ class HostPool(BlockSupply):
         if not fresh and shown == blocks.windows.keys():
             return
         gone = sorted(blocks.windows.keys() - shown)
-        alone = [place for place in gone if self._held.refs(blocks.windows[place][0]) == 1]
-        self._provide_held((len(fresh) - len(alone)) * self.groups.sliding)
+        # Window blocks that no other sequence uses become free or idle, so that the new blocks can replace them.
+        available = sum(self.cached.windows.has_one_user(blocks.windows[place]) for place in gone)
+        self._check_free((len(fresh) - available) * self.groups.sliding)
         for place in gone:
             self.cached.windows.release(blocks.windows.pop(place))
+        self._provide_held(len(fresh) * self.groups.sliding)
         self._give_windows(blocks, fresh, filled)
         self._record_peak()
 

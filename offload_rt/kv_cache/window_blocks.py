@@ -67,6 +67,10 @@ class WindowBlocks:
             self._idle.pop(blocks[i], None)
         return found
 
+    def has_one_user(self, window: tuple[int, ...]) -> bool:
+        """Return whether only one sequence references `window`, besides this cache."""
+        return self._table.refs(window[0]) == 1 + (window[0] in self._of)
+
     def release(self, window: tuple[int, ...]) -> None:
         """Drop a sequence's references to `window`, its window blocks at one block index."""
         self._table.decref(window)

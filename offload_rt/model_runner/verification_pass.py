@@ -10,6 +10,7 @@ from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import attend_layer
+from ..models.recurrent import RecurrentState, StateMark
 from ..policies.base import Policy
 from ..transfer.base import KVStorage, PrefilledLayer
 from .prefill import attend_past_kv, pass_to_policy
@@ -19,15 +20,17 @@ from .sequence import Sequence
 class VerificationPass:
     """Computes the next `counts[b]` tokens of each sequence b with full attention. Their slots must be reserved.
 
-    The pass writes KV, scoring keys and the recent window, but commits no tokens.
+    The pass writes KV, scoring keys, the recent window and recurrent state, but commits no tokens. In hybrid models,
+    recurrent layers compute adjacent sequences with equal counts together, and other groups one after the other.
     """
 
     def __init__(
         self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, policy: Policy, storage: KVStorage
     ) -> None:
-        assert not adapter.geometry.states, "recurrent state of rejected tokens cannot be taken back"
         self._sequences, self._counts = list(sequences), list(counts)
-        self._adapter, self._policy, self._storage = adapter, policy, storage
+        self._policy, self._storage = policy, storage
+        self._state = self._recurrent_state()
+        self._adapter = adapter.with_state(self._state)
 
     def run(self) -> list[torch.Tensor]:
         """Return float32 logits `[counts[b], V]` of each sequence."""
@@ -45,7 +48,32 @@ class VerificationPass:
             attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
             adapter.run_stages(layer, hidden, [slice(None)])
+        self._keep_mixer_inputs()
         return list(adapter.logits(hidden).split(self._counts))
+
+    def _recurrent_state(self) -> RecurrentState | None:
+        """Return the recurrent state of the sequences, which records mixer inputs if a sequence needs them."""
+        slots = self._sequences[0].state_slots
+        if slots is None:
+            return None
+        state = slots.view([one.state_slot for one in self._sequences], counts=self._counts)
+        if any(self._recorded(one) for one in self._sequences):
+            state.inputs = {}
+        return state
+
+    def _recorded(self, sequence: Sequence) -> StateMark | None:
+        """Return the mark of a sequence if the pass begins at it and mixer inputs are needed, else None."""
+        mark = sequence.mark
+        return None if mark is None or mark.inputs is None or mark.tokens != sequence.position else mark
+
+    def _keep_mixer_inputs(self) -> None:
+        """Divide the recorded mixer inputs between the marks of the sequences."""
+        if self._state is None or self._state.inputs is None:
+            return
+        parts = {layer: inputs.split(self._counts) for layer, inputs in self._state.inputs.items()}
+        for b, sequence in enumerate(self._sequences):
+            if (mark := self._recorded(sequence)) is not None:
+                mark.inputs = {layer: part[b] for layer, part in parts.items()}
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
         """Store the new KV `[Hkv, m, d]` of a sequence.

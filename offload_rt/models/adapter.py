@@ -33,9 +33,9 @@ class ModelAdapter(ABC):
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
         """Return an adapter whose calls read and update the recurrent state of the sequences in `state`, in its order.
 
-        For hybrid models, this must be called before any layer is computed. In each call, all sequences have the same
-        number of consecutive tokens, and every token must pass through each layer exactly once. Adapters of other
-        models return themselves.
+        For hybrid models, this must be called before any layer is computed. In each call, every sequence has the number
+        of consecutive tokens that `state` expects, and every token must pass through each layer exactly once. Adapters
+        of other models return themselves.
         """
         return self
 
@@ -58,6 +58,10 @@ class ModelAdapter(ABC):
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])
+
+    def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
+        """Update the recurrent state of a decoder layer with recorded inputs `[T, D]` of its mixer."""
+        raise NotImplementedError
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -140,6 +144,9 @@ class ForwardingAdapter(ModelAdapter):
 
     def stages(self, layer: int) -> Sequence[Stage]:
         return self._inner.stages(layer)
+
+    def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
+        self._inner.replay_mixer(decoder_layer, inputs)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._inner.embed(tokens, positions)

@@ -11,8 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..utils.atomic_files import write_atomic
 from ..utils.native_code import cache_folder
-from ..utils.private_files import write_private
+from ..utils.private_files import make_private_folder
 from ..utils.small_files import read_json, read_small
 from .source import ModelSource
 from .stored_tensors import INDEX
@@ -71,7 +72,8 @@ class CheckpointCache:
             result = compute()
         if self._files == _identities(self._source) and _settled(self._files):
             try:
-                write_private(entry, dump(result))
+                make_private_folder(entry.parent)
+                write_atomic(entry, dump(result).encode())
             except OSError as error:
                 _log.warning("%s could not be cached, so the next load computes it again: %s", name, error)
         return result

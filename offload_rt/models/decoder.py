@@ -20,17 +20,16 @@ from torch import nn
 from ..core import ModelGeometry, StateShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
-from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
+from .decoder_layer import DecoderLayer, Projections, Rotate, first_of, refuse_unused
+from .latent_attention import LatentProjections, is_latent
 from .multimodal import text_config, text_decoder
-from .recurrent import RecurrentState, Stage, run_layer, state_shapes
+from .recurrent import RecurrentState, Stage, recurrent_mixer, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent
-from .weights import attention_layers, attention_of, decoder_layers
+from .weights import attention_layers, decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm", "norm_f")
 
 _ROTARY = ("rotary_emb", "pos_emb")
-
-_LATENT = ("kv_b_proj", "kv_a_proj_with_mqa")
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -85,8 +84,7 @@ class DecoderAdapter(ModelAdapter):
         self._head = model.get_output_embeddings()
         self._logit_factor = _logit_factor(model.config) * float(getattr(decoder, "lm_head_multiplier", 1.0))
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        heads, kv_heads = _heads(config, attentions[0])
-        self._projections = [Projections(attention, heads, kv_heads) for attention in attentions]
+        self._projections = [_projections(config, attention) for attention in attentions]
         self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
         rotary = _rotary_module(decoder)
         self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions[0])
@@ -141,6 +139,9 @@ class DecoderAdapter(ModelAdapter):
         """Run a decoder layer without attention, or a mixer parallel to the attention, with this adapter's state."""
         return run_layer(module, decoder_layer, hidden, self._state)
 
+    def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
+        self._run(decoder_layer, recurrent_mixer(self._decoder_layers[decoder_layer]), inputs)
+
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self._state is not None or not self.geometry.states, "with_state binds the adapter to sequences"
         hidden: torch.Tensor = self._embedding(tokens)
@@ -154,48 +155,50 @@ class DecoderAdapter(ModelAdapter):
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         projections = self._projections[layer]
+        rotate = self._rotation(layer, positions)
         if projections.gated and self._gates is not None:
-            q, self._gates[layer] = projections.query_and_gate(attention_input)
-            k, v = projections.key_value(attention_input)
+            q, self._gates[layer] = projections.query_and_gate(attention_input, rotate)
+            k, v = projections.key_value(attention_input, rotate)
         else:
-            q, k, v = projections.qkv(attention_input)
-        return self._turned_query(layer, q, positions), self._turned(layer, k, positions), v
+            q, k, v = projections.qkv(attention_input, rotate)
+        return self._sharpened(layer, q, positions), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._turned_query(layer, self._projections[layer].query(attention_input), positions)
+        q = self._projections[layer].query(attention_input, self._rotation(layer, positions))
+        return self._sharpened(layer, q, positions)
 
-    def _turned(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys `[heads, T, d]` to their positions. Apply the norm after the rotation, if any."""
-        turned, norm = self._rotary.rotate(layer, x, positions), self._projections[layer].norm_after_rotation
-        return turned if norm is None else norm(turned)
+    def _rotation(self, layer: int, positions: torch.Tensor) -> Rotate:
+        """Return a function that rotates queries or keys `[heads, T, d]` of a layer to `positions` `[T]`."""
+        return lambda rows: self._rotary.rotate(layer, rows, positions)
 
-    def _turned_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate q `[H, T, d]` to its positions. Apply attention temperature scaling, if the layer has it."""
-        turned, temperature = self._turned(layer, q, positions), self._temperatures[layer]
-        return turned if temperature is None else turned * temperature.at(positions).to(q.dtype)[:, None]
+    def _sharpened(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply attention temperature scaling to q `[H, T, d]`, if the layer has it."""
+        temperature = self._temperatures[layer]
+        return q if temperature is None else q * temperature.at(positions).to(q.dtype)[:, None]
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self._projections[layer].key_value(attention_input)
-        return self._turned(layer, k, positions), v
+        return self._projections[layer].key_value(attention_input, self._rotation(layer, positions))
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        return self._rotary.rotate_by(layer, k, offset)
+        return self._projections[layer].rotate_cached(k, lambda rows: self._rotary.rotate_by(layer, rows, offset))
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         return self._sinks[layer]
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        projections = self._projections[layer]
-        projected = projections.output(attended, self._gate(layer, hidden) if projections.gated else None)
+        projected = self._projections[layer].output(attended, self._gate(layer, hidden))
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
-    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output gate of tokens with the layer input `hidden`."""
+    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate."""
+        if not self._projections[layer].gated:
+            return None
         if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
             return known  # In a decode step, `qkv` has already computed the gate.
-        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden))[1]
+        # The query is not used, so it need not be rotated.
+        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), lambda rows: rows)[1]
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         return self._layers[layer].mlp(residual)
@@ -227,13 +230,6 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
         raise ModelError(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
         )
-    latent = [i for i in at if any(hasattr(attention_of(layers[i]), each) for each in _LATENT)]
-    if latent:
-        raise ModelError(
-            f"{len(latent)} of the {len(layers)} layers of {name} use multi-head latent attention, which does not "
-            "cache keys and values per head and is not supported; see 'Supported models' in the documentation",
-            reason="latent_attention",
-        )
     rotary = _rotary_module(decoder)
     # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.
     if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
@@ -253,6 +249,11 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
             f"{name} has {len(layers)} decoder layers; its configuration has {config.num_hidden_layers}",
             reason="modules",
         )
+
+
+def _projections(config: Any, attention: Any) -> Projections | LatentProjections:
+    """Return the projections of an attention module."""
+    return LatentProjections(attention) if is_latent(attention) else Projections(attention, *_heads(config, attention))
 
 
 def _heads(config: Any, attention: Any) -> tuple[int, int]:

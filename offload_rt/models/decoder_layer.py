@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,9 +85,10 @@ class DecoderLayer:
                 reason="norms",
             )
         refuse_unused(module, own | present)
-        multiplier = float(getattr(module, "residual_multiplier", 1.0))
+        # MiniCPM3 calls the multiplier `residual_scale`.
+        multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
         self.before_attention, self._before_mlp = (
-            _norm_of(module, n) for n in (norms.before_attention, norms.before_mlp)
+            _norm_of(module, name) for name in (norms.before_attention, norms.before_mlp)
         )
         self._after_attention, self._after_mlp = (
             _norm_of(module, name, multiplier) for name in (norms.after_attention, norms.after_mlp)
@@ -168,12 +168,12 @@ def _is_llama_norm(module: nn.Module) -> bool:
     return (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names) and ours.co_consts == theirs.co_consts
 
 
-_BY_HEAD: Norm = partial(torch.transpose, dim0=0, dim1=1)
-"""Function from `[T, heads, d]` to `[heads, T, d]`."""
+Rotate = Callable[[torch.Tensor], torch.Tensor]
+"""A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
 
 
 class Projections:
-    """Projections of one layer. Queries, keys and values are `[heads, T, d]`, before rotation.
+    """Projections of one layer. Queries, keys and values are `[heads, T, d]`. Queries and keys are rotated.
 
     If keys and values have different widths, d is the larger width, and the narrower vectors are padded with zeros.
     Zeros do not change scores, and `output` removes them from attention outputs.
@@ -212,38 +212,40 @@ class Projections:
             raise ModelError(
                 f"{type(attention).__name__} has none of q_proj, qkv_proj and query_key_value", reason="modules"
             )
-        self.gated = self.gated_queries or self._gate is not None
-        """Whether attention outputs are multiplied by an output gate."""
-        self._query_norm = self._padded(self._norm(attention, ("q_norm", "q_layernorm"), heads, used))
-        self._key_norm = self._padded(self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used))
-        self._values_by_head = self._padded(_BY_HEAD)
-        self.norm_after_rotation: Norm | None = getattr(attention, "qk_norm", None)
-        """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
+        self._query_norm = self._norm(attention, ("q_norm", "q_layernorm"), heads, used)
+        self._key_norm = self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used)
+        self._norm_after_rotation: Callable[[torch.Tensor], torch.Tensor] | None = getattr(attention, "qk_norm", None)
         refuse_unused(attention, used)
         self._check_widths(attention)
 
-    def qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q `[H, T, d]`, k and v `[Hkv, T, d]`, computed from attention inputs `[T, D]`."""
         if self._split is None:
-            return self.query(x), *self.key_value(x)
+            return self.query(x, rotate), *self.key_value(x, rotate)
         q, k, v = self._split(self._q(x))
-        return self._query_norm(q), self._key_norm(k), self._values_by_head(v)
+        q, k = self._turned(self._query_norm(q), rotate), self._turned(self._key_norm(k), rotate)
+        return q, k, self._wide(v.transpose(0, 1))
 
-    def query(self, x: torch.Tensor) -> torch.Tensor:
+    def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
         if self._split is not None:
-            return self._query_norm(self._split(self._q(x))[0])
+            return self._turned(self._query_norm(self._split(self._q(x))[0]), rotate)
         rows = self._q(x).view(len(x), self.heads, -1)
-        return self._query_norm(rows[..., : self._key_dim])
+        return self._turned(self._query_norm(rows[..., : self._key_dim]), rotate)
 
-    def query_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def gated(self) -> bool:
+        """Whether attention outputs are multiplied by an output gate."""
+        return self.gated_queries or self._gate is not None
+
+    def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `query` and the output gate, `[T, H, d]` or `[T, H, 1]`, computed from attention inputs `[T, D]`."""
         if self._gate is not None:
-            return self.query(x), torch.sigmoid(self._gate(x)).unsqueeze(-1)
+            return self.query(x, rotate), torch.sigmoid(self._gate(x)).unsqueeze(-1)
         q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
-        return self._query_norm(q), torch.sigmoid(gate)
+        return self._turned(self._query_norm(q), rotate), torch.sigmoid(gate)
 
-    def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v `[Hkv, T, d]`. If the projection is fused, q is computed too and discarded."""
         if self._split is not None:
             _, k, v = self._split(self._q(x))
@@ -251,7 +253,16 @@ class Projections:
             k = self._k(x).view(len(x), self.kv_heads, -1)
             v = self._v(x).view(len(x), self.kv_heads, -1)
         k = k if self._key_multiplier == 1 else k * self._key_multiplier
-        return self._key_norm(k), self._values_by_head(v)
+        return self._turned(self._key_norm(k), rotate), self._wide(v.transpose(0, 1))
+
+    def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
+        """Return cached keys `[Hkv, n, d]` rotated again. Llama 4's norm has no weight, so it commutes with this."""
+        return rotate(k)
+
+    def _turned(self, rows: torch.Tensor, rotate: Rotate) -> torch.Tensor:
+        """Pad and rotate queries or keys. Apply Llama 4's norm after the rotation, if any."""
+        rows = rotate(self._wide(rows))
+        return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
@@ -262,16 +273,10 @@ class Projections:
         out: torch.Tensor = self._output(attended)
         return out
 
-    def _padded(self, by_head: Norm) -> Norm:
-        """Return `by_head`, followed by padding with zeros to `head_dim` if keys and values have different widths."""
-        if self._key_dim == self._value_dim:
-            return by_head
-
-        def pad(rows: torch.Tensor) -> torch.Tensor:
-            found = by_head(rows)
-            return F.pad(found, (0, self.head_dim - found.shape[-1]))
-
-        return pad
+    def _wide(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pad the last dimension of queries, keys or values with zeros to `head_dim`."""
+        missing = self.head_dim - rows.shape[-1]
+        return F.pad(rows, (0, missing)) if missing else rows
 
     def _split_blocks(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split `[T, (H + 2 Hkv) d]` into q, k and v `[T, heads, d]`: all queries, all keys, all values (Phi-3)."""
@@ -292,7 +297,7 @@ class Projections:
         """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
-            return _BY_HEAD
+            return lambda rows: rows.transpose(0, 1)
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None

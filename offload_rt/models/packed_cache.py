@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from ..utils.atomic_files import sync
 from ..utils.native_code import cache_folder
 from ..utils.private_files import make_private_folder, open_private
 from ..utils.progress import report
@@ -83,11 +84,11 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
         (new / ORIGIN).write_text(origin)
         (new / DIGEST).write_text(_digest(new))
         for file in (*new.iterdir(), new):
-            _sync(file)
+            sync(file)
         if folder.exists():  # the rest of an interrupted deletion
             shutil.rmtree(folder)
         os.replace(new, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -110,14 +111,6 @@ def _digest(folder: Path) -> str:
                 while count := file.readinto(buffer):
                     digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

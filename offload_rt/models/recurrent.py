@@ -7,8 +7,10 @@ Linear attention, Mamba-2 and short convolutions call five of the cache's method
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,25 +53,43 @@ class StateSlots:
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
         slot = min(self._free)
-        for tensors in (self.conv, self.recurrent):
-            for states in tensors.values():
-                states[slot] = 0 if origin is None else states[origin]
-        for seen in self.seen.values():
-            seen[slot] = 0 if origin is None else seen[origin]
+        if origin is not None:
+            self.copy(slot, self, origin)
+        else:
+            for states in (*self.conv.values(), *self.recurrent.values()):
+                states[slot] = 0
+            for seen in self.seen.values():
+                seen[slot] = 0
         self._free.remove(slot)
         return slot
+
+    def copy(self, slot: int, source: StateSlots, origin: int) -> None:
+        """Copy the state in slot `origin` of `source` to `slot`."""
+        for own, others in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
+            for layer, states in own.items():
+                states[slot] = others[layer][origin]
+        for layer, seen in self.seen.items():
+            seen[slot] = source.seen[layer][origin]
 
     def release(self, slot: int) -> None:
         assert 0 <= slot < self._size and slot not in self._free
         self._free.add(slot)
 
-    def view(self, slots: Sequence[int], finished: Callable[[int], None] = lambda layer: None) -> RecurrentState:
+    def view(
+        self,
+        slots: Sequence[int],
+        finished: Callable[[int], None] = lambda layer: None,
+        *,
+        counts: Sequence[int] | None = None,
+    ) -> RecurrentState:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
-        `finished` is called with the index of a decoder layer each time the state of this layer has been stored.
+        Args:
+            finished: Called with the index of a decoder layer each time the state of this layer has been stored.
+            counts: Number of tokens of each sequence in the step. None means that all have the same number.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
-        return RecurrentState(self, slots, finished)
+        return RecurrentState(self, slots, finished, counts=counts)
 
     def of_layer(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return views of the recurrent state (or None) and the convolution state of one decoder layer in a slot."""
@@ -79,6 +99,13 @@ class StateSlots:
         """Assert that every layer has processed exactly the first `tokens` tokens of the sequence in `slot`."""
         wrong = {layer: seen[slot] for layer, seen in self.seen.items() if seen[slot] != tokens}
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
+
+    def check_integrity(self) -> None:
+        """Assert that every layer has a state and a counter of tokens for each slot."""
+        assert self._free <= set(range(self._size))
+        assert self.conv.keys() == self.seen.keys() >= self.recurrent.keys()
+        assert all(len(states) == self._size for states in (*self.conv.values(), *self.recurrent.values()))
+        assert all(len(seen) == self._size for seen in self.seen.values())
 
     def _grow(self, size: int) -> None:
         """Allocate `size` slots and copy the existing slots, which stay unchanged if memory is exhausted."""
@@ -107,12 +134,31 @@ class RecurrentState:
     """Recurrent state of the sequences of one step. transformers' modules use it as their cache.
 
     If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
+
+    Attributes:
+        inputs: Inputs `[T, D]` of the recurrent mixer of each decoder layer in this step, or None if they are not
+            recorded.
     """
 
     def __init__(
-        self, owner: StateSlots, slots: Sequence[int], finished: Callable[[int], None] = lambda layer: None
+        self,
+        owner: StateSlots,
+        slots: Sequence[int],
+        finished: Callable[[int], None] = lambda layer: None,
+        *,
+        counts: Sequence[int] | None = None,
     ) -> None:
         self._owner, self._slots, self._finished = owner, list(slots), finished
+        self.inputs: dict[int, torch.Tensor] | None = None
+        self._groups: list[tuple[slice, RecurrentState]] = []
+        if counts is not None and len(set(counts)) > 1:
+            first = start = 0
+            for count, members in itertools.groupby(counts):
+                last = first + len(list(members))
+                group = RecurrentState(owner, self._slots[first:last], finished)
+                stop = start + count * (last - first)
+                self._groups.append((slice(start, stop), group))
+                first, start = last, stop
         first = self._slots[0]
         self._adjacent = self._slots == list(range(first, first + len(self._slots)))
         self._index: torch.Tensor | None = None
@@ -123,6 +169,16 @@ class RecurrentState:
     def sequences(self) -> int:
         """Number of sequences in the step."""
         return len(self._slots)
+
+    def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
+        """Divide the step into groups of adjacent sequences that have equally many tokens.
+
+        Yield the rows of each group in the tensors `[T, D]` of the step, and its state.
+        """
+        if self._groups:
+            yield from self._groups
+        else:
+            yield slice(None), self
 
     def finish(self, layer: int, tokens: int) -> None:
         """Store the state of decoder layer `layer` after it has processed `tokens` tokens of each sequence."""
@@ -193,17 +249,72 @@ class Stage:
     run: Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(eq=False)
+class StateMark:
+    """The state of a sequence before tokens that may be rejected.
+
+    Attributes:
+        slot: Slot with a copy of the state.
+        tokens: Number of tokens before the mark.
+        inputs: Mixer inputs `[n, D]` of each decoder layer for the n tokens after the mark, which a verification pass
+            records. None if they are not needed.
+    """
+
+    slot: int
+    tokens: int = 0
+    inputs: dict[int, torch.Tensor] | None = field(default=None, repr=False)
+
+
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
     """Return the output `[T, D]` of `module`, a decoder layer or mixer of transformers, for inputs `[T, D]`."""
+    if state is None:
+        return _call(module, hidden, 1, None)
+    recorder = None if state.inputs is None else _InputRecorder(module)
+    outputs = []
+    for rows, group in state.groups():
+        x = hidden[rows]
+        with nullcontext() if recorder is None else recorder.recording(group):
+            outputs.append(_call(module, x, group.sequences, group))
+        group.finish(layer, len(x) // group.sequences)
+    if state.inputs is not None and recorder is not None and recorder.inputs:
+        state.inputs[layer] = _joined(recorder.inputs)
+    return _joined(outputs)
+
+
+def _call(module: Any, hidden: torch.Tensor, sequences: int, state: RecurrentState | None) -> torch.Tensor:
+    """Call `module` for the tokens of `sequences` sequences, which have equally many."""
     known = inspect.signature(module.forward).parameters
     given: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
     given |= {"past_key_values": state, "cache_params": state}
-    x = hidden.view(1 if state is None else state.sequences, -1, hidden.shape[-1])
-    out = module(x, **{name: value for name, value in given.items() if name in known})
-    if state is not None:
-        state.finish(layer, x.shape[1])
+    out = module(
+        hidden.view(sequences, -1, hidden.shape[-1]),
+        **{name: value for name, value in given.items() if name in known},
+    )
     found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).view_as(hidden)
     return found
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _InputRecorder:
+    """Records the inputs `[n, D]` of the recurrent mixer of `module`, a decoder layer or the mixer itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._mixer = recurrent_mixer(module)
+        self.inputs: list[torch.Tensor] = []
+
+    def recording(self, state: RecurrentState) -> Any:
+        """Return a context in which calls of the mixer with `state` are recorded."""
+
+        def keep(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            # Other threads may call the same module.
+            if any(each is state for each in (*args, *given.values())):
+                x = args[0] if args else given["hidden_states"]
+                self.inputs.append(x.flatten(0, 1).clone())  # the caller may overwrite it in place
+
+        return nullcontext() if self._mixer is None else self._mixer.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
@@ -212,7 +323,7 @@ def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> t
     `at` are the indices of the layers with attention. Raise ModelError, with the class name `name`, if no layer has
     attention, or if layers have state of an unknown kind.
     """
-    mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := _recurrent_mixer(layer)) is not None}
+    mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
     recurrent = f"{len(mixers)} of the {len(layers)} layers of {name} are recurrent ({kinds})"
     if attention_of(layers[at[0]]) is None:
@@ -235,6 +346,8 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
     shape = conv.in_channels, int(kernel)
     if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):  # gated delta rule
         return shape, (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+    if all(hasattr(mixer, name) for name in ("num_heads", "head_dim", "forget_gate")):  # Kimi Delta Attention
+        return shape, (mixer.num_heads, mixer.head_dim, mixer.head_dim)
     if all(hasattr(mixer, name) for name in ("num_heads", "head_dim", "ssm_state_size")):  # Mamba-2
         return shape, (mixer.num_heads, mixer.head_dim, mixer.ssm_state_size)
     if any(hasattr(mixer, name) for name in ("A_log", "dt_bias", "ssm_state_size")):
@@ -242,7 +355,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
     return shape, ()  # short convolution
 
 
-def _recurrent_mixer(layer: nn.Module) -> nn.Module | None:
+def recurrent_mixer(layer: nn.Module) -> nn.Module | None:
     """Return the recurrent module of a decoder layer, or None. It is recognised by its causal convolution."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 

@@ -16,6 +16,7 @@ _DECODERS = (
     "Phi", "Phi3", "Olmo2", "Olmo3", "Granite", "Cohere", "Cohere2", "Starcoder2", "SmolLM3", "Glm", "Glm4",
     "GPTNeoX", "Falcon", "GptOss", "Ministral3", "MiMoV2Flash", "Llama4", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe",
     "GraniteMoeHybrid", "Lfm2", "Lfm2Moe", "Lfm3", "FalconH1", "NemotronH", "OlmoHybrid", "Bamba",
+    "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu", "KimiLinear",
 )  # fmt: skip
 """Prefixes of the `...ForCausalLM` classes of transformers with which `DecoderAdapter` is tested."""
 

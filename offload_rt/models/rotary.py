@@ -187,9 +187,11 @@ def _layout_of(attention: Any, waves: Rotation) -> Layout:
     """Detect the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
 
     If the file has no `apply_rotary_pos_emb`, the layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else
-    `HalfSplit`. Load-time verification detects a wrong guess.
+    `HalfSplit`. DeepSeek V3 states the layout in its configuration. Load-time verification detects a wrong guess.
     """
     file = sys.modules[type(attention).__module__]
+    if getattr(getattr(attention, "config", None), "rope_interleave", False):
+        return Interleaved
     apply = getattr(file, "apply_rotary_pos_emb", None)
     if apply is None:
         return Interleaved if hasattr(file, "apply_rotary_emb") else HalfSplit

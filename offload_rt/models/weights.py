@@ -127,7 +127,9 @@ def attention_layers(layers: list[nn.Module]) -> list[int]:
 
 def attention_of(layer: nn.Module) -> Any:
     """Return the attention module of a decoder layer, or None if it has none."""
-    found = next((each for name in _ATTENTION if (each := getattr(layer, name, None)) is not None), None)
+    named = (getattr(layer, name, None) for name in _ATTENTION)
+    # Kimi Linear also calls its recurrent layers `self_attn`.
+    found = next((each for each in named if each is not None and not hasattr(each, "conv1d")), None)
     mixer = getattr(layer, "mixer", None)  # Nemotron-H: an attention, a recurrent layer or an MLP
     return found if found is not None or not hasattr(mixer, "q_proj") else mixer
 

@@ -117,7 +117,10 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
-    return DeviceCosts(shape, demand, best, rounded=rounded, working_set=config.working_set, graphs=graphs)
+    drafts = None if config.exact is None else config.exact.tokens
+    return DeviceCosts(
+        shape, demand, best, rounded=rounded, working_set=config.working_set, graphs=graphs, drafts=drafts
+    )
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:

@@ -44,6 +44,7 @@ class DeviceCosts:
             tokens.
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
             that another graph keeps.
+        drafts: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
     """
 
     shape: ModelShape
@@ -53,6 +54,7 @@ class DeviceCosts:
     keys_on_host: bool = False
     working_set: int = 0
     graphs: bool = False
+    drafts: int | None = None
 
     def basis(self) -> int:
         """Return the size in bytes of the scoring data that does not depend on the context."""
@@ -93,9 +95,16 @@ class DeviceCosts:
         return tokens * geometry.kv_bytes(1, self.shape.dtype) // geometry.layers + self.working_set_bytes
 
     def states(self, sequences: int) -> int:
-        """Return the size in bytes of the recurrent state of `sequences` sequences."""
+        """Return the size in bytes of the recurrent state of `sequences` sequences.
+
+        In lossless mode, it includes the marks (`StateMarks`) with the mixer inputs of a verification pass.
+        """
+        geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
-        return (sequences + sequences // 4) * self.shape.geometry.state_bytes(self.shape.dtype)
+        slots = (sequences + sequences // 4) * geometry.state_bytes(self.shape.dtype)
+        if self.drafts is None:
+            return slots
+        return 2 * slots + sequences * (self.drafts + 1) * len(geometry.states) * geometry.hidden * itemsize
 
     def fetched(self, context: int, layer: int) -> int:
         """Return the maximum number of tokens that a layer fetches. 0 for sliding windows and after the last layer."""

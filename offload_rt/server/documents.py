@@ -8,7 +8,6 @@ import json
 import os
 import re
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.files import open_regular
-from ..utils.private_files import make_private, make_private_folder, open_private
+from ..utils.atomic_files import write_atomic
+from ..utils.private_files import make_private, make_private_folder
 from ..utils.small_files import parse_json
 from .errors import RefusedError, bad_request
 
@@ -118,7 +118,7 @@ class DocumentCache:
         if self._folder is None:
             self._bodies[name] = content
         else:
-            _replace(self._path(name), content)
+            write_atomic(self._path(name), content)
         self._heads[name], self._sizes[name] = head, len(content)
         self._heads.move_to_end(name)
         evicted = []
@@ -156,19 +156,6 @@ class DocumentCache:
     def _path(self, name: str) -> Path:
         assert self._folder is not None
         return self._folder / (name + _SUFFIX)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable only by its owner."""
-    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
-    try:
-        with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 MAX_NAME = 100

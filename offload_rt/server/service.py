@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,8 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError, OffloadError, PoolFullError, SessionBusyError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
-from ..utils.private_files import make_private_folder, open_private
+from ..utils.atomic_files import write_atomic
+from ..utils.private_files import make_private_folder
 from ..utils.small_files import read_small
 from .documents import Conversations, DocumentCache, ResponseStore, response_of, session_of
 from .engines import Engines
@@ -301,27 +301,13 @@ def _salt_key(folder: Path | None) -> bytes:
     try:
         make_private_folder(folder)
         if not path.exists():
-            _write_once(path, secrets.token_bytes(32))
+            write_atomic(path, secrets.token_bytes(32), keep=True)  # of several servers, one succeeds
         key = read_small(path)
     except OSError as error:
         raise ConfigError(f"cannot use {str(path)!r}: {error.strerror or error}") from error
     if len(key) != 32:
         raise ConfigError(f"{str(path)!r} is damaged: delete it; prompts stored with salts are then computed again")
     return key
-
-
-def _write_once(path: Path, data: bytes) -> None:
-    """Write a file unless it exists. Of several processes that do this at once, one succeeds. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _default_name(name: str) -> str:

@@ -7,7 +7,7 @@ owner: they own a block if one of them has claimed it (`DiskStore.claim`). Block
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..storage.disk_store import DiskStore
 from ..storage.documents import Summary
@@ -22,21 +22,30 @@ class Removed:
         bytes: Size in bytes of the deleted blocks.
         unreadable: Names of damaged documents of other sessions in the namespace. The blocks of these sessions are
             deleted too, unless they have another owner, because they look like blocks without an owner.
+        kept: Names of the unreadable document files that the deletion has kept, of all generations. The store cannot
+            tell whose text they contain.
     """
 
     bytes: int = 0
     unreadable: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
-        """Message about the unreadable documents, or "" if there are none."""
-        if not self.unreadable:
-            return ""
-        return (
-            f"{len(self.unreadable):,} other documents of this model cannot be read ({', '.join(self.unreadable)}): "
-            "their blocks cannot be identified, so these were deleted too and will be computed again if you put a copy "
-            "of the file back; a file that was renamed before it was damaged may hold text of the deleted session"
-        )
+        """Message about the unreadable documents and files, or "" if there are none."""
+        notes = []
+        if self.unreadable:
+            notes.append(
+                f"{len(self.unreadable):,} other documents of this model cannot be read "
+                f"({', '.join(self.unreadable)}): their blocks cannot be identified, so these were deleted too and "
+                "will be computed again if you put a copy of the file back"
+            )
+        if self.kept:
+            notes.append(
+                f"files that cannot be read were kept ({', '.join(self.kept)}): a file that was renamed before it was "
+                "damaged may hold text of the deleted session"
+            )
+        return "; ".join(notes)
 
 
 def remove_session(store: DiskStore, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
@@ -53,15 +62,15 @@ def remove_session(store: DiskStore, space: str, document: str, held: Iterable[b
         held: Keys of blocks that open sessions need.
 
     Returns:
-        The number of freed bytes, and the unreadable documents of other sessions.
+        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that are kept.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
     removed = _remove_unowned(store, space, document, held, claimed=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
-    store.documents.delete(f"{space}/{document}", summary_of)
-    return removed
+    kept = store.documents.delete(f"{space}/{document}", summary_of)
+    return replace(removed, kept=tuple(kept))
 
 
 def summary_of(data: bytes) -> Summary | None:

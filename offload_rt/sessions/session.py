@@ -345,8 +345,8 @@ class Session:
         """Close the session without saving it, and delete it from the store.
 
         Its text is deleted, and all blocks that no other session and no prompt without a session name uses. If a
-        response is being streamed, it ends. If the session is already closed, it is not deleted. Warns if other
-        sessions of the store cannot be read.
+        response is being streamed, it ends. If the session is already closed, it is not deleted. Warns if files of
+        other sessions cannot be read.
 
         Raises:
             InputError: A queue is computing a turn of the session.
@@ -356,10 +356,7 @@ class Session:
             return Removed()
         with self._closing():
             self.kv.discard()
-            removed = self._store.delete_stored(self.name)
-        if removed.note:
-            warnings.warn(f"session {self.name!r} was deleted; {removed.note}", stacklevel=3)
-        return removed
+            return self._store.delete_stored(self.name)
 
     @contextmanager
     def _closing(self) -> Iterator[None]:

@@ -216,11 +216,17 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks without another owner. Raises StoreError (see `delete`)."""
+        """Delete a stored session, and all blocks without another owner. Raises StoreError (see `delete`).
+
+        Warns if files of other sessions cannot be read.
+        """
         self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         held = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
-        return remove_session(storage, storage.root.hex(), document_name(name), held)
+        removed = remove_session(storage, storage.root.hex(), document_name(name), held)
+        if removed.note:
+            warnings.warn(f"session {name!r} was deleted; {removed.note}", stacklevel=4)
+        return removed
 
     def session_closed(self, session: Session) -> None:
         self._open.pop(session.name, None)

@@ -16,8 +16,9 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from ..errors import StoreError
+from ..utils.atomic_files import sync, write_synced
 from ..utils.units import format_size
-from .files import LARGEST_DOCUMENT, read_document, seal, sync_folder, write_document
+from .files import LARGEST_DOCUMENT, read_document, seal
 from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
 
@@ -138,7 +139,7 @@ class DocumentStore:
             except BaseException:
                 folder.give_up(temporary, len(record), None)
                 raise
-            sync_folder(self._own)
+            sync(self._own)
 
     def _take_room(self, newest: Path, size: int) -> Path:
         """Reserve space for a new generation of `newest`. Return the temporary file to write. Raises StoreError."""
@@ -154,7 +155,7 @@ class DocumentStore:
     def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
         """Make `record` the newest generation. If this raises OSError, the newest generation is unchanged."""
         folder = self._folder
-        write_document(temporary, record)
+        write_synced(temporary, record)
         with folder.mutex:
             there = read_document(newest)
             if there.data is not None:
@@ -169,7 +170,7 @@ class DocumentStore:
         try:
             os.link(newest, temporary)
         except OSError:  # the file system has no hard links
-            write_document(temporary, record)
+            write_synced(temporary, record)
         os.replace(temporary, before)
         # `os.replace` does nothing if a crash left both names linked to the same file.
         temporary.unlink(missing_ok=True)
@@ -223,7 +224,7 @@ class DocumentStore:
             found[name] = next((one.summary for one in known if one is not None), None)
         return found
 
-    def delete(self, name: str, summarise: Summarise | None = None) -> bool:
+    def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
         """Delete all generations and copies of a document.
 
         The newest generation is deleted last. If the process is killed before that, the document still exists.
@@ -235,21 +236,24 @@ class DocumentStore:
                 name decides.
 
         Returns:
-            False if the document did not exist.
+            If `summarise` is given, the sorted names of the unreadable files that are kept. One of them may have been a
+            file of the document, if it was renamed before it was damaged.
 
         Raises:
             StoreError: A file cannot be removed.
         """
         newest, _ = self._paths(name)
-        doomed = []
+        doomed, unreadable = list[Path](), list[str]()
         for path in self._files(newest.parent):
             known = None if summarise is None else self._summaries.get(path, summarise)
             summary = None if known is None else known.summary
             if newest.stem == (path.stem if summary is None else summary.document):
                 doomed.append(path)
+            elif summarise is not None and known is None:
+                unreadable.append(path.name)
         with self._writing:
             self._folder.remove(sorted(doomed, key=lambda path: path.suffix == DOCUMENTS))
-        return bool(doomed)
+        return sorted(unreadable)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
         """Return the files of the newest and the previous generation of a document."""

@@ -6,7 +6,6 @@ number of bytes read is limited.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 import xxhash
 
 from ..kv_cache.disk.direct_file import write_all
-from ..utils.private_files import open_private
 from .block_file import CLAIM, BlockHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28
@@ -49,19 +47,6 @@ def open_regular(path: Path) -> int:
 def seal(data: bytes) -> bytes:
     """Return the content of a document file: a checksum followed by `data`."""
     return xxhash.xxh3_64(data).digest() + data
-
-
-def write_document(path: Path, record: bytes) -> None:
-    """Write a file and sync it to disk. On failure, remove the file and raise the error again."""
-    try:
-        with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(record)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise
 
 
 def read_document(path: Path) -> Reading:
@@ -116,11 +101,3 @@ def read_header(path: Path) -> BlockHeader | None:
     except OSError:
         return None
     return header if header is not None and header.file_bytes == size else None
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,9 +7,7 @@ place.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -43,25 +41,6 @@ def open_private(path: Path, flags: int) -> int:
         os.close(handle)
         raise
     return handle
-
-
-def write_private(path: Path, text: str, *, keep: bool = False) -> None:
-    """Write a file atomically, with any missing folders. Raise OSError.
-
-    If `keep`, an existing file is not replaced.
-    """
-    make_private_folder(path.parent)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            file.write(text)
-        if not keep:
-            os.replace(temporary, path)
-        elif not path.exists():
-            with suppress(FileExistsError):
-                os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def make_private(path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from ..errors import InputError, StoreError
 from ..kv_cache.disk.direct_file import write_all
 from ..sampling_params import SamplingParams
-from ..utils.private_files import make_private_folder, open_private
+from ..utils.atomic_files import write_synced
+from ..utils.private_files import make_private_folder
 from ..utils.small_files import read_json, read_small
 
 FORMAT = 1
@@ -22,12 +23,8 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
     """Write a file so that it has either its old or its new content if the machine stops. Raises InputError."""
     temporary = path.with_name(f"{path.name}.part")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        handle = open_private(temporary, flags) if private else os.open(temporary, flags, 0o666)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        # The name of the temporary file is fixed, so that the next write replaces the file of a killed process.
+        write_synced(temporary, data, private=private)
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error

@@ -5,8 +5,8 @@ duplicates and chmods files, and replaces them with links, pipes and folders. Th
 
 * a session opens with tokens that it had before, or raises StoreError; its next answer equals the model's;
 * no other exception escapes, `check_integrity` holds, and nothing outside the folder changes;
-* after a session was deleted, no run of its tokens is in any file of the store, except in documents that the deletion
-  reported as unreadable.
+* after a session was deleted, no run of its tokens is in any file of the store, except in damaged document files that
+  the deletion reported.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class Case:
             return
         kind = self.rng.choice(DAMAGES)
         path, other = self.rng.choice(files), self.rng.choice(files)
-        with suppress(FileNotFoundError):  # the open store has just renamed the file
+        # The open store has just renamed the file, or earlier damage has put a folder in the place of the new name.
+        with suppress(FileNotFoundError, IsADirectoryError):
             kind(self.rng, path, other, self.place / "outside")
         self.done[kind.__name__] += 1
 
@@ -205,8 +206,8 @@ class Case:
         kept = [tokens for other, all in self.been.items() if other != name for tokens in all]
         left = leftovers(self.store, gone, kept)
         # A file renamed to a non-document name belongs to the user. A file renamed to another session's name and then
-        # damaged has no known owner, so the deletion must report it as unreadable.
-        missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.stem not in removed.unreadable]
+        # damaged has no known owner, so the deletion must report that it keeps it.
+        missed = [path for path in left if DOCUMENT_FILE.fullmatch(path.name) and path.name not in removed.kept]
         assert not missed, left
         self.done["searched"] += 1
         self.done["left, and named or renamed"] += len(left)

@@ -99,6 +99,25 @@ _GRANITE: dict[str, Any] = {
     "shared_intermediate_size": 48,
 }
 _CONVOLUTIONS = ["conv", "full_attention", "conv"]
+# The C kernels take keys of 24 + 8 numbers. Keys of heads are not as wide as their values.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+}
+_LATENT_EXPERTS = _LATENT | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.0}
 
 RUNS: dict[str, Architecture] = {
     "llama3": Architecture("Llama", {"rope_parameters": _LLAMA3}, "RoPE of Llama 3.x"),
@@ -354,6 +373,54 @@ RUNS: dict[str, Architecture] = {
     "bamba": Architecture(
         "Bamba", {"attn_layer_indices": [1], "num_hidden_layers": 3, **_MAMBA}, "Mamba-2, partial RoPE"
     ),
+    "deepseek_v2": Architecture(
+        "DeepseekV2",
+        _LATENT_EXPERTS
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "rope_parameters": _YARN | _MSCALE},
+        "latent attention, interleaved RoPE, YaRN, mixture of experts in groups with shared experts",
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3",
+        _LATENT_EXPERTS | {"kv_lora_rank": 16, "rope_parameters": _YARN | _MSCALE},
+        "as DeepSeek V2; low-rank queries",
+    ),
+    "glm4_moe_lite": Architecture(
+        "Glm4MoeLite", {k: v for k, v in _LATENT_EXPERTS.items() if k != "first_k_dense_replace"}, "as DeepSeek V3"
+    ),
+    "mistral4": Architecture(
+        "Mistral3",
+        _multimodal(
+            _LATENT_EXPERTS
+            | {
+                "model_type": "mistral4",
+                "rope_parameters": _YARN
+                | _MSCALE
+                | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+            },
+            {"model_type": "pixtral", **_SIGHT, **_PICTURE},
+            **_IMAGE_TOKEN,
+        ),
+        "language model: Mistral 4's, as DeepSeek V3; attention temperature scaling",
+    ),
+    "minicpm3": Architecture(
+        "MiniCPM3",
+        _LATENT | {"scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 16},
+        "latent attention, multipliers of embedding, residual and logits",
+    ),
+    "youtu": Architecture("Youtu", _LATENT, "latent attention, interleaved RoPE"),
+    "kimi_linear": Architecture(
+        "KimiLinear",
+        {k: v for k, v in _LATENT_EXPERTS.items() if k not in ("n_routed_experts", "first_k_dense_replace")}
+        | {
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+        "Kimi Delta Attention; latent attention without positions, mixture of experts",
+    ),
     "opt": Architecture("OPT", _OPT, "learned positions"),
     "gpt2": Architecture("GPT2", {"n_inner": 48}, "learned positions, fused q, k, v"),
 }
@@ -361,22 +428,13 @@ RUNS: dict[str, Architecture] = {
 
 RECURRENT = (
     "qwen3_next", "qwen3_5", "qwen3_5_multimodal", "qwen3_5_moe", "qwen3_5_moe_multimodal", "granite_hybrid", "lfm2",
-    "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba",
+    "lfm2_moe", "lfm3", "falcon_h1", "nemotron_h", "olmo_hybrid", "bamba", "kimi_linear",
 )  # fmt: skip
-"""Names in `RUNS` of hybrid models. Their recurrent state cannot go back to earlier tokens."""
+"""Names in `RUNS` of hybrid models."""
 
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3", "youtu", "kimi_linear")
+"""Names in `RUNS` of models with multi-head latent attention."""
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -388,11 +446,6 @@ LONGROPE = {
 REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "bloom": (Architecture("Bloom"), "alibi", "positions are a bias on attention scores (ALiBi), which no kernel adds"),
     "falcon_rw": (Architecture("Falcon", {"alibi": True}), "alibi", "as Bloom, if `alibi` is set"),
-    "deepseek_v3": (
-        Architecture("DeepseekV3", _LATENT),
-        "latent_attention",
-        "multi-head latent attention: the cache holds latent vectors, not keys and values of heads",
-    ),
     "phi3_long": (
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",

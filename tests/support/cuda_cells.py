@@ -372,6 +372,9 @@ _CELLS = [
     Cell("hybrid, sessions", "full", session, model="qwen3_5"),
     Cell("hybrid, sessions, sparse", "infinigen", session, SPARSE, model="falcon_h1"),
     Cell("hybrid, prompts", "full", stored, model="qwen3_5"),
+    Cell("hybrid, exact", "infinigen", ragged, SPARSE, {"exact": DRAFTS}, model="lfm2"),
+    Cell("hybrid, exact, default", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model="qwen3_5"),
+    Cell("hybrid, exact, sessions", "infinigen", session, SPARSE, {"exact": DRAFTS}, model="falcon_h1"),
     Cell("graphs", "infinigen", replayed, SPARSE, GRAPHS),
     Cell("graphs, batch sizes", "infinigen", growing, SPARSE, GRAPHS),
 ]
@@ -400,6 +403,7 @@ _DAILY = {
     "continued, full": "late write-back",
     "a window, full": "seed 1",
     "hybrid, shared": "late compute",
+    "hybrid, exact": "seed 1",
     "forks, full": "late write-back",
     "sessions, full": "seed 0",
     "prompts": "late prefetch",

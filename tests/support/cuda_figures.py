@@ -24,7 +24,7 @@ from support.cuda_cells import BY_NAME, CELLS, SCHEDULES
 from support.cuda_simulator import Late, Lazy, simulated
 from support.tiny_models import tiny_model, tiny_prompt
 
-STAGED = 500
+STAGED = 256
 """Tokens of the sequence in `staged_bytes`."""
 
 

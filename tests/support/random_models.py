@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from support.architectures import RECURRENT, RUNS, build
+from support.architectures import LATENT, RECURRENT, RUNS, build
 
 WINDOWS = (1, 2, 12, 31, 63, 64, 65, 100, 127, 128, 129, 200)
 HEAD_STEP = {
@@ -22,7 +22,7 @@ HEAD_STEP = {
     "gpt2": 1,
 }
 """Required divisor of the head size: 2 with RoPE, more if only a part of each head is rotated, 1 without RoPE."""
-FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash")
+FIXED_HEADS = ("qwen2_vl", "qwen2_5_vl", "mimo_v2_flash", *LATENT)
 """Families with other options that depend on the head size."""
 HEAD_SIZES = (8, 18, 32, 32, 64)
 """Half of the models have one of these instead of any size. C kernels take multiples of 32."""

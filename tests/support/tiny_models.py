@@ -131,7 +131,7 @@ def fill(model: nn.Module, seed: int) -> None:
 def _gain(path: str) -> float:
     """Return a gain that peaks queries and keys. Large outputs keep a tied head from repeating its input."""
     leaf = path.rsplit(".", 1)[-1]
-    if leaf in ("q_proj", "k_proj", "c_attn"):
+    if leaf in ("q_proj", "k_proj", "c_attn", "q_b_proj", "kv_b_proj"):
         return 1.6
     return 2.0 if leaf in ("o_proj", "out_proj", "down_proj", "fc2", "c_proj") else 1.2
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...config import DraftOptions
+from ...core import BLOCK_SIZE
 from ...errors import InputError, ModelError, PoolFullError
 from ...model_runner.sequence import Sequence
 from ..request import Request
@@ -25,7 +26,7 @@ from ..runner import Runner
 from ..sampler import Answer, best_tokens
 from .draft_model import DraftModel
 from .draft_source import Acceptance, Costs, Lookup
-from .verification import accept, rewind, verify
+from .verification import accept, replay, rewind, verify
 
 
 @dataclass(eq=False)
@@ -75,6 +76,15 @@ class Draft:
         return sequence
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """Numbers of tokens and sequences of a verification pass, and its duration."""
+
+    tokens: int
+    sequences: int
+    seconds: float
+
+
 class SpeculativeDecoder:
     """Draft and verify tokens for the requests of an engine, in rounds. A round replaces a decode step.
 
@@ -90,13 +100,21 @@ class SpeculativeDecoder:
         self._model = None if runner.draft is None else DraftModel(runner.draft, vocab)
         self._costs = Costs()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+        self._passed: _Pass | None = None
+        self._rejected: list[Draft] = []
 
     def round(self, running: Seq[Request]) -> list[Draft]:
         """Draft tokens for all requests and verify them in one pass.
 
-        Return the drafts with their logits. No draft token is accepted yet: call `accepted` for each draft.
+        Return the drafts with their logits. No draft token is accepted yet: call `accepted` for each draft, and then
+        `end_round`.
         """
         drafts = [self._begin(request) for request in running]
+        self._rejected.clear()
+        if self._runner.marks is not None:
+            for draft in drafts:
+                if draft.tokens or draft.decoded:
+                    self._runner.marks.set(draft.sequence, record=True)
         self._decode([draft for draft in drafts if draft.decoded])
         self._verify(drafts)
         return drafts
@@ -113,15 +131,33 @@ class SpeculativeDecoder:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
                 sequence.trace.alone_seconds += draft.alone
+                if row == len(draft.tokens) and runner.snapshots is not None:
+                    runner.snapshots.after_step(sequence)
             rows = slice(row, row + 1) if draft.tokens else slice(None)
             yield draft.logits[rows], draft.best[rows]
             if row == len(draft.tokens) or request.finish_reason is not None:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
                 runner.reload(draft.sequence)  # the resident window still contains KV of draft tokens
+                if runner.marks is not None:
+                    draft.sequence.interrupted = True  # until `end_round` has taken back the rejected tokens
+                    self._rejected.append(draft)
                 break
             right += 1
         self._learn(draft, right)
+
+    def end_round(self) -> None:
+        """Take rejected tokens out of the recurrent state of all sequences (hybrid models)."""
+        began, rejected = time.perf_counter(), [draft.sequence for draft in self._rejected if draft.request.sequences]
+        if rejected:
+            replay(self._runner, rejected)
+        seconds = time.perf_counter() - began if rejected else 0.0
+        for sequence in rejected:
+            sequence.trace.decode_seconds += seconds
+        if (passed := self._passed) is not None:
+            self._costs.observe_verification(passed.tokens, passed.sequences, passed.seconds + seconds)
+        self._rejected.clear()
+        self._passed = None
 
     def _begin(self, request: Request) -> Draft:
         """Look up draft tokens of a request, or choose how many to decode, and reserve slots for them.
@@ -130,6 +166,9 @@ class SpeculativeDecoder:
         """
         start = request.sequences[0].position
         most = min(self._most, request.draft_room)
+        if self._runner.snapshots is not None:
+            # Snapshots are taken at the ends of blocks. A round must end there, after its verification.
+            most = min(most, -(start + 1) % BLOCK_SIZE)
         if most <= 0:
             return Draft(request, start)
         draft = Draft(request, start)
@@ -181,7 +220,8 @@ class SpeculativeDecoder:
                 sequence = draft.sequence
                 sequence.draft_start = None
                 del sequence.tokens[draft.start + 1 :]
-                rewind(self._runner, sequence, draft.start)
+                if self._model is None:
+                    rewind(self._runner, sequence, draft.start)
 
     def _decode_steps(self, drafts: Seq[Draft]) -> None:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
@@ -220,7 +260,7 @@ class SpeculativeDecoder:
             for sequence, draft in batch:
                 del sequence.tokens[len(sequence.tokens) - len(draft.tokens) :]
         seconds = time.perf_counter() - began
-        self._costs.observe_verification(sum(map(len, rows)), len(batch), seconds)
+        self._passed = _Pass(sum(map(len, rows)), len(batch), seconds)
         for sequence, draft in batch:
             sequence.trace.decode_seconds += seconds
             draft.alone = self._alone(draft, seconds / len(batch)) * len(batch)

@@ -37,7 +37,8 @@ class DraftModel:
     """Propose draft tokens for the sequences of the target model's runner.
 
     Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), and both are freed together. The KV of
-    the draft sequence is kept between drafts, except the KV of rejected tokens.
+    the draft sequence is kept between drafts, except the KV of rejected tokens. If a hybrid draft model drafts a token
+    that is rejected, the accepted tokens of this round are computed again in the next round.
     """
 
     def __init__(self, runner: Runner, vocab: int) -> None:
@@ -58,6 +59,8 @@ class DraftModel:
         try:
             drafter = self._caught_up(sequence)
             drafter.draft_start = min(drafter.position, sequence.position)
+            if self._runner.marks is not None:
+                self._runner.marks.set(drafter, record=False)
             ahead = len(sequence.tokens) + drafts - drafter.position
             self._runner.retry_after_reclaim(lambda: self._runner.reserve(drafter, ahead))
         except (PoolFullError, InputError):
@@ -111,6 +114,9 @@ class DraftModel:
             pairs = enumerate(zip(drafter.tokens, sequence.tokens, strict=False))
             known = next(i for i, (mine, theirs) in pairs if mine != theirs)
         if known < drafter.position:
+            if drafter.mark is not None:  # recurrent state can return only to its mark
+                assert drafter.mark.tokens <= known
+                known = drafter.mark.tokens
             rewind(self._runner, drafter, known)
             self._runner.reload(drafter)
         drafter.tokens[known:] = sequence.tokens[known:]

@@ -19,26 +19,30 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
     `batch` contains pairs (sequence, `count`), where `count` is the number of tokens to compute.
 
     The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Commit the
-    tokens one by one with `accept`.
+    tokens one by one with `accept`. The recurrent state of a hybrid model includes all `count` tokens.
 
     Returns:
         float32 logits `[count, V]` for each sequence.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
+    # Recurrent layers compute adjacent sequences with equal counts together.
+    order = sorted(range(len(batch)), key=lambda b: batch[b][1])
     with on_device(device), engine_threads(device), torch.inference_mode():
         for sequence, count in batch:
+            runner.check_state_known(sequence)
             runner.cache_manager.slide(sequence, storage, sequence.position + count)
             sequence.interrupted = True
             share = sequence.position / (sequence.position + count)
             sequence.trace.record_verification(runner.adapter.geometry.windows, share)
-        sequences, counts = zip(*batch, strict=True)
-        logits = VerificationPass(sequences, counts, runner.adapter, runner.policy, storage).run()
+        sequences, counts = zip(*(batch[b] for b in order), strict=True)
+        rows = VerificationPass(sequences, counts, runner.adapter, runner.policy, storage).run()
         for sequence in sequences:
             storage.settle(sequence.blocks)
             sequence.interrupted = False
-    sequences[0].trace.step_weights += runner.weight_use.since(used)
-    return logits
+    batch[0][0].trace.step_weights += runner.weight_use.since(used)
+    logits = dict(zip(order, rows, strict=True))
+    return [logits[b] for b in range(len(batch))]
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
@@ -51,8 +55,24 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard the decoded tokens of `sequence` from `position` on.
 
-    Their slots stay reserved, and the KV in them is invalid.
+    Their slots stay reserved, and the KV in them is invalid. The recurrent state of a hybrid model returns to its mark,
+    which must be at `position`.
     """
     runner.transfer.storage.settle(sequence.blocks)
+    if runner.marks is not None:
+        assert sequence.mark is not None and sequence.mark.tokens == position
+        runner.marks.restore(sequence)
     sequence.position = position
     runner.pool.rewind(sequence.blocks, position)
+
+
+def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
+    """Take tokens from `position` on, which a verification pass computed, out of the recurrent state of `sequences`."""
+    assert runner.marks is not None
+    used, device = runner.weight_use, runner.adapter.device
+    with on_device(device), engine_threads(device), torch.inference_mode():
+        runner.marks.replay(sequences)
+    for sequence in sequences:
+        sequence.interrupted = False
+        sequence.check_state()
+    sequences[0].trace.step_weights += runner.weight_use.since(used)

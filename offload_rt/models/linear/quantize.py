@@ -15,6 +15,9 @@ GROUP = 32
 _ROUTERS = ("gate", "router")
 """Name suffixes of layers that choose experts. They are small, and errors change the choice."""
 
+_ABSORBED = ("kv_b_proj",)
+"""Name suffixes of layers whose weights are absorbed into queries (`latent_attention`), which needs plain weights."""
+
 _FEW_OUTPUTS = 16
 """Layers with more inputs per output than this are small, and each output controls a whole head, as in gates."""
 
@@ -28,13 +31,14 @@ def quantize_layers(model: Any, bits: int) -> None:
     """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
 
     The head always gets 8 bits. Not quantised are a head that is tied to the embedding, routers of experts, stacked
-    experts, layers with few outputs, and layers whose number of inputs is not a multiple of 64. On the meta device,
-    only the sizes of tensors are used.
+    experts, absorbed layers of latent attention, layers with few outputs, and layers whose number of inputs is not a
+    multiple of 64. On the meta device, only the sizes of tensors are used.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(_ROUTERS) or (module is head and tied):
+        kept = (*_ROUTERS, *_ABSORBED)
+        if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(kept) or (module is head and tied):
             continue
         if _FEW_OUTPUTS * module.out_features < module.in_features:
             continue

@@ -178,6 +178,11 @@ class StreamedAdapter(ForwardingAdapter):
         self._stream.use(stage.layer)
         return stage.run(hidden)
 
+    def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
+        self._stream.begin(decoder_layer)
+        self._stream.use(decoder_layer)
+        super().replay_mixer(decoder_layer, inputs)
+
     def attention_input(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         self._use(layer)
         return super().attention_input(layer, hidden)

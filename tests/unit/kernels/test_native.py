@@ -205,15 +205,17 @@ def test_levels_of_a_processor(
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -> None:
-    """Cover the smallest and the largest value of each constant. `make test` covers the smallest at one level."""
-    if native_code.find_compiler() is None:
+    """Cover the smallest and the largest value of each constant. `make test` only parses the code of lower levels."""
+    if (compiler := native_code.find_compiler()) is None:
         pytest.skip("no C compiler")
-    library, ends = LIBRARIES[name], (0, -1) if STRESS or level == native_code.available_levels()[-1] else (-1,)
-    covered = {library.flags_for({name: values[i] for name, values in library.constants.items()}) for i in ends}
-    for i, flags in enumerate(covered):
-        target = tmp_path / f"library{i}.so"
-        native_code.compile_library(library.path, (*flags, "-Wall", "-Wextra", "-Werror"), level, target)
-        assert target.stat().st_size > 0
+    library = LIBRARIES[name]
+    ends = ({name: values[i] for name, values in library.constants.items()} for i in (0, -1))
+    for i, flags in enumerate({(*library.flags_for(each), "-Wall", "-Wextra", "-Werror") for each in ends}):
+        if STRESS or level == native_code.available_levels()[-1]:
+            native_code.compile_library(library.path, flags, level, tmp_path / f"library{i}.so")
+        else:
+            command = [*compiler, *native_code.LEVEL_FLAGS[level], *flags, "-fsyntax-only", str(library.path)]
+            subprocess.run(command, check=True, timeout=120)
 
 
 def test_a_structure_unlike_the_one_in_c_is_an_error() -> None:

@@ -17,30 +17,30 @@ import time, torch
 torch.set_num_threads(2)
 from offload_rt.utils.openmp import stop_spinning
 values = torch.ones(1 << 20)
-{{stop}}
-values.add_(1)
-began = time.process_time()
-for _ in range({OPERATIONS}):
+
+def processor_seconds():
     values.add_(1)
-    time.sleep(0.01)
-print(time.process_time() - began)
+    began = time.process_time()
+    for _ in range({OPERATIONS}):
+        values.add_(1)
+        time.sleep(0.01)
+    return time.process_time() - began
+
+spinning = processor_seconds()
+assert stop_spinning()
+print(spinning, processor_seconds())
 """
-
-
-def processor_seconds(stop: str) -> float:
-    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(stop=stop)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="this torch has no OpenMP")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP starts no threads")
 def test_threads_sleep_after_an_operation_although_torch_was_imported_first() -> None:
-    spinning, sleeping = processor_seconds(""), processor_seconds("assert stop_spinning()")
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    spinning, sleeping = map(float, done.stdout.split())
     assert sleeping < spinning / 10, "CPU time of operations with pauses between them, seconds"
 
 

@@ -206,6 +206,21 @@ def test_every_flipped_bit_is_a_miss_or_has_no_effect(tmp_path: Path) -> None:
     assert misses > 500
 
 
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_verify_reads_every_layer(layer: int, tmp_path: Path) -> None:
+    """A damaged block is reported and removed, so that it can be saved again."""
+    store = open_store(tmp_path)
+    assert not store.verify(block_name(store, 1)), "it is not stored"
+    assert save(store, 1) and store.verify(block_name(store, 1))
+    [path] = tmp_path.glob("*/*/*.kv")
+    data = bytearray(path.read_bytes())
+    data[4096 + layer * LAYER_BYTES] ^= 1
+    path.write_bytes(data)
+    assert block_name(store, 1).key in store and not store.verify(block_name(store, 1)) and not path.exists()
+    assert save(store, 1) and store.verify(block_name(store, 1))
+    store.check_integrity()
+
+
 @pytest.mark.parametrize("size", [0, 1, 23, 24, 200, 4095, 4096, 4097, FILE_BYTES - 1, FILE_BYTES + 1])
 def test_truncated_and_overlong_files_are_misses_and_make_way(tmp_path: Path, size: int) -> None:
     store = open_store(tmp_path)

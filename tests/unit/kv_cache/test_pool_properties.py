@@ -273,6 +273,24 @@ def test_a_partly_filled_window_block_is_not_cached() -> None:
     assert machine.pool.match(model.tokens, "exact").length == 4 * BLOCK_SIZE
 
 
+class OneWindowMachine(PoolMachine):
+    windows = (65,)  # the window leaves a block in the step in which it enters the next one
+    blocks = 2
+
+
+def test_a_sequence_replaces_window_blocks_that_only_the_cache_shares() -> None:
+    machine = OneWindowMachine()
+    model = Model(BlockTable())
+    assert machine.compute(model, 64, 0, 0) and machine.compute(model, 64, 0, 0)
+    assert sorted(model.blocks.windows) == [0, 1]
+    machine.pool.publish(model.blocks, model.tokens, "exact")
+    twin = machine.pool.fork(model.blocks)
+    assert not machine.compute(model, 1, 0, 0), "the fork still uses block 0"
+    machine.pool.release(twin)
+    assert machine.compute(model, 1, 0, 0) and sorted(model.blocks.windows) == [1, 2]
+    machine.pool.check_integrity()
+
+
 @pytest.mark.parametrize("missing", range(6))
 @pytest.mark.parametrize("window", [1, 64, 65, 129])
 def test_a_prefix_is_usable_while_its_windows_are_complete(missing: int, window: int) -> None:

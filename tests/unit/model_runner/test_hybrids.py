@@ -18,7 +18,7 @@ from support.hybrids import make, prompt_of
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
-from offload_rt import LLM, ConfigError, InputError, OffloadedCache, SamplingParams, offload
+from offload_rt import LLM, InputError, OffloadedCache, SamplingParams, offload
 from offload_rt.config import EngineConfig
 from offload_rt.core import StateShape
 from offload_rt.engine.runner import Runner
@@ -130,14 +130,6 @@ def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch
     table = tight.runner.pool.cached.snapshots
     assert table is not None and not table._pending
     assert [one.new_tokens for one in requests] == texts(roomy, prompts, params)
-
-
-def test_what_goes_back_to_earlier_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`exact` needs .* 2 of the 4 layers of this model are recurrent"):
-        make("qwen3_5", exact=True)
-    architecture("qwen3_5").save_pretrained(tmp_path / "draft")
-    with pytest.raises(ConfigError, match=r"^a draft model needs"):
-        LLM(architecture("llama3"), exact={"model": str(tmp_path / "draft")}, policy="full", host_memory="8MiB")
 
 
 def test_scores_are_those_of_transformers() -> None:

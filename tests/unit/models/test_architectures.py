@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import REFUSED, RUNS, VOCAB, WINDOW, architecture, build
+from support.architectures import LATENT, REFUSED, RUNS, VOCAB, WINDOW, architecture, build
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 from torch import nn
@@ -30,6 +30,7 @@ from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import load_model
+from offload_rt.models.multimodal import text_config
 from offload_rt.models.recurrent import RecurrentState
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.rotary import HalfSplit
@@ -125,12 +126,17 @@ def test_half_precision_rounds_like_transformers(name: str) -> None:
     adapter = adapter_for(model).for_new_sequence()
     tokens, positions = torch.tensor(prompt_of(WINDOW - 1)), torch.arange(WINDOW - 1)
     cached = model(tokens[None], use_cache=True).past_key_values.layers[adapter.geometry.decoder_layer(0)]
+    keys, expected = cached.keys, cached.values
+    if name in LATENT:  # transformers caches latent vectors as keys and rotated keys as values
+        if hasattr(text_config(model.config), "rope_interleave"):  # it rotates interleaved pairs to half-split ones
+            expected = expected.unflatten(-1, (2, -1)).mT.flatten(-2)
+        keys, expected = torch.cat((keys, expected), -1), keys
     x = adapter.embed(tokens, positions)
     adapter.run_stages(-1, x, [slice(None)])
     _, k, v = adapter.qkv(0, adapter.attention_input(0, x), positions)
-    group = cached.keys.shape[1] // len(k)  # Falcon caches grouped heads repeated
-    torch.testing.assert_close(k, cached.keys[0, ::group], rtol=2**-7, atol=2**-6)
-    expected = cached.values[0, ::group]
+    group = keys.shape[1] // len(k)  # Falcon caches grouped heads repeated
+    torch.testing.assert_close(k, keys[0, ::group], rtol=2**-7, atol=2**-6)
+    expected = expected[0, ::group]
     torch.testing.assert_close(v[..., : expected.shape[-1]], expected, rtol=0, atol=0)
     assert not v[..., expected.shape[-1] :].any(), "zeros where keys are wider than values"
 
@@ -280,7 +286,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "positions in a layer that has none": ("smollm3", lambda a: setattr(a._rotary, "_kinds", ("",) * 3), "layer 1"),
     "interleaved rotated as half-split": ("glm4", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
     "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_after_mlp", nn.Identity()), "layer 2"),
-    "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
+    "no embedding multiplier": ("granite", lambda a: setattr(a, "_after_mlp", nn.Identity()), "the embedding"),
     "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
     "no cap of logits": ("gemma3", lambda a: setattr(a, "_logit_cap", None), "the head"),
     "no scale of logits": ("cohere", lambda a: setattr(a, "_logit_factor", 1.0), "the head"),
@@ -293,6 +299,11 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     ),
     "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", unnormed), "layer 0"),
     "no temperature scaling": ("ministral3", lambda a: setattr(a, "_temperatures", [None] * 3), "layer 0"),
+    "no norm of latents": ("youtu", lambda a: setattr(a._projections[0], "_latent_norm", nn.Identity()), "layer 0"),
+    "no norm of low-rank queries": ("deepseek_v3", lambda a: a._projections[1]._query.pop(1), "layer 1"),
+    "the scale of latent keys": ("glm4_moe_lite", lambda a: geometry_with(a, scales=(32**-0.5,) * 3), "layer 0"),
+    "latent keys rotated as half-split": ("youtu", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
+    "no multiplier of residuals": ("minicpm3", lambda a: setattr(a._layers[1], "_after_mlp", nn.Identity()), "layer 1"),
     "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
     "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
     "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),

@@ -4,7 +4,7 @@ imports, including imports for type checking."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -20,22 +20,25 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()
 LINKED = {"kernels", "skewing", "eval"}  # top-level folders that must not be imported by these names
 
 
-def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the absolute name of every module imported in `tree`, as parts. `package` contains the code."""
-    for node in ast.walk(tree):
+@functools.cache
+def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the absolute name of every module imported in `source`, as parts. `package` contains the code."""
+    found: list[tuple[str, ...]] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
+            found += (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else ()
-            yield from ((*base, *(node.module or "").split("."), alias.name) for alias in node.names)
+            names = ((*base, *(node.module or "").split("."), alias.name) for alias in node.names)
+            found += (tuple(part for part in name if part) for name in names)
+    return found
 
 
 def violations(source: str, path: Path) -> list[str]:
     """Return the forbidden imports in `source`, the text of the file `path` (relative to the repository)."""
     room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
     found = []
-    for name in imported(ast.parse(source), path.parent.parts):
-        name = tuple(part for part in name if part)
+    for name in imported(source, path.parent.parts):
         if name[0] in LINKED:
             found.append(f"{path}: bare import of {name[0]}; it is offload_rt.{name[0]}")
         if room is None or name[0] != "offload_rt":
@@ -58,9 +61,7 @@ def import_graph(sources: dict[Path, str]) -> dict[tuple[str, ...], set[tuple[st
     modules = {module(path) for path in sources}
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path, source in sources.items():
-        names = imported(ast.parse(source), path.parent.parts)
-        clean = [tuple(part for part in name if part) for name in names]
-        targets = {name if name in modules else name[:-1] for name in clean}
+        targets = {name if name in modules else name[:-1] for name in imported(source, path.parent.parts)}
         graph[module(path)] = (targets & modules) - {module(path)}
     return graph
 
@@ -90,8 +91,7 @@ def eval_violations(source: str, path: Path) -> list[str]:
     """Return the forbidden imports of eval in `source`, the text of the file `path` of eval (relative to the
     repository)."""
     folder, found = path.with_suffix("").parts[2], []
-    for name in imported(ast.parse(source), path.parent.parts):
-        parts = tuple(part for part in name if part)
+    for parts in imported(source, path.parent.parts):
         if parts[:2] != ("offload_rt", "eval") or len(parts) < 3:
             continue
         if parts[2] != folder and EVAL_RANK[parts[2]] >= EVAL_RANK[folder]:

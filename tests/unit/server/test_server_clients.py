@@ -46,9 +46,7 @@ def say(prompt: str) -> str:
     return next((text for word, text in SAID.items() if word in last), "It was a dark night.")
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reference_tokenizer(), say)
+SERVED = {"api_keys": ("secret",)}
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +55,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made = asyncio.new_event_loop()
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with served(engine, api_keys=("secret",)) as address:
-        yield address
 
 
 # --------------------------------------------------------------------------------------------------------- LangChain

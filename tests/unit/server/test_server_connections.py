@@ -8,7 +8,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -261,10 +260,7 @@ def test_a_request_is_read_before_its_connection_is_replaced(most: int) -> None:
         assert normal.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.fixture(scope="module")
-def url(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    with served(ScriptedEngine(tokenizer, lambda prompt: "It was."), head_timeout=1.0, max_body=4096) as address:
-        yield address
+SERVED = {"head_timeout": 1.0, "max_body": 4096}
 
 
 @pytest.mark.parametrize(

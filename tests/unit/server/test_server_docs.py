@@ -8,14 +8,12 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import httpx2
 import pytest
 import yaml
-from support.serving import ScriptedEngine, reference_tokenizer, served
 
 import offload_rt.server
 from offload_rt.cli.serve import add
@@ -34,10 +32,8 @@ def flags() -> set[str]:
     return set(re.findall(r"--[a-z][a-z-]+", text))
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with served(ScriptedEngine(reference_tokenizer(), lambda prompt: "It was Ellis Duckworth.")) as address:
-        yield address
+def say(prompt: str) -> str:
+    return "It was Ellis Duckworth."
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not there")

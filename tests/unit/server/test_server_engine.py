@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncLLM:
     llm = LLM(folder, policy="full", verify="off", host_memory="32MiB")
     llm.tokenizer.chat_template = TEMPLATE  # type: ignore[union-attr]
     return AsyncLLM(llm, max_waiting=64)
-
-
-@pytest.fixture(scope="module")
-def url(engine: AsyncLLM) -> Iterator[str]:
-    with served(engine) as address:
-        yield address
 
 
 def alone(engine: AsyncLLM, i: int) -> str:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.serving import ScriptedEngine, reference_tokenizer, served
 
 CASES = 1500 if "OFFLOAD_RT_STRESS" in os.environ else 15
 
@@ -91,13 +89,6 @@ def replaced(body: Any, place: tuple[Any, ...], value: Any) -> Any:
         inner = inner[key]
     inner[place[-1]] = value
     return found
-
-
-@pytest.fixture(scope="module")
-def http() -> Iterator[httpx2.Client]:
-    engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "It was.")
-    with served(engine) as url, httpx2.Client(base_url=url) as client:
-        yield client
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,18 +25,12 @@ SECRET = "Sedley of the Moat House"
 ASK = {"messages": [{"role": "user", "content": SECRET}]}
 
 
-@pytest.fixture(scope="module")
-def engine(tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
-    return ScriptedEngine(tokenizer, lambda prompt: "It was a dark night. " * 20)
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with served(engine, api_keys=("right", "other"), max_body=4096, timeout=1.5) as address:
-        yield address
-
-
+SERVED = {"api_keys": ("right", "other"), "max_body": 4096, "timeout": 1.5}
 RIGHT = {"authorization": "Bearer right"}
+
+
+def say(prompt: str) -> str:
+    return "It was a dark night. " * 20
 
 
 def test_keys(url: str) -> None:

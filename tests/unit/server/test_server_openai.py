@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served
+from support.serving import ScriptedEngine
 
 from offload_rt.errors import InputError, LogitsError, PoolFullError, QueueFullError, StoreError
 
@@ -27,21 +26,7 @@ def say(prompt: str) -> str:
     return next((text for word, text in SAID.items() if f"user: {word}" in prompt), "It was a dark night.")
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reference_tokenizer(), say)
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with served(engine, max_tokens_limit=1000) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+SERVED = {"max_tokens_limit": 1000}
 
 
 def user(text: str) -> list[Any]:

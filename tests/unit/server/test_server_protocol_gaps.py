@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -37,20 +36,8 @@ class Recorder:
         return self.text
 
 
-@pytest.fixture(scope="module")
-def said() -> Recorder:
-    return Recorder("Yes.")
-
-
-@pytest.fixture(scope="module")
-def engine(said: Recorder) -> ScriptedEngine:
-    return ScriptedEngine(reference_tokenizer(), said)
-
-
-@pytest.fixture(scope="module")
-def http(engine: ScriptedEngine) -> Iterator[httpx2.Client]:
-    with served(engine, served_model_names=("first", "second")) as url, httpx2.Client(base_url=url) as made:
-        yield made
+say = Recorder("Yes.")
+SERVED = {"served_model_names": ("first", "second")}
 
 
 def test_several_names_and_any_name(http: httpx2.Client, engine: ScriptedEngine) -> None:
@@ -115,9 +102,9 @@ def test_input_items(http: httpx2.Client) -> None:
             client.responses.input_items.list(made.id, after="x")
 
 
-def test_fill_in_the_middle(said: Recorder) -> None:
+def test_fill_in_the_middle() -> None:
     tokenizer = reference_tokenizer()
-    engine = ScriptedEngine(tokenizer, said)
+    engine = ScriptedEngine(tokenizer, say)
     with served(engine) as url:
         answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "a", "suffix": "b"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
@@ -126,7 +113,7 @@ def test_fill_in_the_middle(said: Recorder) -> None:
     with served(engine) as url:
         body = {"prompt": "def f():", "suffix": "\n    return x", "stop_token_ids": [3], "stream": False}
         assert httpx2.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"] == "Yes."
-        assert said.prompts[-1] == "<|fim_prefix|>def f():<|fim_suffix|>\n    return x<|fim_middle|>"
+        assert say.prompts[-1] == "<|fim_prefix|>def f():<|fim_suffix|>\n    return x<|fim_middle|>"
         stops = set(tokenizer.convert_tokens_to_ids(marks))
         assert stops | {3} <= set(engine.params.stop_token_ids)
         assert httpx2.post(f"{url}/v1/completions", json=body | {"prompt": [1]}).status_code == 400
@@ -177,7 +164,7 @@ def test_tools_of_a_model_that_knows_none() -> None:
             assert "anyOf" in schema.json and "items" not in schema.json
 
 
-def test_arguments_that_were_cut_off_go_back(http: httpx2.Client, said: Recorder) -> None:
+def test_arguments_that_were_cut_off_go_back(http: httpx2.Client) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"q": "Di'}}
     messages = [
         USER,
@@ -185,7 +172,7 @@ def test_arguments_that_were_cut_off_go_back(http: httpx2.Client, said: Recorder
         {"role": "tool", "tool_call_id": "c", "content": "?"},
     ]
     assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
-    assert "<tool_call>Di</tool_call>" in said.prompts[-1]
+    assert "<tool_call>Di</tool_call>" in say.prompts[-1]
     call["function"]["arguments"] = "Di"  # type: ignore[index]
     assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
 

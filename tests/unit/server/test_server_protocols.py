@@ -9,7 +9,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 SAID = f"<think>\nWell…\n</think>\n\nLook, café: {CALL}\n{CALL}"
@@ -17,26 +16,16 @@ TOOL: Any = {"name": "find", "description": "Finds.", "input_schema": {"type": "
 FUNCTION: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 
 
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reference_tokenizer(), lambda prompt: SAID if "Who" in prompt else f"<{prompt}>")
+SERVED = {"api_keys": ("one", "two")}
 
 
-@pytest.fixture(scope="module")
-def url(engine: ScriptedEngine) -> Iterator[str]:
-    with served(engine, api_keys=("one", "two")) as address:
-        yield address
+def say(prompt: str) -> str:
+    return SAID if "Who" in prompt else f"<{prompt}>"
 
 
 @pytest.fixture(scope="module")
 def claude(url: str) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=url, api_key="one", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="one", max_retries=0) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.routing import Mount
 from starlette.types import Message
-from support.serving import ScriptedEngine, answering, reference_tokenizer, served, wait_until
+from support.serving import ScriptedEngine, answering, served, wait_until
 
 from offload_rt.errors import ConfigError
 from offload_rt.server.app import make_app
@@ -43,11 +43,6 @@ class Passage:
                 yield message
         finally:
             await answers.aclose()  # type: ignore[attr-defined]
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(reference_tokenizer(), lambda prompt: "It was a dark night.")
 
 
 @pytest.fixture

@@ -132,6 +132,40 @@ def test_nothing_of_a_deleted_session_is_left(how: str, llm: LLM, tmp_path: Path
     session.close()
 
 
+def disguise(folder: Path, name: str, other: str, suffix: str) -> Path:
+    """Copy the history of session `name` to a file of session `other`, and damage the copy. Return its path."""
+    [document] = folder.glob(f"*/{document_name(name)}.doc")
+    copy = document.with_name(f"{document_name(other)}{suffix}")
+    copy.write_bytes(document.read_bytes()[:-1])
+    return copy
+
+
+@pytest.mark.parametrize("suffix", [".doc", ".before", ".damaged"])
+def test_a_deletion_names_the_damaged_files_that_it_keeps(suffix: str, llm: LLM, tmp_path: Path) -> None:
+    """The damaged file may hold text of the deleted session, also if the other session has an intact history."""
+    seen = told(llm, tmp_path, "gone", tiny_prompt(70))
+    kept = told(llm, tmp_path, "kept", tiny_prompt(9, seed=1), tiny_prompt(5, seed=2))
+    copy = disguise(tmp_path, "gone", "kept", suffix)
+    removed = delete_stored(tmp_path, "gone").removed
+    assert list(leftovers(tmp_path, seen, [kept])) == [copy]
+    assert removed.kept == (copy.name,) and copy.name in removed.note and not removed.unreadable
+    assert delete_stored(tmp_path, "kept").removed.note == "" and files(tmp_path) == ["lock"]
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_an_engine_warns_of_the_damaged_files_that_a_deletion_keeps(opened: bool, llm: LLM, tmp_path: Path) -> None:
+    for name in ("gone", "kept"):
+        told(llm, tmp_path, name, tiny_prompt(70))
+    copy = disguise(tmp_path, "gone", "kept", ".before")
+    store = SessionStore(llm.runner, tmp_path)
+    sessions = StoredRequestFactory(store, [].append)
+    if opened:
+        store.open("gone")
+    with pytest.warns(UserWarning, match=f"'gone' was deleted; files that cannot be read were kept .{copy.name}"):
+        sessions.delete("gone")
+    sessions.close()
+
+
 def test_blocks_of_forks_stay_until_the_last_one_goes(llm: LLM, tmp_path: Path) -> None:
     session = llm.session("one", tmp_path)
     answer(session, tiny_prompt(150))

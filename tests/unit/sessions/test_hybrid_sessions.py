@@ -48,6 +48,7 @@ def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_pa
     session.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
 def test_a_restart_does_not_change_the_text_of_a_sparse_policy(name: str, tmp_path: Path) -> None:
     """The state of decoded tokens is approximate, and a restart must not change it."""

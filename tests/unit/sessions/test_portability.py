@@ -23,10 +23,10 @@ from offload_rt.utils.native_libraries import native_status
 
 def take_turn(folder: str) -> dict[str, Any]:
     """Take a turn of the session in `folder`."""
-    llm = LLM("reference", policy="infinigen", dtype="bfloat16")
+    llm = LLM(f"{folder}/model", policy="infinigen", dtype="bfloat16", host_memory="4MiB")
     with llm.session("book", f"{folder}/store") as session:
         before = session.tokens
-        prompt = "And then? " if before else "The night was dark, and the wind was cold. " * 30
+        prompt = "And then? " if before else "The night was dark, and the wind was cold. " * 10
         new = [event.token_id for event in session.send(prompt, SamplingParams(max_tokens=8, temperature=0))]
         return {
             "level": native_status().level, "loaded": session.loaded_tokens, "before": before,
@@ -56,6 +56,7 @@ def test_a_session_continues_at_another_level(tmp_path: Path, monkeypatch: pytes
     if highest == lower:
         pytest.skip("this processor has one level")
     lower = "avx2" if "avx2" in available_levels()[:-1] else lower
+    tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2, dtype=torch.bfloat16)
     here, there = partial(take_turn, str(tmp_path)), partial(take_turn_elsewhere, tmp_path, lower)
     turns = [here(), there(), here()]
     assert [turn["level"] for turn in turns] == [highest, lower, highest]

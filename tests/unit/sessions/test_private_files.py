@@ -1,4 +1,5 @@
-"""Test file modes: only the owner can access files with text, tokens, KV or keys, whatever the umask is."""
+"""Test atomic writes and file modes: only the owner can access files with text, tokens, KV or keys, whatever the umask
+is."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.kv_cache.disk.direct_file import DirectFile
 from offload_rt.server.documents import DocumentCache, digest
 from offload_rt.storage.naming import NamedBlock
+from offload_rt.utils.atomic_files import write_atomic
 from offload_rt.utils.private_files import make_private_folder, open_private
 
 
@@ -111,6 +113,31 @@ def test_a_nameless_file_and_the_helpers(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "x")
     with pytest.raises(OSError, match="symbolic link"):
         open_private(tmp_path / "link", os.O_WRONLY | os.O_CREAT)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_an_atomic_write_replaces_a_file_or_leaves_it(
+    private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "settings.json"
+    os.umask(0o022)
+    for data in (b"old", b"newer"):
+        write_atomic(path, data, private=private)
+        assert path.read_bytes() == data and os.listdir(tmp_path) == [path.name]
+    assert stat.S_IMODE(path.stat().st_mode) == (0o600 if private else 0o644)
+    write_atomic(path, b"other", private=private, keep=True)
+    write_atomic(tmp_path / "first", b"first", private=private, keep=True)
+    assert path.read_bytes() == b"newer" and (tmp_path / "first").read_bytes() == b"first"
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(OSError, match="No space"):
+                write_atomic(path, b"other", private=private)
+    assert path.read_bytes() == b"newer" and sorted(os.listdir(tmp_path)) == ["first", path.name]
+
+
+def refuse(*args: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def opened(folder: Path) -> None:

@@ -254,7 +254,7 @@ def test_a_module_that_asks_the_device_something_is_not_captured(caplog: pytest.
         model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: (out.sum().item(), None)[1])
         settings: dict[str, Any] = {"enable_prefix_caching": False, "cuda_graphs": graphs}
         llm = LLM(model, policy_options=OPTIONS, device="cuda", host_memory="8MiB", **settings)
-        found = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
+        found = completed(llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0)))
         tokens.append([c.token_ids for c in found])
         llm.runner.check_integrity()
     assert tokens[0] == tokens[1]

@@ -91,9 +91,11 @@ def run_all_parts(out: Path, data: Path) -> Path:
     """Run all parts and write their results to `out`."""
     text = Path(GpuSize.models[0].parents[1], "data", "black_arrow.txt").read_text("utf-8")
     (data / "books").mkdir()
-    (data / "books" / "war_and_peace.txt").write_text(text[:6000])
+    book = data / "books" / "war_and_peace.txt"
+    book.write_text(text[:6000])
     names = ("llama", "opt") if ALL else ("llama",)
     models = tuple(Path(tiny_checkpoint(data / name, name, num_hidden_layers=1)) for name in names)
+    size = replace(TINY, models=models, trained=models, text=book)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFLOAD_RT_DATA", str(data))
         patch.setattr(kernels, "WARM_UP", 0)
@@ -108,9 +110,7 @@ def run_all_parts(out: Path, data: Path) -> Path:
         patch.setattr(gpu, "_nvidia_smi", lambda: dict.fromkeys(gpu.QUERY, "1"))
         with simulated(Late((1,))):
             for part in gpu_parts.PARTS:
-                went_well = gpu.run_part(
-                    part, GpuJob(torch.device("cuda"), replace(TINY, models=models, trained=models), out)
-                )
+                went_well = gpu.run_part(part, GpuJob(torch.device("cuda"), size, out))
                 assert went_well == (part != "tests"), part
     return out
 

@@ -1,0 +1,104 @@
+"""Projections of multi-head latent attention (MLA, DeepSeek-V2 §2.1) in absorbed form.
+
+K and V of all heads are linear functions of one latent vector c per token. In addition, all heads share one rotated key
+r. Head h has the key (W_UK,h c, r) and the value W_UV,h c. Attention therefore needs only one KV head, with the key
+(c, r) and the value c:
+
+* The query of head h is (W_UK,h^T q, r_q). Its product with (c, r) equals that of (q, r_q) with the head's own key.
+* W_UV,h is applied to the sum of latent vectors, after attention.
+
+The attention scale stays that of the original heads. The KV cache has keys and values of equal width, so values are
+padded with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import ModelError
+from .decoder_layer import Rotate, fused_norm, refuse_unused
+
+_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+"""Modules of a low-rank query projection."""
+
+
+def is_latent(attention: Any) -> bool:
+    """Return whether an attention module uses multi-head latent attention."""
+    return hasattr(attention, "kv_a_proj_with_mqa")
+
+
+class LatentProjections:
+    """Projections of one layer with latent attention. The interface is that of `decoder_layer.Projections`."""
+
+    kv_heads = 1
+    gated = False
+
+    def __init__(self, attention: Any) -> None:
+        """Find the projections of an attention module. Raise ModelError if the module is not supported."""
+        self.heads = int(attention.num_heads)
+        self._rank, self._rotated = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
+        self._key_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
+        self.head_dim = self._rank + self._rotated
+        names = ("q_proj",) if getattr(attention, "q_proj", None) is not None else _QUERY
+        self._query = [fused_norm(getattr(attention, name)) for name in names]
+        self._latent, self._latent_norm = attention.kv_a_proj_with_mqa, fused_norm(attention.kv_a_layernorm)
+        self._expansion, self._output = attention.kv_b_proj, attention.o_proj
+        refuse_unused(attention, {*names, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"})
+        if getattr(self._expansion, "bias", None) is not None:
+            raise ModelError(
+                f"{type(attention).__name__}.kv_b_proj has a bias, which absorbed latent attention does not support",
+                reason="modules",
+            )
+        self._unpacked: torch.Tensor | None = None
+
+    def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q `[H, T, d]`, k and v `[1, T, d]`, computed from attention inputs `[T, D]`."""
+        return self.query(x, rotate), *self.key_value(x, rotate)
+
+    def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
+        """Return absorbed queries `[H, T, d]`."""
+        for project in self._query:
+            x = project(x)
+        own, turned = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._key_dim, self._rotated], dim=-1)
+        return torch.cat((torch.bmm(own, self._expansions(x)[:, : self._key_dim]), rotate(turned)), dim=-1)
+
+    def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v `[1, T, d]`."""
+        latent, turned = self._latent(x).split([self._rank, self._rotated], dim=-1)
+        latent = self._latent_norm(latent)[None]
+        return torch.cat((latent, rotate(turned[None])), dim=-1), F.pad(latent, (0, self._rotated))
+
+    def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("latent attention has no output gate")
+
+    def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
+        """Return cached keys `[1, n, d]` with their rotated part rotated again."""
+        return torch.cat((k[..., : self._rank], rotate(k[..., self._rank :])), dim=-1)
+
+    def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`."""
+        latent = attended.view(len(attended), self.heads, -1)[..., : self._rank].transpose(0, 1)
+        values = torch.bmm(latent, self._expansions(latent)[:, self._key_dim :].mT)
+        out: torch.Tensor = self._output(values.transpose(0, 1).flatten(1))
+        return out
+
+    def _expansions(self, like: torch.Tensor) -> torch.Tensor:
+        """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`.
+
+        A plain weight is read in each call, because it may be streamed or changed. A packed weight cannot be absorbed,
+        so a copy is unpacked in the first call.
+        """
+        weight = getattr(self._expansion, "weight", None)
+        if type(weight) is not nn.Parameter or weight.dtype != like.dtype:
+            weight = self._unpacked = self._unpack(like) if self._unpacked is None else self._unpacked
+        return weight.view(self.heads, -1, self._rank)
+
+    def _unpack(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the weight of a packed layer of any format: the transposed output for the identity matrix."""
+        identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
+        expanded: torch.Tensor = self._expansion(identity)
+        return expanded.T.contiguous()

@@ -1,0 +1,62 @@
+"""Write files so that they have either their old or their new content if the process or the machine stops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from .private_files import open_private
+
+
+def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = False) -> None:
+    """Write a file through a temporary file in the same folder. Several processes may do this at once.
+
+    A killed process leaves `STEM.*.tmp`. If the write fails, an existing file is unchanged, and the temporary file is
+    removed.
+
+    Args:
+        path: The file.
+        data: Its new content.
+        private: Whether only the owner can access the file. If False, the umask decides.
+        keep: Do not replace an existing file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(16)}.tmp")
+    write_synced(temporary, data, private=private)
+    try:
+        if keep:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:
+    """Write a file and sync it to disk. On failure, remove the file and raise the error again."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        handle = open_private(path, flags) if private else os.open(path, flags | os.O_CLOEXEC, 0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk. Raise OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
