@@ -286,7 +286,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "positions in a layer that has none": ("smollm3", lambda a: setattr(a._rotary, "_kinds", ("",) * 3), "layer 1"),
     "interleaved rotated as half-split": ("glm4", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
     "no residual multiplier": ("granite", lambda a: setattr(a._layers[2], "_after_mlp", nn.Identity()), "layer 2"),
-    "no embedding multiplier": ("granite", lambda a: setattr(a, "_after_mlp", nn.Identity()), "the embedding"),
+    "no embedding multiplier": ("granite", lambda a: setattr(a, "_multiplier", 1.0), "the embedding"),
     "another scale of scores": ("granite", lambda a: geometry_with(a, scales=(8**-0.5,) * 3), "layer 0"),
     "no cap of logits": ("gemma3", lambda a: setattr(a, "_logit_cap", None), "the head"),
     "no scale of logits": ("cohere", lambda a: setattr(a, "_logit_factor", 1.0), "the head"),
