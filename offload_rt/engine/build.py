@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -148,7 +149,7 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     options = default_options(config.skew, name, config.policy_options, fingerprint)
     config = replace(config, policy_options=options)
     with on_device(model.adapter.device):
-        policy = build_policy(model, name, options, artifact_loader(model, config))
+        policy = build_policy(model, name, options, artifact_loader(model, config), idle=runner.pool.lock)
     transfer = build_transfer(runner.pool, model.adapter.geometry, model.adapter.device, config.working_set)
     draft = None if model_then is None else runner.draft
     return Runner(model, policy, runner.pool, transfer, config, weights=runner.weights, draft=draft, order=runner.order)
@@ -179,15 +180,17 @@ def build_policy(
     artifact: ArtifactLoader,
     *,
     keys_on_host: bool = False,
+    idle: AbstractContextManager[object] | None = None,
 ) -> Policy:
     """Return the policy `name` for a loaded model.
 
-    `artifact` is called to load the skew artifact if the policy needs it.
+    `artifact` is called to load the skew artifact if the policy needs it. `idle` is a context in which no engine of the
+    process computes, for measurements of speed.
 
     Raises ConfigError for unknown names, and for options that do not fit the model.
     """
     adapter = loaded.adapter
-    measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype)
+    measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype, idle=idle)
     return make_policy(
         name,
         options,

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -60,16 +61,23 @@ ROUNDED_TO = 512
 _log = logging.getLogger(__name__)
 
 
-def measured_dense_until(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> int | None:
+def measured_dense_until(
+    options: AutoOptions,
+    geometry: ModelGeometry,
+    dtype: torch.dtype,
+    idle: AbstractContextManager[object] | None = None,
+) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
     The value is read from the user's cache. If it is not there, it is measured and stored. The result is None if the
     value cannot be stored: a value that changes from process to process would change the text.
+
+    The measurement runs within `idle`, if given: a context in which no engine of the process computes.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
         return stored
-    with team.torch_on_one_thread():
+    with idle or nullcontext(), team.torch_on_one_thread():
         measured = _measure(options, geometry, dtype)
     try:
         if _read(entry) is None:

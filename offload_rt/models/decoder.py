@@ -195,12 +195,13 @@ class DecoderAdapter(ModelAdapter):
         return self._sinks[layer]
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        projections = self._projections[layer]
-        projected = projections.output(attended, self._gate(layer, hidden) if projections.gated else None)
+        projected = self._projections[layer].output(attended, self._gate(layer, hidden))
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
-    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output gate of tokens with the layer input `hidden`."""
+    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate."""
+        if not self._projections[layer].gated:
+            return None
         if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
             return known  # In a decode step, `qkv` has already computed the gate.
         # The query is not used, so it need not be rotated.

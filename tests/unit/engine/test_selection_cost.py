@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_models import tiny_model
 
+from offload_rt import LLM
 from offload_rt.core import ModelGeometry
 from offload_rt.engine import selection_cost
 from offload_rt.engine.selection_cost import crossing, layer_seconds, measured_dense_until
@@ -154,3 +156,24 @@ def test_all_processes_use_the_first_value(
     monkeypatch.setattr(selection_cost, "_measure", measure)
     for _ in range(2):
         assert measured_dense_until(AutoOptions(), GEOMETRY, torch.float32) == 512
+
+
+def test_a_policy_beside_an_engine_is_measured_between_its_steps(
+    measured: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the steps of the engine would distort the measured times, which are stored for all later processes."""
+    llm = LLM(tiny_model("llama"), host_memory="8MiB", policy="full", verify="off")
+    entered: list[bool] = []
+
+    def enter() -> None:
+        entered.append(llm.runner.pool.lock._lock.acquire(blocking=False))
+
+    def measure(*inputs: object) -> int:
+        other = Thread(target=enter)
+        other.start()
+        other.join()
+        return 1024
+
+    monkeypatch.setattr(selection_cost, "_measure", measure)
+    assert llm.under("auto").runner.policy.dense_until == 1024
+    assert entered == [False]
