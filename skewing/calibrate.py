@@ -111,7 +111,8 @@ def measure(
     Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
     moments of a KV head include the queries of all G heads in its group. They are 0 in layers whose row shape differs
     from that of full-attention layers, because these layers select no tokens. The text is split into segments of at
-    most `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see `calibrate`.
+    most `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see
+    `calibrate`.
 
     With RoPE, the moments depend on the positions. In rotary planes with low frequencies, a basis computed from
     positions below 2,048 fits only these positions (`tests/unit/skewing/test_skewing.py`). The queries and keys for the

@@ -275,8 +275,8 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
     Raise ModelError if the number of query heads is not a multiple of the number of KV heads.
     """
     heads = int(config.num_attention_heads)
-    each = getattr(config, "per_layer_config", None)  # configurations of the layers (Gemma 4)
-    own = each[attention.layer_idx] if each else config
+    # Gemma 4 has a configuration for each layer.
+    own = config.per_layer_config[attention.layer_idx] if getattr(config, "is_heterogeneous", False) else config
     kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(own, "num_key_value_heads") or heads)
     if heads % kv_heads == 0 and (group := getattr(attention, "num_key_value_groups", None)):
         kv_heads = heads // int(group)  # may differ between layers
