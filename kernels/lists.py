@@ -212,11 +212,11 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score skewed and scaled queries q `[P, G, d]` with quantised keys.
+    """Return the scores of skewed and scaled queries q `[P, G, d]` for quantised keys. P = B * Hkv.
 
-    The keys of sequence b are packed as int8 `[Hkv, m_b, w]` (`selection.pack`), for N_b = m_b * 8 / bits tokens. Only
-    the first d of w bytes are used. `mean` and `step` `[Hkv, d]` are the same for all sequences. For the other
-    arguments, see `partial_scores`.
+    The keys of sequence b are an int8 tensor `[Hkv, m_b, w]` (`selection.pack`). A byte contains one dimension of
+    8 / bits tokens, so there are m_b * 8 / bits tokens. Bytes after the first d of a row are ignored. `mean` and `step`
+    `[Hkv, d]` are the same for all sequences. For the other arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
     for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):

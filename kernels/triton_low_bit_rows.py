@@ -24,7 +24,7 @@ _ALIGNED = tl.constexpr(ALIGNED)
 
 @triton.jit
 def decoded_steps(codes: tl.tensor) -> tl.tensor:
-    """Decode step codes to float32, as `low_bit.decode_steps` does."""
+    """Convert the codes of quantisation steps to float32, as `low_bit.decode_steps` does."""
     return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
 
 

@@ -238,7 +238,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return the valid entries, as a selection without `counts`. If there are counts, wait for the device."""
+        """Return a selection of only the valid tokens, without `counts`. Wait for the device if `counts` is on one."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
-from .report import write_atomic
+from .report import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 
         path.write_bytes(image.getvalue())
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from error
-    write_atomic(path.with_suffix(".json"), json.dumps({"title": title, "data": data}, indent=1) + "\n")
+    write_text(path.with_suffix(".json"), json.dumps({"title": title, "data": data}, indent=1) + "\n")
 
 
 def lines(

@@ -43,7 +43,7 @@ def say_nothing(line: str) -> None:
     """Ignore a line about the progress."""
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a file atomically. Raises InputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class RowStore:
 
     def put(self, key: Mapping[str, Any], row: Row) -> None:
         """Store a row under `key`."""
-        write_atomic(self._path(key), json.dumps({"key": key, "row": row, "at": now()}, indent=1) + "\n")
+        write_text(self._path(key), json.dumps({"key": key, "row": row, "at": now()}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Report:
         paths = []
         for suffix, text in texts.items():
             paths.append(out / f"{self.name}.{suffix}")
-            write_atomic(paths[-1], text)
+            write_text(paths[-1], text)
         return paths
 
 

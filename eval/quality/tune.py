@@ -22,7 +22,7 @@ from ...errors import ConfigError, InputError
 from ...policies.options import InfiniGenOptions
 from ...policies.registry import memory_demand
 from ...utils.config_fields import option
-from ..core.report import Column, Report, Row, write_atomic
+from ..core.report import Column, Report, Row, write_text
 from ..core.variants import Scored, Text, Variant, text_digest
 
 if TYPE_CHECKING:
@@ -182,7 +182,10 @@ class Search:
         return self._last_stage(best)
 
     def _last_stage(self, best: Trial) -> Trial:
-        """Try `max_fraction`, a fixed fraction instead of a threshold, and `max_missed_mass`. Return the best trial."""
+        """Try three changes to the best setting, and return the best trial.
+
+        The changes are `max_fraction` with the threshold, `max_fraction` without a threshold, and `max_missed_mass`.
+        """
         limit, start = self.config.max_missed_mass, best.options
         others = [
             self.smallest(start | {"alpha": alpha}, "max_fraction", FRACTIONS) for alpha in (start["alpha"], UNLIMITED)
@@ -263,7 +266,7 @@ def _save(artifact: SkewArtifact, tuned: TunedPolicy, report: Report, out: Path)
         artifact.save(out / ARTIFACT)
     except OSError as error:
         raise InputError(f"cannot write to {str(out)!r}: {error.strerror}") from error
-    write_atomic(out / POLICY, tuned.text())
+    write_text(out / POLICY, tuned.text())
     report.write(out)
 
 

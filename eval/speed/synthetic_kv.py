@@ -5,8 +5,9 @@ tokens. Here, a constant vector `c` is added to all queries of a KV head (one sm
 and planted keys have an additional component `HEIGHT / |c|` along `c`. For every query, the scores of planted tokens
 are therefore higher by `HEIGHT`, and differ from each other by less than one nat.
 
-Planted tokens are drawn independently for each layer and KV head, with different counts per head. With equal counts,
-all tokens above the threshold would be selected, and tokens would not be ranked as on real texts.
+Planted tokens are drawn independently for each layer and KV head, with different counts per head. InfiniGen
+selects the same number of tokens for all heads: the mean of the numbers of tokens above the threshold. If these numbers
+were equal, each head would select exactly its tokens above the threshold, and no ranking would be needed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, MemoryLimitError
-from ..core.report import environment, write_atomic
+from ..core.report import environment, write_text
 from ..speed.kernels import bandwidth
 from .gpu_job import SMALL, GpuJob, GpuSize, Results
 from .gpu_parts import LIMIT, PARTS
@@ -76,7 +76,7 @@ def run_part(name: str, job: GpuJob) -> bool:
     def write(results: Results) -> None:
         seconds = time.perf_counter() - began
         record = {"part": name, "machine": about, "seconds": seconds, "results": results}
-        write_atomic(path, json.dumps(record, indent=1, default=str) + "\n")
+        write_text(path, json.dumps(record, indent=1, default=str) + "\n")
         print(f"{name}: {seconds:.0f} s, wrote {path}", flush=True)
 
     found: Results = {}

@@ -43,6 +43,7 @@ from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
+from .checks import check_kernels
 from .runner import Runner
 from .selection_cost import measured_dense_until
 from .speculative.draft_model import check_same_tokens
@@ -89,11 +90,13 @@ def _load(
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     placement: Placement = ON_DEVICE,
 ) -> LoadedModel:
-    return load_model(
+    loaded = load_model(
         model, tokenizer=config.tokenizer if tokenizer is None else tokenizer, device=config.device,
         dtype=config.dtype, placement=placement, verify=config.verify, hub=hub_of(config),
         max_model_len=config.max_model_len, quantize=config.quantize,
     )  # fmt: skip
+    check_kernels(loaded.adapter.geometry.head_dim, loaded.adapter.device, loaded.name)
+    return loaded
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:

@@ -11,11 +11,26 @@ from operator import index
 from pathlib import Path
 from typing import SupportsIndex
 
+import torch
+
 from ..config import EngineConfig
 from ..errors import ConfigError, InputError, ModelError, PoolFullError
 from ..models.loading import LoadedModel
 from ..policies.base import Policy
 from ..sampling_params import SamplingParams
+
+WIDEST_ON_GPU = 512
+"""Maximum head dimension on a GPU. The kernels hold the query heads of a KV head in registers and shared memory."""
+
+
+def check_kernels(head_dim: int, device: torch.device, name: str) -> None:
+    """Raise ModelError if the GPU kernels do not support heads of `head_dim` dimensions."""
+    if device.type == "cuda" and head_dim > WIDEST_ON_GPU:
+        raise ModelError(
+            f"the cached keys of {name} have {head_dim} dimensions, and the GPU kernels support at most "
+            f"{WIDEST_ON_GPU}: use device='cpu'",
+            reason="head_dim",
+        )
 
 
 def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:

@@ -98,9 +98,10 @@ def known_texts(
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return the part of `both` that follows its first prefix in `known` (from `known_texts`).
+    """Return the text that later tokens add to the text of earlier tokens.
 
-    `known` is the text of earlier tokens, and `both` the text of earlier and later tokens.
+    `both` is the text of the earlier and later tokens. `known` contains the possible texts of the earlier tokens
+    (`known_texts`). The first of these texts with which `both` begins is removed from it.
     """
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]

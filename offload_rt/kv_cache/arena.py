@@ -67,9 +67,9 @@ class Arena:
         return self.planes[slab, places.start : places.stop].flatten(0, 2).narrow(1, offset, size)
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n slots of a slab, from slot `offset` on.
+        """Write encoded k and v `[Hkv, n, width]` to n slots of one place of a slab, from slot `offset` on.
 
-        `place` is the index of the layer within a block. Returns when the copy is complete.
+        Return when the copy is complete.
         """
         planes = self.planes[slab, place].narrow(2, offset, k.shape[1])
         planes[:, 0].copy_(k)

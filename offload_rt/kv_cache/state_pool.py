@@ -88,7 +88,7 @@ def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
 
 
 def _layout(geometry: ModelGeometry, dtype: torch.dtype) -> tuple[dict[int, list[_Part]], int]:
-    """Return the aligned tensors in a slot by decoder layer, and the size of the slot in bytes (whole pages)."""
+    """Return the positions of each decoder layer's tensors in a slot, and the size of a slot in bytes (whole pages)."""
     parts, at = dict[int, list[_Part]](), 0
     for shape in geometry.states:
         parts[shape.layer] = []

@@ -73,7 +73,8 @@ class VerificationPass:
         parts = {layer: inputs.split(self._counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
             if (mark := self._recorded(sequence)) is not None:
-                mark.inputs = {layer: part[b] for layer, part in parts.items()}
+                # A view would keep the inputs of the whole batch in memory.
+                mark.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
         """Store the new KV `[Hkv, m, d]` of a sequence.

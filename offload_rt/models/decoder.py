@@ -314,7 +314,10 @@ def _row_shapes(
         widest = max(full.head_dim, window.head_dim)
         full, window = replace(full, head_dim=widest), replace(window, head_dim=widest)
         for own in projections:
-            assert isinstance(own, Projections), "latent attention has no sliding windows"
+            if not isinstance(own, Projections):
+                raise ModelError(
+                    f"{name} has latent attention with sliding windows, which is not supported", reason="heads"
+                )
             own.widen(widest)
     return full, (window if window != full else None)
 

@@ -308,8 +308,9 @@ class _InputRecorder:
     def recording(self, state: RecurrentState) -> Any:
         """Return a context in which calls of the mixer with `state` are recorded."""
 
-        def keep(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            # Other threads may call the same module.
+        def keep(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any] | None = None) -> None:
+            # Other threads may call the same module, also before torch knows that the hook takes keyword arguments.
+            given = given or {}
             if any(each is state for each in (*args, *given.values())):
                 x = args[0] if args else given["hidden_states"]
                 self.inputs.append(x.flatten(0, 1).clone())  # the caller may overwrite it in place

@@ -89,9 +89,10 @@ class Spans:
 
     @staticmethod
     def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Return `starts` and `stops` `[P]`, `limits` and `contexts` `[B]` for B sequences that see `visible`.
+        """Return four arguments of the selection kernels for B sequences that see `visible`. P = B * Hkv.
 
-        P = B * Hkv.
+        `starts` and `stops` `[P]` are the ranges of candidates of each list, `limits` `[B]` the maximum numbers of
+        tokens to select per list, and `contexts` `[B]` the numbers of visible tokens.
         """
         candidates = [seen.candidates for seen in visible for _ in range(kv_heads)]
         limits, contexts = [rule.limit(seen) for seen in visible], [seen.all.stop for seen in visible]

@@ -304,7 +304,7 @@ class ScorerState(PolicyState):
         return TokenLists(self._stored(layer, pages), pages.start * page, page, spans)
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
-        """Return the entries `[Hkv, m, w]` of the m pages in `pages`."""
+        """Return the scorer's data for the m pages in `pages`: w numbers per page and KV head, `[Hkv, m, w]`."""
         return self._entries.data(layer)[:, pages.start : pages.stop]
 
     def basis(self, layer: int) -> None:

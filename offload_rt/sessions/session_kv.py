@@ -198,7 +198,7 @@ class SessionKV:
         return sequence
 
     def adopt(self, blocks: BlockTable, capacity: int, known: int, snapshot: int | None = None) -> Sequence:
-        """Return a new sequence of the session that owns `blocks`.
+        """Create a sequence of this session. The sequence takes ownership of `blocks`.
 
         The KV of the first `known` tokens is in host memory or is being loaded. For `snapshot`, see `Runner.adopt`.
         """

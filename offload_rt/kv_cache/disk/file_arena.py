@@ -25,8 +25,7 @@ from .row_cache import RowCache
 from .row_copy import RowCopies
 from .write_behind import ExtentWrite, WriteBehind
 
-# number of layers that are read at the same time: keeps the disk busy while one layer looks up its KV entries
-AT_ONCE = 2
+AT_ONCE = 2  # layers that are read at the same time: the disk stays busy while one layer looks up its KV entries
 # A gap up to this many bytes between two pieces is read too: it takes less time than a request (10 µs at 2 GB/s).
 GAP = 4 * DISK_PAGE
 LARGEST_READ = 1 << 20  # bytes per request: copying from one request overlaps with reading the next
@@ -191,10 +190,7 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n slots of a slab, from slot `offset` on.
-
-        `place` is the index of the layer within a block.
-        """
+        """Write encoded k and v `[Hkv, n, width]` to n slots of one place of a slab, from slot `offset` on."""
         done, total = 0, k.shape[1]
         while done < total:
             slot, first = divmod(offset + done, BLOCK_SIZE)

@@ -62,7 +62,7 @@ class InfiniGenState(PolicyState):
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the data in host memory: scoring keys, and matrices chosen for this sequence."""
+        """Size in bytes of the scoring keys in host memory, including skewing matrices computed for this sequence."""
         return self._keys.bytes if self._policy.keys_on_host else 0
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:

@@ -74,7 +74,7 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe the queries `[H, m, d]` of a prefill chunk."""
+        """Use the queries `[H, m, d]` of a prefill chunk to choose the dimensions of scoring keys, if they are open."""
         ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:

@@ -7,6 +7,7 @@ are accepted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 from transformers import AutoTokenizer, BatchEncoding
 
-from offload_rt import LLM, ConfigError, InputError, OffloadError, SamplingParams
+from offload_rt import LLM, ConfigError, InputError, ModelError, OffloadError, SamplingParams
 from offload_rt.config import EngineConfig
+from offload_rt.engine.checks import check_kernels
 from offload_rt.engine.prompts import each_prompt, one_prompt, shortened, token_ids
 from offload_rt.models.source import find_source
 from offload_rt.policies.options import InfiniGenOptions
@@ -244,3 +246,12 @@ def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
     with pytest.raises(InputError, match="is closed: create another one"):
         next(events)
     assert llm.runner.pool.bytes_held == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "refused"), [("cuda", 576, True), ("cuda", 512, False), ("cpu", 576, False)]
+)
+def test_heads_that_the_gpu_kernels_do_not_support_are_refused(device: str, head_dim: int, refused: bool) -> None:
+    error = pytest.raises(ModelError, match="576 dimensions.*at most 512: use device='cpu'")
+    with error if refused else nullcontext():
+        check_kernels(head_dim, torch.device(device), "the model")

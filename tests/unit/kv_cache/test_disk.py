@@ -32,6 +32,7 @@ from support.disk_blocks import (
 )
 
 from offload_rt.errors import StoreError
+from offload_rt.storage import index
 from offload_rt.storage.block_file import BlockHeader
 from offload_rt.storage.disk_store import DiskStore
 from offload_rt.storage.documents import Document
@@ -54,6 +55,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
         import tempfile
 
         self.home = tempfile.TemporaryDirectory()
+        # The model knows no recomputation costs. `touch` would keep a block longer than `save` without a cost.
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(index, "NS_PER_TOKEN", 0)
         self.now = 10**18
         self.policy = policy
         self.limit = 4 * FILE_BYTES + 100 if self.limited else None
@@ -146,6 +150,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         if hasattr(self, "store"):
             self.store.close()
             self.home.cleanup()
+            self.patches.undo()
 
 
 class LimitedStoreAgainstModel(StoreAgainstModel):
