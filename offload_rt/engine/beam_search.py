@@ -142,9 +142,9 @@ class BeamSearchRequest(Request):
         prompt = self.prompt.token_ids
         sequence = self._new_sequence(runner, prompt, len(prompt))
         self.sequences = [sequence]
+        runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         self.recomputed_tokens = self.recomputed_tokens or sequence.trace.recomputed_tokens
-        runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
         return runner.begin_prefill(sequence, len(prompt), want_logits=True)
 
     def reserve(self, runner: Runner) -> None:

@@ -51,6 +51,7 @@ class Request(ABC):
         recomputed_tokens: Number of prompt tokens that were computed although their KV was cached (hybrid models, see
             `Stats.recomputed_tokens`).
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
+        reuses_prefix: Whether a start may reuse the KV of a cached prefix.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Request(ABC):
         self.cached_tokens = self.recomputed_tokens = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.metrics = RequestMetrics()
+        self.reuses_prefix = True
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
@@ -112,9 +114,20 @@ class Request(ABC):
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
         runner.check_fits(self.expected_tokens)
         provenance = salt_provenance(self.prompt.cache_salt)
+        reuse = reuse if self.reuses_prefix else 0
         return runner.retry_after_reclaim(
             lambda: runner.new_sequence(tokens, len(tokens) + 1, reuse=reuse, provenance=provenance)
         )
+
+    def forgo_prefix(self, runner: Runner) -> bool:
+        """Reuse no cached prefix in later starts. Return whether a start may need less memory because of it.
+
+        With a prefix, sliding-window layers need the windows at its end and at the end of the prompt at the same time.
+        Without it, they only need the latter.
+        """
+        changes = self.reuses_prefix and runner.pool.groups.sliding > 0
+        self.reuses_prefix = False
+        return changes
 
     def resume(self, sequence: Sequence) -> None:
         """Continue with `sequence`, whose KV was restored from disk. Called only if `tokens` is not None."""
