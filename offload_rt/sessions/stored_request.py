@@ -133,10 +133,6 @@ class StoredRequest(SampledRequest):
                 runner.relearn(sequence)
                 return sequence
 
-    def forgo_prefix(self, runner: Runner) -> bool:
-        """Return False: the KV of the session or store is always reused."""
-        return False
-
     def drop(self, runner: Runner) -> None:
         """Free the sequence. The request can start again. The prefix tree and the store keep its full blocks."""
         if self.sequence is None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
+from support.architectures import architecture
 from support.disk_blocks import block_files
 from support.serving import wait_until
 from support.tiny_models import VOCAB, tiny_model
@@ -268,6 +270,30 @@ def test_a_prompt_that_fits_alone_is_answered(tmp_path: Path) -> None:
     expected = served(make(None, "qwen2"), lambda engine: last(engine, prompt(170), params))
     found = served(make(tmp_path, "qwen2", host_memory=memory), lambda engine: last(engine, prompt(170), params))
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_prompt_that_fits_alone_is_answered_after_a_cached_prefix(restarts: bool, tmp_path: Path) -> None:
+    """With the prefix, sliding-window layers need three blocks at once. Without it, they need two."""
+    model, ids = architecture("gemma3", dtype=torch.float32), [token % 97 for token in prompt(200)]
+
+    def engine(store: Path | None, memory: int | str = "4MiB") -> AsyncLLM:
+        return AsyncLLM(LLM(model, policy="full", dtype="float32", host_memory=memory, verify="off"), store=store)
+
+    async def run(engine: AsyncLLM) -> RequestOutput:
+        if not restarts:
+            await last(engine, ids[:130])
+        return await last(engine, ids)
+
+    roomy = engine(None)
+    pool = roomy.llm.runner.pool
+    memory = pool.groups.blocks(len(ids) + 5) * pool.block_bytes
+    expected = served(roomy, lambda engine: last(engine, ids))
+    if restarts:
+        served(engine(tmp_path), lambda engine: last(engine, ids[:130]))
+    found = served(engine(tmp_path, memory), run)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.num_cached_tokens == 0, "the prefix is computed again"
 
 
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e-9, 1e-3, 0.017, 1.0])
