@@ -117,7 +117,8 @@ class DocumentCache:
         if self._folder is None:
             self._bodies[name] = content
         else:
-            write_atomic(self._path(name), content)
+            # The event loop must not wait for a disk to which KV is being written.
+            write_atomic(self._path(name), content, durable=False)
         self._heads[name], self._sizes[name] = head, len(content)
         self._heads.move_to_end(name)
         evicted = []

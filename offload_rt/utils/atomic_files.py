@@ -10,7 +10,7 @@ from pathlib import Path
 from .private_files import open_private
 
 
-def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = False) -> None:
+def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = False, durable: bool = True) -> None:
     """Write a file through a temporary file in the same folder. Several processes may do this at once.
 
     A killed process leaves `STEM.*.tmp`. If the write fails, an existing file is unchanged, and the temporary file is
@@ -21,12 +21,13 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
         data: Its new content.
         private: Whether only the owner can access the file. If False, the umask decides.
         keep: Do not replace an existing file.
+        durable: Wait until the content is on disk. Otherwise, the file can lose its content in a power failure.
 
     Raises:
         OSError: The file cannot be written.
     """
     temporary = path.with_name(f"{path.stem}.{secrets.token_hex(16)}.tmp")
-    write_synced(temporary, data, private=private)
+    _write(temporary, data, private=private, durable=durable)
     try:
         if keep:
             with contextlib.suppress(FileExistsError):
@@ -40,13 +41,18 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
 
 def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:
     """Write a file and sync it to disk. On failure, remove the file and raise the error again."""
+    _write(path, data, private=private, durable=True)
+
+
+def _write(path: Path, data: bytes, *, private: bool, durable: bool) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         handle = open_private(path, flags) if private else os.open(path, flags | os.O_CLOEXEC, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
     except BaseException:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

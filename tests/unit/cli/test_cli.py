@@ -90,7 +90,9 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
     assert all(sum(parts) == pytest.approx(1) for parts in drawn["data"]["mass"].values())
     run = cli(*given, "--plot", str(plot), "--missed-mass-every", "0")
     drawn = json.loads(plot.with_suffix(".json").read_text())
-    assert run.code == 0 and drawn["data"]["mass"].keys() == {"full"}, "what was not measured is not drawn"
+    assert run.code == 0 and drawn["data"]["mass"].keys() == {"full"}, (
+        "attention mass that was not measured is not drawn"
+    )
     run = cli(*given, "--policy", "streaming", "--recent", "8", "--dense-layers", "none", "--temperature", "1")
     assert "tokens are the same" in run.err and run.code == 0, "a policy that misses attention writes another text"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interrupts import interrupt_call
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
@@ -244,16 +245,8 @@ def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatc
     """After Ctrl-C, the session holds the tokens that were returned and continues with the right ones."""
     llm = runtime(_LLAMA, exact={"method": "sparse", "tokens": 4, "adaptive": False})
     session = llm.session("talk", tmp_path)
-    events, calls, target = session.send(tiny_prompt(40), GREEDY), 0, llm.runner if where == "decode" else decoder
-    real = getattr(target, where)
-
-    def stop(*args: Any) -> Any:
-        nonlocal calls
-        if (calls := calls + 1) == (6 if where == "decode" else 2):
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(target, where, stop)
+    events, target = session.send(tiny_prompt(40), GREEDY), llm.runner if where == "decode" else decoder
+    interrupt_call(monkeypatch, target, where, 6 if where == "decode" else 2)
     seen: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         seen.extend(event.token_id for event in events)

@@ -242,7 +242,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
     message = r"sessions hold .*: 'ada' .* \(its store cannot take it: the limit of its files is reached\)"
     with pytest.raises(PoolFullError, match=message):
         llm.generate([LONG], SHORT)
-    assert session.kv.sequence is not None, "nothing is lost to a request that is no turn"
+    assert session.kv.sequence is not None, "a request without a session evicts no session"
     llm.generate([LONG[:60]], SHORT)
     events = session.send(turn("ada", 0), SHORT)
     second = [next(events).token_id]

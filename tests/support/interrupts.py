@@ -1,0 +1,20 @@
+"""Interrupt a call as Ctrl-C does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def interrupt_call(patches: pytest.MonkeyPatch, target: Any, name: str, number: int) -> None:
+    """Raise KeyboardInterrupt in place of call `number` (from 1 on) of the function `name` of `target`."""
+    real, calls = getattr(target, name), 0
+
+    def stop(*args: Any) -> Any:
+        nonlocal calls
+        if (calls := calls + 1) == number:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    patches.setattr(target, name, stop)
