@@ -28,9 +28,9 @@ def rotated(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]
     return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
 
 
-def make(name: str, **options: Any) -> tuple[Any, LLM]:
-    """Return a model of transformers and a runtime with its weights."""
-    model = architecture(name)
+def make(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) -> tuple[Any, LLM]:
+    """Return a model of transformers and a runtime with its weights. `overrides` change its configuration."""
+    model = architecture(name, **overrides or {})
     return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 
