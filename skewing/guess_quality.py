@@ -12,8 +12,8 @@ from ..kernels.reference import capped
 from ..models.adapter import ModelAdapter
 from .guess import Correction, source_index
 
-FRACTION = 0.02
-"""Fraction of the tokens that are selected, as by the default of policy "infinigen"."""
+SINKS, RECENT, FRACTION = 4, 64, 0.02
+"""Defaults of policy "infinigen": numbers of resident tokens, and fraction of the other tokens that is selected."""
 
 STRIDE = 16
 """Every STRIDE-th query of a text is measured."""
@@ -22,8 +22,8 @@ STRIDE = 16
 class GuessQuality:
     """Attention mass of the tokens that predicted queries select, relative to that of the true queries' selection.
 
-    A query selects the `FRACTION` of the tokens with the largest attention weights. As in the policy, the query heads
-    of a KV head select together. The first queries of a text, which would select no token, are not measured.
+    A query selects those tokens with the largest attention weights. As in the policy, the query heads of a KV head
+    select together, and resident tokens do not count. Queries that would select no token are not measured.
     """
 
     def __init__(self, adapter: ModelAdapter, correction: Correction) -> None:
@@ -45,7 +45,7 @@ class GuessQuality:
         positions = torch.arange(start, start + len(truth), device=truth.device)
         keys = self._adapter.key_value(layer, truth, positions)[0]
         self._keys, self._layer = torch.cat((self._keys, keys), 1) if start else keys, layer
-        rows = positions[(positions + 1) * FRACTION >= 1][::STRIDE] - start
+        rows = positions[_selected(positions) >= 1][::STRIDE] - start
         if not len(rows):
             return
         weights = self._weights(layer, truth[rows], rows + start)
@@ -62,17 +62,25 @@ class GuessQuality:
         return {source: sum(mass) / sum(self._most[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the attention weights `[Hkv, G, P, N]` of queries computed from `inputs` `[P, D]`."""
+        """Return the attention weights `[Hkv, G, P, N]` of queries computed from `inputs` `[P, D]`.
+
+        The weights of all tokens except resident ones sum to 1.
+        """
         geometry = self._adapter.geometry
         q = self._adapter.query(layer, inputs, positions).float().unflatten(0, (geometry.kv_heads, -1))
         scores = capped(q @ self._keys.float().mT.unsqueeze(1) * geometry.scales[layer], geometry.softcap)
-        later = torch.arange(self._keys.shape[1], device=positions.device) > positions[:, None]
-        return scores.masked_fill(later, -torch.inf).softmax(-1)
+        tokens = torch.arange(self._keys.shape[1], device=positions.device)
+        skipped = (tokens < SINKS) | (tokens > positions[:, None] - RECENT)
+        return scores.masked_fill(skipped, -torch.inf).softmax(-1)
+
+
+def _selected(positions: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens queries at `positions` `[P]` select, int64 `[P]`."""
+    return ((positions + 1 - SINKS - RECENT) * FRACTION).long()
 
 
 def _found(weights: torch.Tensor, scored: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the mass `[Hkv, G, P]` of `weights` in the tokens with the largest `scored`, both `[Hkv, G, P, N]`."""
     order = scored.amax(1, keepdim=True).argsort(-1, descending=True).expand_as(weights)
-    counts = ((positions + 1) * FRACTION).long()
-    mass = weights.gather(-1, order).cumsum(-1)
-    return mass.gather(-1, (counts - 1).view(1, 1, -1, 1).expand(*mass.shape[:3], 1)).squeeze(-1)
+    mass, last = weights.gather(-1, order).cumsum(-1), _selected(positions) - 1
+    return mass.gather(-1, last.view(1, 1, -1, 1).expand(*mass.shape[:3], 1)).squeeze(-1)
