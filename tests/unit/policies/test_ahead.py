@@ -13,8 +13,10 @@ from support.hybrids import make, prompt_of
 from support.select_models import CPU, artifact, geometry
 from support.tiny_models import assert_greedy, tiny_model
 
-from offload_rt import ArtifactError, ConfigError, SamplingParams
+from offload_rt import LLM, ArtifactError, ConfigError, EngineConfig, SamplingParams
 from offload_rt.models.registry import adapter_for
+from offload_rt.models.shape import load_shape
+from offload_rt.planning.device_plan import costs_for
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.skewing.artifact import artifact_bytes
@@ -147,6 +149,26 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
                     sums[name][part] += float(true[:, top].sum(-1).mean()) / len(rows)
     assert shares["normed_input"] == pytest.approx(sum(sums["found"]) / sum(sums["best"]), abs=1e-4)
     assert shares["normed_input"] < 0.99
+
+
+@pytest.mark.parametrize("source", ["query", "attention_input"])
+def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -> None:
+    """The plan streams layers without attention. A predicted query then needs no weights that are not on the device."""
+    architecture("qwen3_5", **LAYERS).save_pretrained(tmp_path)
+    shape = load_shape(tmp_path, device="cpu")
+    options: dict[str, Any] = {"policy": "infinigen", "policy_options": {"recent": 4, "source": source}}
+    costs = costs_for(EngineConfig(**options, prefill_chunk_size=64), shape)
+    sizes = shape.sizes.layers
+    limit = shape.sizes.fixed + sizes[1] + sizes[5] + 2 * sizes[0] + costs.total([64])
+    llm = LLM(
+        tmp_path, device="cpu", device_memory=limit, max_model_len=64, host_memory="8MiB", verify="off",
+        prefill_chunk_size=64, **options,
+    )  # fmt: skip
+    assert llm.runner.weights is not None and llm.runner.weights.stream is not None
+    assert llm.runner.weights.stream.layers == (0, 2, 3, 4)
+    [output] = llm.generate([prompt_of(30)], SamplingParams(max_tokens=9, temperature=0))
+    copied = output.outputs[0].stats.h2d_weight_bytes_steps  # type: ignore[union-attr]
+    assert copied <= 8.5 * sum(sizes[layer] for layer in (0, 2, 3, 4))
 
 
 def test_the_report_states_each_distance(tmp_path: Path) -> None:
