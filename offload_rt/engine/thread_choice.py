@@ -6,15 +6,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from ..kernels import team
 
-KEPT = 5  # number of step times kept per mode
+KEPT = 8  # number of step times kept per mode
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two trials of the slower mode
-TRIED = 2  # steps per trial
+TRIED = 4  # steps per trial
+GAIN = 1.05  # several threads must be faster by this factor: they use more processor time, and vary more
 CHANGED = 1.3  # if step times change by this factor, the machine's load has changed
 
 
@@ -71,8 +72,9 @@ class ThreadChoice:
             self._times[not self._several].clear()
 
     def _compare(self) -> None:
-        own, other = (median(self._times[mode]) for mode in (self._several, not self._several))
-        if other < own:
+        # Use means, because the time of a few steps that lose their processor counts too.
+        several, one = (fmean(self._times[mode]) for mode in (True, False))
+        if (GAIN * several < one) != self._several:
             self._several, self._interval = not self._several, SHORTEST_INTERVAL
         else:
             self._interval = min(LONGEST_INTERVAL, 2 * self._interval)
