@@ -1,4 +1,4 @@
-"""Block allocator: reference counts and contiguous free runs of block ids."""
+"""Block allocator: assigns block ids in runs of consecutive ids, and counts the references to each block."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` blocks with the ids directly after `last` in the same slab. Return their ids."""
+        """Allocate up to `count` blocks whose ids directly follow `last` in its slab, as far as they are free.
+
+        Return their ids.
+        """
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
@@ -80,9 +83,9 @@ class BlockAllocator:
     def roomy(self, count: int) -> list[int]:
         """Allocate `count` blocks with free ids after them, for sequences that keep growing.
 
-        The blocks are taken from the middle of the longest free run, or from its start if no sequence can grow into
-        that run. Sequences that grow at the same time, one block each, thus get long runs instead of interleaved
-        blocks.
+        The blocks are taken from the middle of the longest free run. They are taken from its start if the run begins at
+        a slab boundary or is too short to be split. Sequences that grow at the same time, one block each, thus get long
+        runs instead of interleaved blocks.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []

@@ -1,4 +1,4 @@
-"""Supply of blocks for the KV pool: memory of the arena, free and evictable blocks, and checks of the capacity."""
+"""Supply of blocks for the KV pool: activates memory of the arena, evicts cached blocks, and checks the capacity."""
 
 from __future__ import annotations
 
@@ -123,32 +123,35 @@ class BlockSupply(StoredRows):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a sequence can continue after a cached prefix.
+        """Whether a new sequence can start from a cached prefix.
 
-        False for models with recurrent state if there are no snapshots.
+        This is False for models with recurrent state if the pool has no memory for snapshots.
         """
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
     def grows(self) -> bool:
-        """Whether one sequence can grow by 64 tokens."""
+        """Whether there is space for another 64 tokens of one sequence, including space that eviction would free."""
         return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all referenced blocks, at most `limit_bytes`. Each shared block counts once."""
+        """Size in bytes of all blocks that sequences or the prefix cache use, at most `limit_bytes`.
+
+        Shared blocks count once.
+        """
         return self._held.used * self.block_bytes
 
     @property
     def bytes_held(self) -> int:
-        """Size in bytes of all blocks in block tables. Each shared block counts once."""
+        """Size in bytes of all blocks that sequences use. Each shared block counts once."""
         return (self._held.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the maximum size in bytes of the KV of a sequence with `tokens` tokens."""
+        """Return the largest size in bytes that the KV of a sequence of `tokens` tokens can have."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
@@ -161,16 +164,19 @@ class BlockSupply(StoredRows):
             self._activate(self.groups.blocks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise PoolFullError if a sequence of `tokens` tokens would not even fit in an empty pool."""
+        """Raise PoolFullError if a sequence of `tokens` tokens does not fit even in an empty pool."""
         if (count := self.groups.blocks(tokens)) > self.block_count:
             raise self._full(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError if there is no space for `blocks` times 64 additional tokens."""
+        """Raise PoolFullError unless there is space for `blocks` times 64 additional tokens."""
         self._check_free(blocks * self.groups.blocks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens with space left for `spare` times 64 more."""
+        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens.
+
+        The pool must also have space left for `spare` times 64 more tokens.
+        """
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
         self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
 
@@ -179,7 +185,7 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Make sure that `count` blocks of group 0 are free, contiguous if possible. Raises PoolFullError."""
+        """Make `count` ids of group 0 (full-attention layers) free, in one run if possible. Raises PoolFullError."""
         if self.groups.full:
             self._provide_held(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))

@@ -72,7 +72,7 @@ class LayerGroups:
         return max(self.places(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token that the token at `position` sees in a sliding-window layer, but at least `floor`."""
+        """Return the first token that the token at `position` attends to in sliding layers, but at least `floor`."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
@@ -81,7 +81,7 @@ class LayerGroups:
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks that a sequence of `tokens` tokens needs, summed over all groups."""
+        """Return the largest number of blocks that a sequence of `tokens` tokens can need, summed over all groups."""
         places = -(-tokens // BLOCK_SIZE)
         return self.full * places + self.sliding * min(places, self.window_blocks)
 

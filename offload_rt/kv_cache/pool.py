@@ -73,16 +73,16 @@ class HostPool(BlockSupply):
     def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
         """Return whether `slide` with these arguments would change the block table.
 
-        If so, the caller must first write all appended tokens to the pool.
+        If so, the caller must first copy the KV of all appended tokens to the pool.
         """
         return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
 
     def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        Keeps blocks of earlier tokens that the tokens [start, stop) can see. Allocates blocks for new tokens that later
-        tokens can see. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`. The
-        call has no effect for a model without sliding-window layers.
+        Keeps blocks of earlier tokens that the tokens [start, stop) attend to. Allocates blocks for new tokens that
+        later tokens attend to. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`.
+        The call has no effect for a model without sliding-window layers.
 
         Args:
             blocks: The block table of the sequence.
@@ -154,7 +154,7 @@ class HostPool(BlockSupply):
             done += span.size
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Move KV (see `StoredRows.move`) into a block that is exclusive to this block table."""
+        """Copy KV from token slot `source` to `target`, which must be in a block that only this block table uses."""
         assert self._held.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
         super().move(blocks, layer, source, target)
 
@@ -198,7 +198,7 @@ class HostPool(BlockSupply):
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
         If another sequence has published a block with the same tokens and provenance, the block table uses this block
-        instead. The KV is then stored only once.
+        instead, so that the KV is stored only once.
 
         Args:
             blocks: The block table of the sequence.
@@ -206,7 +206,7 @@ class HostPool(BlockSupply):
             provenance_key: KV provenance key. Blocks that are already published keep their own key.
 
         Returns:
-            Indices of the exchanged blocks in the block table. Their KV is in other slots now.
+            Indices in the block table at which a block was replaced. The KV of these tokens is in other slots now.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._claimed | lost if self.groups.full else self._claimed:
@@ -248,7 +248,7 @@ class HostPool(BlockSupply):
             self.cached.windows.release(blocks.windows.pop(place))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
-        """Free the slots of full-attention layers from `length` on. Their tokens were moved to other slots."""
+        """Free the full-attention slots from `length` on, after eviction has moved their tokens to other slots."""
         blocks.length = length
         held = blocks_for(length)
         self._drop(blocks.ids[held:])

@@ -67,9 +67,11 @@ class PrefixCache:
         """Publish the first `full` blocks of a sequence under a KV provenance key.
 
         If the cache already has a block with the same tokens and provenance key, the sequence must use it instead of
-        its own block. This does not apply to blocks that a fork also uses. Return the cached blocks to use, by the
-        index of the block that each replaces. A reference to each of them is added for the sequence. The caller drops
-        the references to the replaced blocks.
+        its own block, unless a fork also uses the sequence's block.
+
+        Returns:
+            The cached blocks that the sequence must use, by block index in the sequence. A reference to each was added
+            for the sequence. The caller drops the references to the replaced blocks.
         """
         fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
         self._blocks.incref(fresh)
@@ -86,7 +88,7 @@ class PrefixCache:
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark each block in `blocks` as idle if only the cache references it."""
+        """Mark the published blocks among `blocks` as idle if no sequence references them any more."""
         self.tree.release(filter(self._alone, blocks))
 
     def evict(self, count: int) -> bool:

@@ -86,16 +86,16 @@ class PrefixTree:
     `insert` returns, and drops one for each block that `evict` and `remove` return.
 
     A block is idle if no sequence references it. Invariant: a sequence that references a block of the tree also
-    references all its ancestors. It holds because `match` returns the whole path, and a fork references all blocks.
-    In addition, `insert` replaces a sequence's block by a block of the tree only if no fork uses the old block. All
+    references all its ancestors. It holds because `match` returns the whole path, and a fork references all blocks. In
+    addition, `insert` replaces a sequence's block by a block of the tree only if no fork uses the old block. All
     descendants of an idle block are therefore idle, so evicting leaf by leaf can free every idle block. `self.idle` is
     their number.
 
     Idle leaves wait in a heap, with at most one entry each, in the order of last use and recomputation cost
-    (`_Node.rank`). A short request, such as one for a title, therefore does not evict a long conversation. `evict`
-    validates entries lazily. It drops entries of nodes that are no longer idle leaves; such a node is queued again when
-    it becomes an idle leaf. It requeues nodes that have been used since they were queued. Finding the idle leaf of the
-    lowest rank takes O(log n) on average.
+    (`_Node.rank`). A short request, such as one that generates a title for a conversation, therefore does not evict a
+    long conversation. `evict` validates entries lazily. It drops entries of nodes that are no longer idle leaves; such
+    a node is queued again when it becomes an idle leaf. It requeues nodes that have been used since they were queued.
+    Finding the idle leaf of the lowest rank takes O(log n) on average.
 
     Not thread-safe.
     """

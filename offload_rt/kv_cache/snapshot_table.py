@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state: which blocks of the prefix tree have one, and where a text needs them."""
+"""Slots for snapshots of recurrent state. Which blocks have one, and after which tokens does a text need one?"""
 
 from __future__ import annotations
 

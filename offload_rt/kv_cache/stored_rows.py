@@ -1,7 +1,4 @@
-"""Reads and writes of KV in the arena, by block table, layer and token.
-
-`pool.py` controls allocation and access.
-"""
+"""Read and write KV in the arena, addressed by block table, layer and token. `pool.py` allocates the blocks."""
 
 from __future__ import annotations
 
@@ -51,7 +48,10 @@ class StoredRows:
         return 2 * self.layout.kv_heads * self.layout.row_bytes if own is None else own.bytes(self.format.storage)
 
     def vectors(self, layer: int) -> torch.Tensor:
-        """Return `rows`, divided into vectors of the width of a layer (`ArenaLayout.vectors`)."""
+        """Return `rows` as a view `[vectors, width]`.
+
+        `width` is the number of stored elements per vector of `layer`.
+        """
         return self.rows.view(-1, self.format_of(layer).width)
 
     @property
@@ -68,7 +68,7 @@ class StoredRows:
         return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, width]`, already encoded, as KV of the tokens [start, start + n) in one layer."""
+        """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n) in one layer."""
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
             own = slice(done, done + span.size)
@@ -193,7 +193,7 @@ class StoredRows:
         return [KVPart(decode(part.k), decode(part.v)) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
-        """Return the id of the row with a token's K for head 0 in the first layer of a layer group.
+        """Return the id of the row that contains K of `token` for head 0, in the first layer of a layer group.
 
         Rows of other heads and layers, and rows of V, are at fixed distances from this row (`ArenaLayout`). In groups
         of sliding-window layers with a row shape of their own, ids count their vectors (`ArenaLayout.vectors`).

@@ -91,8 +91,8 @@ class DirectFile(BlockFile):
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
         """Read whole disk blocks of `files` into `buffer` (uint8, from `aligned`).
 
-        Then copy rows from the buffer (`copies`). The rows of one request may be copied while other requests are still
-        being read. Raise OSError.
+        Then copy rows from the buffer to `copies.out`. The rows of one request may be copied while other requests are
+        still being read. Raise OSError.
         """
         if not hasattr(self._own, "reader"):
             self._own.reader = self._readers()

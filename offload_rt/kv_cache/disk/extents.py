@@ -66,10 +66,10 @@ class Extents:
 
     The caller must hold the arena's lock for all calls, and read files only inside `with extents:`.
 
-    If a block leaves its stored extent, the file stays open until all reads that started earlier have ended: they use
-    its file number, which a new file could get otherwise. Pending writes (`WriteBehind`) also keep the file open. Open
-    files count against the process limit, which is raised to its maximum. When the limit is reached, additional blocks
-    stay in the pool's file.
+    When a block is released from its stored extent, the extent's file stays open until all reads that started earlier
+    have ended. These reads use its file number, and a newly opened file could otherwise get the same number. Pending
+    writes (`WriteBehind`) also keep the file open. Open files count against the process limit, which is raised to its
+    maximum. When the limit is reached, additional blocks stay in the pool's file.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
@@ -108,7 +108,7 @@ class Extents:
         self._base[block], self._step[block] = file_position(number, extent.offset), extent.layer_bytes
 
     def release(self, block: int) -> None:
-        """Let `block` use its extent in the pool's file again. No KV is copied."""
+        """Let `block` use its extent in the pool's file again, if it has a stored extent. No KV is copied."""
         if (entry := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.base(block), self._layout.step
             with self._mutex:
@@ -149,7 +149,10 @@ class Extents:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begin a read. Positions stay valid until the context ends, even if blocks leave their extents."""
+        """Begin a read.
+
+        Positions in files stay valid until the context ends, even if blocks are released from their extents.
+        """
         with self._mutex:
             self._reading += 1
 

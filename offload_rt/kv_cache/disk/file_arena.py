@@ -109,7 +109,7 @@ class FileArena:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of KV in host memory: the cache, and the buffers of partly filled blocks."""
+        """Size in bytes of the host memory in use: cached KV entries, and the buffers of partly filled blocks."""
         buffers = len(self._buffers) * (self.budget.blocks // self.budget.block_buffers)
         return self._cache.used * self.budget.slot_bytes + buffers
 
@@ -153,13 +153,13 @@ class FileArena:
             return self._extents.get(block)
 
     def is_empty(self, block: int) -> bool:
-        """Return whether `block` has no KV yet, so that it can get a stored extent."""
+        """Return whether `block` can get a stored extent: it has no KV yet, and another file can be opened."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.room()
 
     def is_buffered(self, block: int) -> bool:
-        """Return whether all KV of `block` is in its memory buffer, so that it can get a stored extent."""
+        """Return whether `move_to` can write `block`: it is in its memory buffer, and another file can be opened."""
         with self._mutex:
             return block in self._buffers and self._extents.room()
 
@@ -259,7 +259,10 @@ class FileArena:
             self._write(range(block, block + 1), place, own[None])
 
     def _buffer_of(self, block: int) -> torch.Tensor:
-        """Return the buffer of a block. Read it from the disk if needed. May write the oldest buffers to the disk."""
+        """Return the buffer of a block.
+
+        Create it if needed, with the block's KV from the disk. This may write the oldest buffers to the disk.
+        """
         if block in self._buffers:
             self._buffers.move_to_end(block)
             return self._buffers[block]
@@ -341,7 +344,10 @@ class FileArena:
                     self._cache.insert(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
-        """Copy the KV entries of buffered blocks to `out`. Return `ids` and `into` of the other entries."""
+        """Copy the KV entries of buffered blocks to `out`.
+
+        Return `ids` and `into` of the entries that are not buffered.
+        """
         blocks = ids // self.file_layout.block_pairs
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block
@@ -352,9 +358,10 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read pieces of r rows from the positions `offsets` `[n]` into the rows `into` `[n, r]` of out `[m, size]`.
+        """Read n pieces of r rows each from a file into rows of `out` `[m, size]`.
 
-        The pieces are read in batches that fit in the staging buffer.
+        `offsets` `[n]` are the file positions of the pieces, and `into` `[n, r]` their rows of `out`. The pieces are
+        read in batches that fit in the staging buffer.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:

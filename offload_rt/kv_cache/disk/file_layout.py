@@ -53,7 +53,8 @@ class DiskTier:
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
     """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
 
-    `limit` None is the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk space.
+    If `limit` is None, return the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk
+    space.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)

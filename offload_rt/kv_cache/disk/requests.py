@@ -66,8 +66,7 @@ def file_position(number: int, byte: int = 0) -> int:
 class Requests(NamedTuple):
     """n read requests, as int64 arrays `[n]`.
 
-    Request i reads `size[i]` bytes from `offset[i]` (see `file_position`) to byte `at[i]` of the
-    buffer.
+    Request i reads `size[i]` bytes from file position `offset[i]` (see `file_position`) to byte `at[i]` of the buffer.
     """
 
     offset: Offsets
@@ -80,7 +79,7 @@ class Reads(NamedTuple):
 
     Attributes:
         requests: The requests.
-        pieces: Index of each piece among the arguments of `merged`, int64 `[n]`.
+        pieces: Index of each piece in the argument `offsets` of `merged`, int64 `[n]`.
         places: Byte offset of each piece in the buffer, int64 `[n]`.
         first: Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
             [first[i], first[i + 1]).
@@ -162,7 +161,7 @@ class RingReader:
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Execute `requests` for the open `files` (`FileTable.handles`). Copy rows from `buffer` (`copies`).
+        """Execute `requests` for the open `files` (`FileTable.handles`), and copy rows from `buffer` to `copies.out`.
 
         Rows of one request may be copied while other requests are still being read. Raise OSError for the first request
         that fails, including a read past the end of a file. After the error, no request writes to `buffer` any more.

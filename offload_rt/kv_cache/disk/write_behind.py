@@ -30,9 +30,9 @@ class ExtentWrite(NamedTuple):
 class WriteBehind:
     """Writer thread of a KV pool on disk. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write contains the KV of some keys. A key is `(block, index of the layer within the block)`. Before it reads
-    the KV of a key, a thread must call `wait`, which raises the error of a failed write. `add` blocks while more than
-    `limit` bytes would be pending.
+    Each write contains the KV of some keys. A key is `(block, index of the layer within the block)`. Before a thread
+    reads the KV of a key from a file, it must call `wait`, which raises DiskError if the write failed. `add` blocks
+    while more than `limit` bytes would be pending.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -99,7 +99,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string."""
+        """Write `pieces`. Return the reason of a failure, or an empty string if all were written."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)
