@@ -71,7 +71,7 @@ class GuidedDecoder:
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:
-        """Return the allowed next tokens, bool `[V]`. Raise InputError if the grammar is too complex."""
+        """Return which tokens may follow, bool `[V]`. Raise InputError if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check("structured_outputs cannot be followed")
         found = np.zeros(self._vocab, dtype=bool)
@@ -150,7 +150,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 def _understood(
     tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
 ) -> LLMatcher:
-    """Return the compiled grammar. The result is cached, so callers must copy it before advancing it."""
+    """Return a compiled grammar. The result is cached, so callers must copy it before they advance it."""
     what, table = "structured_outputs are invalid", _table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)

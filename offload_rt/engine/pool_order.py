@@ -1,7 +1,7 @@
 """Order the requests of engines that share a KV pool, so that engines never wait for each other in a cycle.
 
 All requests of a pool are ordered by the time they were added. If an engine runs out of memory, it preempts its
-requests and waits until engines with older requests free some. The engine with the oldest request keeps its memory.
+requests and waits until engines with older requests free memory. The engine with the oldest request keeps its memory.
 While this engine waits, no other engine admits requests. Therefore the oldest request always finishes.
 """
 
@@ -51,7 +51,7 @@ class PoolOrder:
             self._members.add(member)
 
     def arrival(self) -> int:
-        """Return the arrival number of a new request. Lower numbers are older."""
+        """Return the arrival number of a new request. An older request has a lower number."""
         return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
@@ -71,7 +71,7 @@ class PoolOrder:
 
 
 class PoolMember(ABC):
-    """One engine of a shared pool. `Scheduler` is the subclass.
+    """An engine that shares a KV pool with other engines. `Scheduler` is the only subclass.
 
     Callers must hold the pool's lock for all methods except `stepping` and `wait`.
     """
@@ -107,13 +107,16 @@ class PoolMember(ABC):
 
     @property
     def claims(self) -> bool:
-        """Whether this engine's oldest request has reserved the pool: no other engine admits requests until it ends."""
+        """Whether this engine's oldest request has reserved the pool.
+
+        If so, no other engine admits requests until it ends.
+        """
         return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
 
     def wait_for_others(self) -> bool:
-        """Return whether another engine may free memory, and prepare to wait for it.
+        """Return whether another engine may free memory. If so, the next `wait` waits for it.
 
-        If this engine has the oldest request of the pool, reserve the pool for this request (see `claims`).
+        If this engine has the oldest request of the pool, the pool is reserved for this request (see `claims`).
         """
         others = self._driven_others()
         older = self._older(others)
@@ -145,7 +148,7 @@ class PoolMember(ABC):
         return True
 
     def describe(self, error: PoolFullError) -> PoolFullError:
-        """Return `error` with a hint if abandoned engines hold memory."""
+        """Return `error` with a hint in its message if abandoned engines use memory of the pool."""
         holding = sum(one is not self and one.holds for one in self.order.members())
         if not holding:
             return error
@@ -155,16 +158,16 @@ class PoolMember(ABC):
         )
 
     def wait(self) -> None:
-        """Wait until another engine frees memory. Return immediately if the last step did not run out of memory.
+        """Wait until another engine frees memory, or `RECHECK_SECONDS`. Call this without the pool's lock.
 
-        Call this without the pool's lock.
+        Returns immediately if the last step did not run out of memory.
         """
         if (seen := self._seen) is not None:
             with self.order.changed:
                 self.order.changed.wait_for(lambda: self.order.frees != seen, RECHECK_SECONDS)
 
     def _driven_others(self) -> list[PoolMember]:
-        """Return the engines that run on other threads and are not abandoned."""
+        """Return the engines of other threads that are not abandoned (`PATIENCE`)."""
         now, thread = time.monotonic(), threading.get_ident()
         return [
             one

@@ -29,7 +29,7 @@ WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a t
 
 
 def one_prompt(prompt: object) -> str | list[int]:
-    """Return the text or the token ids of one prompt. Raise InputError for other types and for several prompts."""
+    """Return one prompt as a text or token ids. Raise InputError for other types and for several prompts."""
     found = each_prompt(prompt)
     if len(found) != 1:
         raise InputError(f"{len(found)} prompts instead of one: {WANTED}")
@@ -37,11 +37,11 @@ def one_prompt(prompt: object) -> str | list[int]:
 
 
 def each_prompt(prompts: object) -> list[str | list[int]]:
-    """Return the texts or token ids of one prompt or several.
+    """Return one or several prompts as a list of texts or token ids.
 
     One prompt is a text, token ids `[T]`, or a tokenizer's output for one text. Several prompts are a list of these,
-    token ids `[B, T]`, or a tokenizer's output for several texts. The attention mask of a tokenizer's output tells
-    which tokens are padding; they are removed.
+    token ids `[B, T]`, or a tokenizer's output for several texts. Padding, which the attention mask of a tokenizer's
+    output marks, is removed.
 
     Raises:
         InputError: `prompts` has another type.
@@ -64,7 +64,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return the token ids of one prompt. Raise InputError for a text, other types and several prompts."""
+    """Return one prompt as token ids. Raise InputError for a text, other types and several prompts."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
@@ -72,9 +72,11 @@ def token_ids(ids: object) -> list[int]:
 
 
 def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) -> list[int]:
-    """Return token ids, shortened to `room` tokens if there are more.
+    """Return token ids, cut to `room` tokens if there are more.
 
     Args:
+        ids: Token ids.
+        room: Maximum number of tokens.
         truncate: Part to remove: "head", "tail" or "middle" ("middle" keeps equal parts of beginning and end). With
             None, the text is not shortened.
         what: Name of the text for error messages.
@@ -119,7 +121,7 @@ def _unpadded(encoding: Any) -> list[list[int]]:
 
 
 def _rows(values: Any) -> list[list[int]]:
-    """Return integers `[T]` as `[1][T]`, and integers `[B][T]` unchanged."""
+    """Convert integers `[T]` to a list of one row, and integers `[B, T]` to a list of B rows."""
     plain = _plain(values)
     if not isinstance(plain, list):
         raise InputError(f"input_ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")

@@ -35,7 +35,7 @@ Answer = tuple[torch.Tensor, list[int]]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`, with a single wait for the device.
+    """Return the most likely token of each row of logits `[B, V]`. The host waits for the device only once.
 
     For rows that `check_logits` would reject, the token is `INVALID`.
     """
@@ -46,7 +46,7 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
 
 
 class Sampler:
-    """Choose the next tokens of one sequence.
+    """Chooses the next tokens of one sequence.
 
     The random numbers for a token depend only on the seed and on the absolute position of the token. A seed therefore
     gives the same text on every device and in every batch. The text is also the same after a preemption, or if another
@@ -54,6 +54,8 @@ class Sampler:
     are derived from it.
 
     Args:
+        params: Sampling parameters of the request.
+        sample: Index of the completion.
         ends: Tokens that end the output.
         tokenizer: Tokenizer of the model. Only needed for parameters given as text, such as `bad_words`.
     """
@@ -93,11 +95,11 @@ class Sampler:
 
         Args:
             logits: Logits `[V]` of the next token, float32.
-            best: Most likely token, if the caller has called `best_tokens` for a whole batch, else None.
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text. The position of the next token is
                 `shift + len(tokens)`.
+            best: Most likely token, if the caller has called `best_tokens` for a whole batch, else None.
 
         Raises:
             InputError: The constraints allow no token.
@@ -134,7 +136,7 @@ class Sampler:
             ) from error
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
-        """Apply the request's logits processors to `scores`. Return logits `[1, V]`."""
+        """Return the logits `[1, V]` after the request's logits processors. `prompt` is the number of prompt tokens."""
         if self._processors is None:
             self._begin(scores, prompt)
         assert self._processors is not None
@@ -191,9 +193,9 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """Return the log-probabilities at each position of `tokens`, from logits `[n, V]`.
+    """Return the log-probabilities at n positions, from logits `[n, V]`. `tokens` `[n]` are the chosen tokens.
 
-    Each result contains the token's own log-probability and the `count` largest log-probabilities (-1: all).
+    Each result contains the log-probability of the chosen token and the `count` largest log-probabilities (-1: all).
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     there = torch.tensor(tokens, device=logprobs.device)[:, None]
@@ -220,14 +222,14 @@ def _place(
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, collected during prefill. The first token has no log-probability."""
+    """Collects the log-probabilities of a prompt's tokens during prefill. The first token has no log-probability."""
 
     def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
         self.logprobs: list[Logprobs | None] = [None]
 
     def add(self, first: int, logits: torch.Tensor) -> None:
-        """Add the logits `[n, V]` of positions [first, first + n). The caller must add positions in order."""
+        """Add the logits `[n, V]` of positions [first, first + n). Calls must be in the order of the positions."""
         assert first == len(self.logprobs) - 1
         check_logits(logits)
         behind = self._tokens[first + 1 : first + 1 + len(logits)]

@@ -35,7 +35,7 @@ MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if
 
 
 class SequenceManager:
-    """The sequences of one model and policy, with their KV cache, recurrent state and transfers.
+    """Creates, forks and frees the sequences of one model and policy, with their KV cache and recurrent state.
 
     The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
     of a sequence describe the same tokens.
@@ -50,7 +50,7 @@ class SequenceManager:
         config: EngineConfig,
         plan: DevicePlan | None = None,
     ) -> None:
-        """`plan` contains limits on device memory. None means no limits."""
+        """Create a manager without sequences. `plan` contains limits on device memory. None means no limits."""
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.adapter = plan, model.adapter
         self.reclaimables: list[Reclaimable] = []
@@ -72,7 +72,10 @@ class SequenceManager:
 
     @property
     def approximates(self) -> bool:
-        """Whether decoding a token gives other KV than its prefill, because of the policy or the KV cache format."""
+        """Whether a decoded token gets other KV than the same token in a prefill.
+
+        This is so with a policy that does not attend to all tokens, and with a quantised KV cache.
+        """
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
@@ -81,7 +84,7 @@ class SequenceManager:
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence of `tokens` with room for `capacity` tokens.
+        """Return a sequence of `tokens`, with KV slots for `capacity` tokens.
 
         The first `reuse` tokens use cached blocks if an exact prefill with the same `provenance` computed these blocks.
         The last of the `reuse` tokens is always computed again.
@@ -159,7 +162,7 @@ class SequenceManager:
     @device_guard
     @torch.inference_mode()
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
-        """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
+        """Return a sequence that shares the computed tokens of `sequence`, with KV slots for `capacity` tokens.
 
         Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics of the fork
         continue those of `sequence`. Otherwise the fork's statistics start at zero and count the shared tokens as
@@ -215,9 +218,11 @@ class SequenceManager:
 
         `blocks` contains the KV of the first `blocks.length` tokens. The KV of all tokens up to `known` was computed
         before; the caller loads the missing part before the next prefill reaches the layer it belongs to. If
-        PoolFullError is raised, `blocks` is released.
+        PoolFullError is raised, all blocks of the table are released.
 
         Args:
+            tokens: Tokens of the sequence.
+            blocks: Block table.
             capacity: Number of tokens to reserve slots for.
             known: Number of tokens whose KV was computed before.
             exact: Number of tokens at the start whose KV an exact prefill computed.
@@ -234,16 +239,17 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence can continue without computing tokens again.
+        """Return whether an idle sequence of a session can continue without computing its tokens again.
 
         Its KV must be readable, and its recurrent state must be on the device.
         """
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence at the end of a turn. Its full blocks and their snapshots stay cached.
+        """Free the device's copy of a sequence's recurrent state at the end of a turn.
 
-        The KV of tokens after the last full block is discarded, because there is no snapshot after these tokens.
+        Its full blocks and their snapshots stay cached. The KV of tokens after the last full block is discarded,
+        because there is no snapshot after these tokens.
         """
         assert self.states is not None
         self.transfer.storage.settle(sequence.blocks)
@@ -255,7 +261,9 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV from the pool to the device again, after other code has overwritten KV in the pool."""
+        """Copy the resident KV of a sequence from the pool to the device again, after the KV in the pool has
+        changed.
+        """
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
@@ -296,7 +304,7 @@ class SequenceManager:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
-        """Open the device storage of a sequence. If `origin` is not None, copy the storage of this sequence.
+        """Open the device storage of a new sequence. If it is a fork, copy the storage of the sequence `origin`.
 
         On an error, the storage is closed again.
         """

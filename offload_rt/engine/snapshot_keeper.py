@@ -52,11 +52,11 @@ class SnapshotKeeper:
         return sequence.snapshots.get(place, self._table.slot_of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve a slot for a snapshot that will be read from disk. Return None if none can be used."""
+        """Reserve a slot for a snapshot that will be read from disk. Return None if no slot can be used."""
         return self._reserve()
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a slot and return the slot. Return None if none can be used."""
+        """Copy the current state of a sequence to a slot and return the slot, or None if no slot can be used."""
         if (slot := self._reserve()) is not None:
             try:
                 self._save(sequence, slot)
@@ -114,7 +114,7 @@ class SnapshotKeeper:
         self._touch(path, sequence.blocks.length)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the snapshots of a sequence that were not kept by `publish`."""
+        """Free the snapshots of a sequence that `publish` did not keep."""
         while sequence.snapshots:
             self._table.release(sequence.snapshots.popitem()[1])
 
@@ -134,7 +134,7 @@ class SnapshotKeeper:
             self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
     def _take(self, sequence: Sequence, place: int) -> bool:
-        """Reserve a snapshot after `place` tokens. Return False if no slot can be used."""
+        """Reserve a slot for a snapshot after `place` tokens. Return False if no slot can be used."""
         if place not in sequence.snapshots and (slot := self._reserve()) is not None:
             sequence.snapshots[place] = slot
         return place in sequence.snapshots

@@ -25,7 +25,7 @@ def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the missed attention mass: the mean over all sparse layers, and the largest value of a sparse layer.
+    """Return the mean and the largest missed attention mass of the sparse layers.
 
     Both values are None if the missed attention mass was not measured.
     """
@@ -38,11 +38,11 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context that were copied to the device or attended exactly, as means over layers and tokens.
+    """Fractions of the context that were copied to the device or attended to exactly, as means over layers and tokens.
 
     Attributes:
         fetched: Fraction of the context whose KV was copied to the device.
-        attended: Fraction of the context that was attended with full-precision KV.
+        attended: Fraction of the context that was attended to with full-precision KV.
         sparse_fetched: `fetched` as a mean over the sparse layers only.
         sparse_attended: `attended` as a mean over the sparse layers only.
     """
@@ -66,7 +66,7 @@ class Fractions:
 
 
 def _memory(runner: Runner) -> tuple[int, int, int]:
-    """Return the sizes of all weights, of the weights on the device, and of the peak use of device memory, in bytes."""
+    """Return three sizes in bytes: all weights, the weights on the device, and the peak use of device memory."""
     draft, weights, device = runner.draft, runner.weights, runner.adapter.device
     total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
     on_device = total if weights is None else total - weights.host_bytes + weights.device_bytes

@@ -31,7 +31,7 @@ from .verification import accept, replay, rewind, verify
 
 @dataclass(eq=False)
 class _Known:
-    """State of a request between rounds.
+    """Draft statistics of a request, kept between rounds.
 
     Attributes:
         lookup: Prompt lookup over the tokens of the request.
@@ -49,9 +49,10 @@ class _Known:
 
 @dataclass(eq=False)
 class Draft:
-    """Draft tokens of a request in one round.
+    """Draft tokens of a request in one round of speculative decoding.
 
     Attributes:
+        request: The request.
         start: Position of the newest token of the sequence.
         tokens: Draft tokens after it.
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
@@ -86,7 +87,7 @@ class _Pass:
 
 
 class SpeculativeDecoder:
-    """Draft and verify tokens for the requests of an engine, in rounds. A round replaces a decode step.
+    """Drafts and verifies tokens for the requests of an engine, in rounds. A round replaces a decode step.
 
     Between rounds, a sequence is in the same state as without speculation: the KV of all tokens except the newest one
     is computed and verified.
@@ -120,10 +121,10 @@ class SpeculativeDecoder:
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[Answer]:
-        """Commit tokens one by one, and yield the logits `[1, V]` after each (`[S, V]` for several sequences).
+        """Mark tokens of a draft as computed one by one, and yield the logits `[1, V]` after each.
 
-        After each yield, the request must sample a token before it continues the iteration. The iteration ends at the
-        first sampled token that differs from its draft token.
+        Yields `[S, V]` if the request has S sequences. After each yield, the request must sample a token before it
+        continues the iteration. The iteration ends at the first sampled token that differs from its draft token.
         """
         request, runner, right = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
@@ -147,7 +148,7 @@ class SpeculativeDecoder:
         self._learn(draft, right)
 
     def end_round(self) -> None:
-        """Take rejected tokens out of the recurrent state of all sequences (hybrid models)."""
+        """Remove rejected draft tokens from the recurrent state of all sequences (hybrid models)."""
         began, rejected = time.perf_counter(), [draft.sequence for draft in self._rejected if draft.request.sequences]
         if rejected:
             replay(self._runner, rejected)
@@ -162,7 +163,7 @@ class SpeculativeDecoder:
     def _begin(self, request: Request) -> Draft:
         """Look up draft tokens of a request, or choose how many to decode, and reserve slots for them.
 
-        If the pool has no room, the round has no draft tokens for this request.
+        If the pool is full, the round has no draft tokens for this request.
         """
         start = request.sequences[0].position
         most = min(self._most, request.draft_room)
