@@ -32,7 +32,7 @@ from .memory_model import DeviceCosts
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Division of the device memory, `limit` bytes, between weights and running sequences."""
+    """A division of `limit` bytes of device memory between weights and running sequences. Made by `plan_device`."""
 
     limit: int
     costs: DeviceCosts
@@ -125,7 +125,7 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
-    """Return the plan for `config.device_memory`. Raise MemoryLimitError if no plan fits.
+    """Return the plan for the device memory limit in `config`. Raise MemoryLimitError if no plan fits.
 
     Raise ConfigError if a policy option or a requested placement is invalid.
     """
@@ -168,7 +168,7 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try, starting with the most weights on the device."""
+    """Yield the placements of weights to try, starting with the one with the most weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:
@@ -216,7 +216,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest(room: int, costs: DeviceCosts, context: int) -> int:
-    """Return the length in tokens of the longest sequence, below `context`, that fits `room` bytes; 0 if none fits."""
+    """Return the largest number of tokens, below `context`, of a sequence that fits `room` bytes; 0 if none fits."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

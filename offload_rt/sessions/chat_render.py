@@ -69,7 +69,7 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Tokenize a text that already contains its special tokens, or add them if `special_tokens`.
+    """Tokenize a text. Special tokens are added only if `special_tokens`; otherwise the text must contain them.
 
     Raises InputError if the text has a lone surrogate, for example from a string that was cut within a character.
     """
@@ -87,7 +87,7 @@ def _several(messages: object) -> Sequence[Any]:
 
 
 def _message(message: object) -> dict[str, Any]:
-    """Return a copy of the message with its content as one string: the concatenated text parts."""
+    """Return a copy of a message. Text parts in its content are joined to one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")

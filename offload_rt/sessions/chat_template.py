@@ -23,7 +23,7 @@ _MARKER = "offloadrtanswer"
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """Change of a session's tokens at the start of a turn.
+    """How a turn changes the tokens of its session when it starts.
 
     Attributes:
         held: Number of tokens before the turn.
@@ -41,9 +41,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return how a user message changes the tokens of a session.
 
-    With a chat template, the session is extended by the text that the template renders between the last response and
-    the next one. If the template changes the last response, the whole conversation is tokenized instead. The session's
-    tokens are then replaced from the first difference on, with a warning.
+    With a chat template, the text that the template renders between the last response and the next one is appended. If
+    the template changes the last response, the whole conversation is tokenized instead. The session's tokens are then
+    replaced from the first difference on, with a warning.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -82,9 +82,9 @@ def turn_tokens(
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Return the text that the template renders between the last response and the next one, with the message `text`.
+    """Return the text that the template renders from the end of the last response to the start of the next one.
 
-    Return None if the template changes or rejects the last response.
+    It contains the new user message `text`. Return None if the template changes or rejects the last response.
     """
     marker = _MARKER
     while marker in text:

@@ -61,7 +61,7 @@ def remove_session(store: DiskStore, space: str, document: str, held: Iterable[b
         held: Keys of blocks that open sessions need.
 
     Returns:
-        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that are kept.
+        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that were kept.
 
     Raises:
         StoreError: A file cannot be deleted.
@@ -89,9 +89,10 @@ def remove_claims(store: DiskStore, space: str) -> Removed:
 
 
 def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks without an owner except `held`, and all documents with original sink keys without an owner.
+    """Delete all blocks without an owner, and all documents with original sink keys of sessions that no longer exist.
 
-    The session `document` does not count as an owner. Claimed blocks count as owned only if `claimed`.
+    The blocks `held` are kept. The session `document` does not count as an owner. Claimed blocks count as owned only if
+    `claimed`.
     """
     keys, sinks, unreadable = set(held), set[str](), []
     documents = store.documents.summaries(space, summary_of)

@@ -185,8 +185,8 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Replace the last `replaced` tokens of the session by `tokens`, and stream up to `max_tokens` new tokens.
 
-        If the iterator is closed before the last token, the session is unchanged. At any time, the disk contains a
-        complete session: its state before the call, or its state after it.
+        If the iterator is closed before the last token, the session is unchanged. If the process is killed, the disk
+        contains the complete session, in its state before or after the call.
 
         Args:
             tokens: Token ids to append, at least one.
@@ -223,9 +223,10 @@ class Session:
 
     @pool_locked
     def prefetch(self) -> None:
-        """Start to load the session's KV from disk into the read buffer, for a turn that will come soon.
+        """Start to load the session's KV from disk, for a turn that will come soon.
 
-        Raises PoolFullError if the KV does not fit in the pool.
+        Loads as many layers as the turn needs to start without waiting. Raises PoolFullError if the KV does not fit in
+        the pool.
         """
         self.check_idle()
         with self.host.unparked(self.kv):
@@ -359,7 +360,7 @@ class Session:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """End a running response, execute the body of the `with` statement, and free the session's memory."""
+        """End a running response, run the body of the `with` statement, and free the session's memory."""
         for events in list(self._answers):
             events.close()
         self.check_idle()

@@ -1,4 +1,4 @@
-"""Stores of the sessions of one model: open, restore and delete sessions by name."""
+"""The sessions of one model in a folder: open, restore and delete them by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .stored_states import StoredStates
 
 @dataclass(frozen=True)
 class Namespace:
-    """Properties that determine the KV of a text. Runners reuse stored KV only if their namespaces are equal.
+    """Properties of a runner that determine the KV of a text. Stored KV is reused only within one namespace.
 
     Attributes:
         fingerprint: Fingerprint of the model.
@@ -73,7 +73,7 @@ class Namespace:
 
 
 class StoreUser(Protocol):
-    """An object that uses a store even if no session is open, such as a `TurnQueue`."""
+    """An object that keeps a store open even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
         """End all work and stop using the store."""
@@ -81,10 +81,11 @@ class StoreUser(Protocol):
 
 
 class SessionStore:
-    """Sessions of one model, by name.
+    """The sessions of one model in one folder, by name.
 
-    All sessions share the files of a folder, and a saver thread that writes them (`context`). Open sessions stay in
-    host memory (`host`) while there is room. The prefix tree also keeps blocks of closed sessions.
+    All sessions share the files of the folder, and a saver thread that writes them (`context`). The KV of open sessions
+    stays in host memory (`host`) until other requests need the memory. The prefix tree also keeps blocks of closed
+    sessions.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class SessionStore:
 
 
 class OpenStores:
-    """Opens session stores for a runner. A folder that is already open keeps its store."""
+    """The session stores that are open for one runner, by folder. A folder is opened only once."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -307,7 +308,7 @@ class OpenStores:
     def open_session(
         self, name: str, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], system: str | None
     ) -> Session:
-        """Open or create a session. If that fails, close its store, unless it is in use. See `LLM.session`."""
+        """Open or create a session, for `LLM.session`. If this fails, close its store unless it is in use."""
         with self._runner.pool.lock:
             known = self.open(store, options, fields)
             try:

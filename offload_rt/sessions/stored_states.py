@@ -25,7 +25,7 @@ A smaller number would need more snapshots. Each takes as much space as the KV o
 
 
 class StoredStates:
-    """Decides which snapshots are stored on disk, writes them in the background, and reads them back.
+    """Chooses which snapshots are stored on disk, writes them in the background, and reads them back.
 
     The bytes of a snapshot are split into as many equal parts as a block has layers. The name of the snapshot is
     derived from the name of the KV block before it (`NamedBlock.state`). Therefore it can be found, shared, deleted and
@@ -34,7 +34,7 @@ class StoredStates:
     Args:
         store: Store of the KV blocks.
         saver: Saver whose worker thread writes the snapshots, in the order of the calls.
-        pool: Memory of the snapshots in host memory.
+        pool: Host memory of the snapshots.
         snapshots: Finds the snapshots of a sequence in host memory.
     """
 
@@ -70,14 +70,14 @@ class StoredStates:
         return [states[place] for place in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk that is between `start` and `stop`.
+        """Return the number of tokens before the last snapshot on disk between the tokens `start` and `stop`.
 
         Return `start` if there is none.
 
         Args:
-            names: Names of the blocks of the first tokens.
-            start: Number of tokens before a snapshot in host memory.
-            stop: Maximum number of tokens.
+            names: Names of the blocks of the text, from its first token on.
+            start: Number of tokens before a snapshot that is in host memory.
+            stop: Largest possible result.
             damaged: Keys of damaged blocks.
         """
         for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
@@ -87,7 +87,7 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
-        """Queue the snapshots `names` for writing. Return the names of those that are in host memory and were queued.
+        """Queue the snapshots `names` for writing. Return the names of those that were in host memory and were queued.
 
         For `claim`, see `Saver.begin`.
         """

@@ -94,7 +94,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
 
 
 def tokens_after(kv: SessionKV, new: int) -> int:
-    """Return the number of tokens that `truncate_for` leaves in the session before a turn of `new` tokens."""
+    """Return the number of tokens that remain in the session if `truncate_for` makes space for `new` tokens."""
     geometry, held = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(held, new, geometry.max_positions)
     return held if kept == held or geometry.absolute_positions else kept + SINKS
@@ -223,9 +223,10 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens. The caller copies the KV of the first `known` tokens into it.
+    """Allocate a block table for `size` tokens, for a copy of a session's KV.
 
-    `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
+    The caller copies the KV of `known` tokens into it. `floor` is the first token that sliding layers may attend to.
+    Raises PoolFullError if the pool has no free blocks.
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):

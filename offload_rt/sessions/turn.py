@@ -52,7 +52,7 @@ def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
 
 
 def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
-    """Check whether a turn with these tokens and `max_tokens` generated tokens fits.
+    """Raise an error if a turn with these tokens and `max_tokens` generated tokens does not fit.
 
     Raises:
         InputError: A parameter is not supported in sessions, or the turn changes earlier turns and needs truncation.
@@ -176,7 +176,7 @@ class Turn(StoredRequest):
         return len(self._kept)
 
     def _after_drop(self, *, untouched: bool) -> None:
-        """Restore the session after the turn is dropped. Free its KV unless the turn is `untouched`."""
+        """Restore the session after its turn was dropped. Free its KV unless the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
@@ -195,7 +195,7 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens. If the sequence contains KV of more tokens, drop the sequence."""
+        """Set the session's tokens to `tokens`. If its sequence contains KV of more tokens, drop the sequence."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -232,7 +232,7 @@ class Turn(StoredRequest):
 
         Args:
             interrupted: Whether the prefill had begun.
-            progressed: Whether a segment was complete. The prefix tree and the store keep its KV.
+            progressed: Whether a prefill segment was complete. The prefix tree and the store keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()
@@ -249,8 +249,8 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """An atomic turn: if it is cancelled, the session is unchanged.
 
-    KV is written to disk before the history that refers to it. If the process is killed, the disk contains the complete
-    session, in its state before or after this turn.
+    If the process is killed, the disk contains the complete session, in its state before or after this turn. For this,
+    KV is written to disk before the history that refers to it.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:

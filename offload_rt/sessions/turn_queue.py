@@ -19,7 +19,7 @@ from .turn import Turn, prompt_text
 
 
 class QueuedTurn:
-    """A turn of a queue: waiting, running or finished. `number` is the `request_id` of its outputs."""
+    """A turn in a `TurnQueue`: waiting, running or finished. `number` is the `request_id` of its outputs."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -164,7 +164,7 @@ class TurnQueue:
             self._engine.submit(queued.turn)
 
     def _end_lost(self) -> None:
-        """Cancel turns that the engine has removed because they could not be started."""
+        """Cancel the turns that are no longer in the engine, because they could not be started."""
         scheduler = self._engine.scheduler
         known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:

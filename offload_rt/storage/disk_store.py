@@ -20,7 +20,7 @@ from .options import StoreOptions
 
 
 class DiskStore:
-    """Store KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes.
+    """Stores KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes.
 
     Each namespace (model, KV data type, layout) has a subfolder, which is named by the digest of the namespace. The
     file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
@@ -181,11 +181,14 @@ class DiskStore:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys of all blocks that waiting turns will use, soonest first. The blocks need not be stored."""
+        """Set the keys of the blocks that waiting turns of sessions will use, soonest first.
+
+        They need not be stored.
+        """
         self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect the blocks `keys` from eviction, also if they are not stored yet. Each pin needs one `unpin`."""
+        """Protect the blocks `keys` from eviction, even if they are not stored yet. Each pin needs one `unpin`."""
         self._index.pin(self._path(key) for key in keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:

@@ -39,7 +39,7 @@ nor changed.
 
 
 class StoreFolder:
-    """Manage the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
+    """Manages the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
 
     Only one process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends.
     Any number of processes read. The index is built at the start from file names, sizes and modification times.
@@ -99,7 +99,7 @@ class StoreFolder:
     def make_room(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
         """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
 
-        Return False if evicting all files would not free enough space. Then no file is evicted. For `cost`, see
+        Return False, without evicting any file, if evicting all of them would not free enough space. For `cost`, see
         `DiskIndex.victims`.
         """
         with self.mutex:
@@ -124,10 +124,10 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`. `cost`: see `DiskStore.begin`.
+        """Reserve `size` bytes for the new file `path`. For `cost`, see `DiskStore.begin`.
 
-        Return the temporary file to write, or None if there is no space or `path` already exists. An existing file then
-        gets the claim, if `claim` is True.
+        Return the temporary file to write, or None if there is no space or `path` already exists. If `claim` is True,
+        an existing file is claimed.
         """
         with self.mutex:
             if claim:
@@ -137,7 +137,7 @@ class StoreFolder:
             return self.hold(path, size)
 
     def hold(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes for the file `path`, for which `make_room` has made room.
+        """Reserve `size` bytes for the file `path`. Call this after `make_room` has freed them.
 
         Return the temporary file to write. The caller must pass it to `finish` or `give_up`.
         """
@@ -151,9 +151,12 @@ class StoreFolder:
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
-        """Rename a completely written and synced temporary file to `path`. Raises OSError.
+        """Rename a completely written and synced temporary file to `path`, and replace an existing file.
 
-        An existing file is replaced and keeps its claim. `claimed` tells whether the temporary file contains a claim.
+        Raises OSError.
+
+        If the existing file is claimed, the new file is claimed too. `claimed` tells whether the temporary file already
+        contains a claim.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
@@ -198,7 +201,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file, and free its reserved space. If there was an `error`, set `last_error`."""
+        """Remove a temporary file, and free its reserved space. If writing it failed with `error`, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -228,7 +231,7 @@ class StoreFolder:
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
 
-        Raises StoreError if a file cannot be removed, after all others are removed.
+        If some files cannot be removed, raise StoreError after all others are removed.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -258,7 +261,7 @@ class StoreFolder:
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
+        """Raise OSError if a folder on the way from the store folder to `path` is a symbolic link."""
         # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():

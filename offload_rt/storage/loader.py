@@ -29,7 +29,7 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block, and where to load it: its index in the block table (`place`), and its layer group."""
+    """A stored block with the index in the block table at which it will be loaded (`place`), and its layer group."""
 
     place: int
     block: StoredBlock
@@ -62,7 +62,7 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 
 
 class BlockLoader:
-    """Load stored blocks into a block table, layer by layer, on a background thread.
+    """Loads stored blocks into a block table, layer by layer, on a background thread.
 
     The first `ahead` layers are loaded immediately. After that, loading stays at most `ahead` layers ahead of the layer
     that is computed. With `ahead=0`, each layer is loaded only when `wait` is called for it.
@@ -122,7 +122,7 @@ class BlockLoader:
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is loaded. Allow the thread to load layers up to `layer + ahead`.
+        """Wait until `layer` is loaded, and let the loader thread continue up to `layer + ahead`.
 
         Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
         """
@@ -175,7 +175,7 @@ class BlockLoader:
         return next((block.key for (block, *_), right in zip(mine, whole, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
-        """Wait until `layer` is at most `ahead` layers ahead of the computation. Return False after `close`."""
+        """Wait until `layer` is at most `ahead` layers ahead of the computed layer. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
@@ -205,9 +205,9 @@ class BlockLoader:
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Let the pool block at `span` use the file of a stored block as its extent, so that KV need not be copied.
+    """Let the pool block that contains `span` use the file of a stored block as its extent, so that no KV is copied.
 
-    Return None if this is not possible.
+    Return the extent, or None if this is not possible.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

@@ -55,7 +55,7 @@ class PendingBlock:
     moved: bool = False
 
     def give_up(self) -> None:
-        """Stop saving the block, and discard the data already written to the store."""
+        """Stop saving the block, and discard its data in the store."""
         if self.writer is not None:
             self.writer.abort()
         self.writer = self.extent = None
@@ -63,7 +63,7 @@ class PendingBlock:
 
 @dataclass(eq=False)
 class SaveHandle:
-    """Blocks of one block table that are being saved.
+    """Blocks of one block table that are being saved. Created by `Saver.begin` and passed to `layer_done` and `abort`.
 
     Attributes:
         blocks: Block table with the KV.
@@ -123,9 +123,9 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> SaveHandle | None:
-        """Start to save the first blocks of `named`, as many as fit in the write buffer.
+        """Start to save blocks of `named`, in order, as many as fit in the write buffer.
 
-        Return a handle for `layer_done`, or None if no block fits. `claim`: see `DiskStore.begin`.
+        Return a handle for `layer_done`, or None if no block fits. For `claim`, see `DiskStore.begin`.
         """
         with self._mutex:
             room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
@@ -161,9 +161,9 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
-        """Let the pool write the KV of a full block to a new store file as soon as it is computed.
+        """Let the pool write a full block directly to a new store file when the KV of the block is computed.
 
-        Return whether that is possible.
+        Return False if this is not possible.
         """
         file, block = self._file, entry.block
         if (
@@ -180,7 +180,7 @@ class Saver:
         return False
 
     def _move(self, file: FileArena, entry: PendingBlock) -> None:
-        """Write a complete block of a pool on disk to a file of the store, if its KV is still in memory."""
+        """Write a complete block of a pool on disk directly to a store file, if the block is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
         layers = self._pool.groups.used_places(entry.block.group)
@@ -188,7 +188,7 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
-        """Create a file of the store that the pool can use for a block. Return None if that is not possible."""
+        """Create a store file that the pool can use as the extent of a block. Return None if this is not possible."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
@@ -196,7 +196,10 @@ class Saver:
         return entry.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
-        """Save all layers of blocks whose KV is complete. Return how many were accepted. `claim`: see `begin`."""
+        """Save all layers of blocks whose KV is complete. Return how many of `named` were accepted.
+
+        For `claim`, see `DiskStore.begin`.
+        """
         saving = self.begin(blocks, named, claim=claim)
         if saving is None:
             return 0
@@ -320,7 +323,7 @@ class Saver:
                     writer.write(place, place_block(self._pool, part))
 
     def _begin_writer(self, entry: PendingBlock) -> BlockWriter | None:
-        """Return the writer of a block. Return None if the store has the block already or does not accept it."""
+        """Return the store's writer for a block, or None if the store has the block already or does not accept it."""
         if entry.writer is None and not entry.refused:
             size = layer_bytes(self._pool, entry.block.count)
             entry.writer = self._store.begin(entry.block, size, entry.cost, claim=entry.claim)
