@@ -97,7 +97,10 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return a class for multimodal models that omits all modules not used for text. Return None for other models."""
+    """Return the class to load a multimodal model with, which omits all modules that are not used for text.
+
+    Return None for other models.
+    """
     if not is_multimodal(config):
         return None
     named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -121,7 +124,7 @@ def read_weights(
         config: Its configuration (`read_config`).
         device: Device of the weights.
         dtype: Dtype of the weights. None keeps the dtype of the file.
-        moved: Whether weights will be moved between host and device memory.
+        moved: Whether the caller will move weights between host and device memory.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
@@ -246,9 +249,9 @@ def resolve_dtype(
 
     "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
     checkpoints, because decoding is limited by reading weights. For other checkpoints, it is at least float32. Without
-    the C code it is float32 on a CPU, because torch is slow in half precision there. Models in the package are always
-    computed in float32 on a CPU, so that their results are the same on every machine. Raises ConfigError for an unknown
-    name.
+    the C code it is float32 on a CPU, because torch is slow in half precision there. Models that ship with the package
+    are always computed in float32 on a CPU, so that their results are the same on every machine. Raises ConfigError for
+    an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -267,7 +270,10 @@ def resolve_dtype(
 
 @contextmanager
 def one_error(what: str) -> Iterator[None]:
-    """Convert all errors inside the context to a ModelError that begins with `what`. Keep errors of this package."""
+    """Convert all errors in the body of the `with` statement to a ModelError that begins with `what`.
+
+    Errors of this package are not converted.
+    """
     try:
         yield
     except OffloadError:
@@ -297,12 +303,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message in one line of at most 300 characters. If it is one word, add the type of the error."""
+    """Return the message of `error` in one line of at most 300 characters. If it is one word, add the error's type."""
     text = " ".join(str(error).split())
     return text[:300] if " " in text else f"{type(error).__name__} {text}"
 
 
 def _some(keys: list[str]) -> str:
-    """Return text with up to three of `keys` and the number of remaining keys."""
+    """Return up to three of `keys` as text, with the number of the remaining keys."""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

@@ -59,7 +59,10 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the 6-bit scales and minima (in bytes 4 to 16) of Q4_K and Q5_K blocks, `[n, 8]`, and their factors."""
+    """Return the scales and minima of Q4_K and Q5_K blocks, `[n, 8]` each, and their factors, `[n, 1]` each.
+
+    Scales and minima are 6-bit numbers in bytes 4 to 16.
+    """
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)

@@ -1,4 +1,4 @@
-"""The choice of how a quantised checkpoint is loaded: converted once to a packed checkpoint, or by transformers.
+"""Choose how a quantised checkpoint is loaded: converted once to a packed checkpoint, or by transformers.
 
 Packed checkpoints are kept in a cache folder.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Conversion(Protocol):
-    """The conversion of a quantised checkpoint to a packed one."""
+    """The conversion of a quantised checkpoint to a packed checkpoint (`packed_checkpoint`)."""
 
     @property
     def source(self) -> ModelSource:

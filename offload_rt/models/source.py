@@ -28,7 +28,7 @@ _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Hub:
-    """Options for downloads from the hub.
+    """Options for downloads from the Hugging Face hub.
 
     Attributes:
         revision: Branch, tag or commit. None selects the newest commit of the main branch.
@@ -61,12 +61,14 @@ DEFAULT_HUB = Hub()
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Location of the files of a checkpoint.
+    """Where the files of a checkpoint are. Created by `find_source`.
 
     Attributes:
         place: Folder or hub id, as accepted by transformers.
-        gguf: Name of the GGUF file in `place` with configuration, weights and tokenizer; None if they are separate.
+        gguf: Name of the GGUF file in `place` with configuration, weights and tokenizer; None if they are separate
+            files.
         shipped: Whether the checkpoint ships with the package.
+        hub: Download options.
     """
 
     place: str
@@ -107,12 +109,12 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint has a tokenizer. False only for a local folder without tokenizer files."""
+        """Whether the checkpoint has a tokenizer. Only for a local folder without tokenizer files, this is False."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
 
     def check_reachable(self) -> None:
-        """Raise ModelError at once if a hub model is not in the cache and the hub cannot be reached."""
+        """Raise ModelError quickly if a hub model is not in the cache and the hub cannot be reached."""
         if self.folder is not None:
             return
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache

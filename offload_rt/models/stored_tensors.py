@@ -69,7 +69,10 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def check_complete(path: Path) -> Path:
-    """Return `path`. Raise ModelError if this safetensors file is damaged or ends before the end of its last tensor."""
+    """Return `path`, after checking that this safetensors file is complete.
+
+    Raise ModelError if the file is damaged, or ends before the end of its last tensor.
+    """
     try:
         ends = [entry["data_offsets"][1] for name, entry in _header(path).items() if name != "__metadata__"]
         with path.open("rb") as file:

@@ -104,7 +104,7 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response. Fields without a meaning in this server are null."""
+    """Return the usage object of a response. Fields that do not apply to this server are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -176,7 +176,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 
 def _conversation(body: CountRequest) -> Conversation:
-    """Convert a request to a conversation. Raises RefusedError for unsupported content blocks."""
+    """Return the conversation of a request. Raises RefusedError for unsupported content blocks."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": content_text(body.system, "system")})
@@ -200,7 +200,10 @@ def _conversation(body: CountRequest) -> Conversation:
 
 
 def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Convert a message to messages for the chat template. Each tool result becomes a separate message."""
+    """Convert one message of a request to messages for the chat template.
+
+    Each tool result becomes a message of its own.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[dict[str, Any]] = []

@@ -33,7 +33,7 @@ MAX_SEGMENTS = 1024
 
 
 class TraceEvents:
-    """Create the trace events of one request. The web page shows from them which tokens the model selects.
+    """Creates the trace events of one request, from which the web page shows which prompt tokens the model selects.
 
     The first event is `head`. `next_event` returns the following events.
     """
@@ -42,7 +42,7 @@ class TraceEvents:
         """Create the first event.
 
         Args:
-            llm: Engine of the request.
+            llm: The model with its policy.
             text: Rendered prompt.
             spans: (start, end) of each prompt token in `text`, in characters. Empty if unknown.
             tokens: Number of prompt tokens.
@@ -140,7 +140,7 @@ async def _stored(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Lock the session and yield `steps`. Store the conversation after the first step and at the end."""
+    """Yield `steps` while the session is locked. Store the conversation after the first step and at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:

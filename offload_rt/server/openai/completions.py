@@ -161,7 +161,7 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
 async def _one(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of all completions of one prompt. The first step of each includes the echoed prompt, if any."""
+    """Yield the steps of all completions of one prompt. The first step of each completion includes the echo, if any."""
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
@@ -231,7 +231,7 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields that begin every response of chat and text completions."""
+    """Return the fields that chat responses and text completions have in common, without output."""
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 

@@ -125,9 +125,12 @@ async def delete(name: str, request: Request, service: CurrentService) -> dict[s
 
 @dataclass(frozen=True)
 class _Generation:
-    """Generate one response and store it.
+    """Generates and stores one response.
 
     Attributes:
+        service: The server's service.
+        request: The HTTP request.
+        body: Body of the request.
         job: The rendered and tokenized conversation.
         messages: Messages of the conversation without instructions.
         before: Engine session of the conversation to continue, or None for a new conversation.

@@ -24,9 +24,10 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 class Brackets:
-    """Find the closing bracket of a text that begins with a bracket and arrives in parts.
+    """Finds the end of a bracketed text that arrives in parts.
 
-    Brackets inside strings are ignored. The closing bracket sets `done`. A bracket that does not match sets `failed`.
+    The text begins with a bracket and ends with the matching one. Brackets inside strings are ignored. `done` is set at
+    the end, and `failed` if a bracket does not match.
 
     Args:
         quotes: Characters that begin and end a string.
@@ -100,7 +101,7 @@ class Scanner:
         self._running = self.parse()
 
     def parse(self) -> Scan[None]:
-        """Read the whole response."""
+        """Read the whole response, and emit its content and calls."""
         if self.untagged and not (yield from self.read_calls("")):
             self._at = 0
         while tag := (yield from self.content_until(*self.tags)):
@@ -269,9 +270,10 @@ class Scanner:
         yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
-        """Read and emit the call `{"name": …, "arguments": {…}}`. Return False if it is not a call of an offered tool.
+        """Read and emit the call `{"name": …, "arguments": {…}}`.
 
-        The position in the text then stays. If the keys have another order, the call is emitted when it is complete.
+        Return False, without moving the position, if the text is not a call of an offered tool. If the keys have
+        another order, the call is emitted only when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False
@@ -292,7 +294,7 @@ class Scanner:
         return True
 
     def read_call(self) -> Scan[ToolCall | None]:
-        """Read the whole JSON object that follows. Return it as a call, or None if it is no call of an offered tool."""
+        """Read the JSON object that follows. Return it as a call, or None if it is not a call of an offered tool."""
         parts: list[str] = []
         complete = yield from self.stream_brackets(parts.append)
         return _described_call(_json("".join(parts)), self.tools) if complete else None
