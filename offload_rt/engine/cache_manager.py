@@ -230,4 +230,4 @@ def describe_holdings(holdings: list[Holding]) -> str:
     total = sum(one.bytes for one in holdings)
     named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in holdings[:NAMED])
     others = f" and {len(holdings) - NAMED} more" if len(holdings) > NAMED else ""
-    return f"sessions hold {format_size(total)} of it: {named}{others}; close some, or finish their turns first"
+    return f"sessions use {format_size(total)} of it: {named}{others}; close some, or finish their turns first"

@@ -172,7 +172,7 @@ class _Verification:
             for layer in layers:
                 hook = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
                 stack.callback(hook.remove)
-            with one_error(f"{self._name} cannot be verified, because its forward pass fails on text alone"):
+            with one_error(f"{self._name} cannot be verified, because its forward pass fails for a text"):
                 out = self._model(self._tokens[None], **{n: value for n, value in options.items() if n in known})
         seen.logits = out.logits[0, -_DECODE_TOKENS:]
         return seen

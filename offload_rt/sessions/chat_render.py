@@ -76,7 +76,9 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_to
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"the text has half of a character at {error.start:,} ({text[error.start]!r})") from None
+        raise InputError(
+            f"the text has an unpaired surrogate at character {error.start:,} ({text[error.start]!r})"
+        ) from None
     return [int(token) for token in tokenizer(text, add_special_tokens=special_tokens)["input_ids"]]
 
 

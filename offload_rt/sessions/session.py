@@ -249,7 +249,7 @@ class Session:
         kv.save()
         if missing:
             limited = self.context.options.limit is not None
-            limit = "the store has no room within its limit" if limited else "not written"
+            limit = "the store has reached its limit" if limited else "not written"
             reason = self.context.storage.last_error or limit
             warnings.warn(
                 f"session {self.name!r} is not saved completely ({reason}): the missing KV will be computed again",

@@ -250,8 +250,8 @@ class SessionStore:
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
-                refused = self.context.storage.last_error or "the limit of its files is reached"
-                reason = f"its store cannot take it: {refused}" if session.kv in parked else "answering"
+                refused = self.context.storage.last_error or "the store has reached its limit"
+                reason = f"its KV cannot be stored: {refused}" if session.kv in parked else "answering"
                 found.append(Holding(session.name, pool.bytes_of(sequence.blocks), reason))
         return found
 
@@ -335,8 +335,8 @@ def _check_restorable(runner: Runner) -> None:
     """Raise ConfigError if the policy or the eviction option makes it impossible to restore sessions exactly."""
     if runner.policy.wants_queries:
         raise ConfigError(
-            f"policy {runner.policy.name!r} (with these options) learns from every query of a text, which a stored "
-            "session does not hold: use 'full' or 'infinigen' with columns by calibration"
+            f"policy {runner.policy.name!r} (with these options) learns from every query of a text, and a stored "
+            "session contains no queries: use 'full' or 'infinigen' with columns by calibration"
         )
     if runner.config.eviction is not None:
         raise ConfigError(

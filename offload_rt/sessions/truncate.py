@@ -83,13 +83,13 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
     # Models whose RoPE depends on the sequence length are already rejected when they are loaded.
     if geometry.absolute_positions:
         raise ModelError(
-            f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
-            "session with the part of the text that matters"
+            f"{name} has absolute positions, which are part of its stored keys, so tokens cannot be removed: "
+            "start a new session with the part of the text that matters"
         )
     if geometry.states:
         raise ModelError(
-            f"{name} has recurrent layers: their state holds all earlier tokens, so tokens cannot be cut out; start a "
-            "new session with the part of the text that matters"
+            f"{name} has recurrent layers, whose state depends on all earlier tokens, so tokens cannot be removed: "
+            "start a new session with the part of the text that matters"
         )
 
 
@@ -182,8 +182,8 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
         kv.drop()
         history.restart(history.tokens)
         warnings.warn(
-            f"the first keys of session {history.name!r}, as they were before it was truncated, are lost: its "
-            f"{len(history.tokens):,} tokens are computed again",
+            f"the original keys of the first tokens of session {history.name!r} are lost: its {len(history.tokens):,} "
+            "tokens are computed again",
             stacklevel=2,
         )
         return

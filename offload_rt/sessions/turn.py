@@ -77,7 +77,7 @@ def _check_overflow(kv: SessionKV, new: int) -> None:
     if kv.context.options.overflow == "error" and held + new > most:
         raise ModelError(
             f"session {kv.history.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
-            f"and {kv.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
+            f"and {kv.history.model} has {most:,} positions: call truncate, lower max_tokens, or open the "
             "store with overflow='truncate'"
         )
 

@@ -90,8 +90,8 @@ class StoreFolder:
             raise
         except OSError as error:
             raise StoreError(
-                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; give a folder on a disk with "
-                "room where you may write"
+                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; choose a writable folder on a "
+                "disk with free space"
             ) from error
 
     # ---------------------------------------------------------------------------------------------------------- space
@@ -265,7 +265,7 @@ class StoreFolder:
         # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
-                raise OSError(ELOOP, "a link is in the place of a folder of the store")
+                raise OSError(ELOOP, "a symbolic link replaces a folder of the store")
 
     # --------------------------------------------------------------------------------------------------- lock and scan
 

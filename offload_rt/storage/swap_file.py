@@ -44,8 +44,8 @@ class SwapFile:
             self.handle = nameless_file(folder)
         except OSError as error:
             raise StoreError(
-                f"cannot use the folder {str(folder)!r} for preempted requests: {error.strerror or error}; give a "
-                "folder on a disk with room where you may write"
+                f"cannot use the folder {str(folder)!r} for preempted requests: {error.strerror or error}; choose a "
+                "writable folder on a disk with free space"
             ) from error
 
     @property

@@ -81,8 +81,8 @@ class DirectFile(BlockFile):
             handle = nameless_file(folder)
         except OSError as error:
             raise ConfigError(
-                f"cannot store KV in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with space "
-                "where you may write"
+                f"cannot store KV in {str(folder)!r}: {error.strerror or error}; choose a writable folder on a "
+                "disk with free space"
             ) from error
         super().__init__(handle)
         self._readers, self._own = readers or reader, threading.local()

@@ -429,7 +429,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path)
     store.retain(set())
     save(store, 1)
     if level == "namespace":
-        with pytest.raises(StoreError, match="a link is in the place of a folder"):
+        with pytest.raises(StoreError, match="a symbolic link replaces a folder"):
             store.documents.put(named("one"), b"text")
     store.close()
     store = open_store(tmp_path / "store")

@@ -376,7 +376,7 @@ def test_no_salt_tells_of_its_key(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
-    engine.fails = PoolFullError("the pool is full; sessions hold 3 MB of it: 'abc' 3 MB (answering)")
+    engine.fails = PoolFullError("the pool is full; sessions use 3 MB of it: 'abc' 3 MB (answering)")
     engine.fails.__cause__ = PoolFullError("the pool is full")
     with served(engine) as url, httpx2.Client(base_url=url) as http:
         error = http.post("/v1/completions", json={"prompt": "Who?"}).json()["error"]
