@@ -42,10 +42,9 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     source.check_reachable()
     if source.gguf is not None:
         return _read_gguf_config(source)
-    place = source.place
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
-        raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
+        raw = dict(PreTrainedConfig.get_config_dict(source.name_or_path, **options)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
     if architecture not in architectures() and architecture not in _names_of_classes() and not own_code:
@@ -54,7 +53,7 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         why = "it is multimodal, and this version of transformers has no class with its language model"
         raise unsupported(architecture, why, "multimodal")
     with one_error(f"the configuration of {source} is not valid"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(place, **options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.name_or_path, **options)
     if not own_code and architecture not in [kind.__name__ for kind in _classes_of(config)]:
         raise ModelError(
             f"config.json of {source} is inconsistent: architecture {architecture}, model type {config.model_type!r}"
@@ -68,7 +67,9 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_gguf():
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source.name_or_path, gguf_file=source.gguf, **source.hub.options
+        )
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     return config
@@ -147,7 +148,7 @@ def read_weights(
     with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
-            source.place,
+            source.name_or_path,
             config=config,
             dtype=dtype or "auto",
             device_map=on_cpu if device.type == "cpu" else device,
@@ -219,7 +220,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
     with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.place, **source.hub.options, **of_file
+            source.name_or_path, **source.hub.options, **of_file
         )
     return tokenizer
 

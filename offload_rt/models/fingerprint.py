@@ -165,9 +165,9 @@ class LiveWeights:
                 "a module of the model was replaced while the model is in use; create a new LLM from the changed model"
             )
         held = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
-        places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in held]
+        versions = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in held]
         samples = [_sample(each.detach()) for each in held]
-        return places, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
+        return versions, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

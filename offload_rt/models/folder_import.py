@@ -50,9 +50,13 @@ class FolderImport:
         hub = self.source.hub
         with one_error(f"cannot download {self.source}"):
             folder = snapshot_download(
-                self.source.place, revision=hub.revision, token=hub.token, cache_dir=hub.folder, allow_patterns=_FILES
+                self.source.name_or_path,
+                revision=hub.revision,
+                token=hub.token,
+                cache_dir=hub.folder,
+                allow_patterns=_FILES,
             )
-        return replace(self.source, place=str(folder))
+        return replace(self.source, name_or_path=str(folder))
 
     def files(self) -> list[Path]:
         assert self._local.folder is not None
@@ -78,7 +82,7 @@ class FolderImport:
             from transformers import GenerationConfig
 
             if (source.folder or Path()).joinpath("generation_config.json").exists():
-                GenerationConfig.from_pretrained(source.place).save_pretrained(folder)
+                GenerationConfig.from_pretrained(source.name_or_path).save_pretrained(folder)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class GGUFImport:
 
         options = {name: value for name, value in self.source.hub.options.items() if name != "trust_remote_code"}
         with one_error(f"cannot download {self.source}"):
-            return Path(str(cached_file(self.source.place, self.source.gguf, **options)))
+            return Path(str(cached_file(self.source.name_or_path, self.source.gguf, **options)))
 
     def files(self) -> list[Path]:
         require_gguf(self.source)

@@ -81,7 +81,7 @@ def _folder(conversion: Conversion) -> Path:
 def ready_source(conversion: Conversion) -> ModelSource | None:
     """Return the result of a conversion if it is in the cache, else None."""
     folder = _folder(conversion)
-    return replace(conversion.source, place=str(folder), gguf=None) if is_complete(folder) else None
+    return replace(conversion.source, name_or_path=str(folder), gguf=None) if is_complete(folder) else None
 
 
 def packed_source(conversion: Conversion) -> ModelSource:
@@ -106,4 +106,4 @@ def packed_source(conversion: Conversion) -> ModelSource:
     except OSError as error:
         _log.warning("the weights of %s are loaded by transformers, because they cannot be cached: %s", source, error)
         return source
-    return replace(source, place=str(folder), gguf=None)
+    return replace(source, name_or_path=str(folder), gguf=None)

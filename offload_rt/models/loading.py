@@ -233,15 +233,15 @@ def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
         )
     if getattr(model, "_hf_peft_config_loaded", False) or type(model).__module__.partition(".")[0] == "peft":
         raise ModelError(f"the model has PEFT adapters; {MERGE}", reason="peft")
-    places = sorted({str(weight.device) for weight in model.parameters()})
-    if len(places) > 1 or places == ["meta"]:
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
         raise ModelError(
-            f"the weights are on {', '.join(places)}; they must be on one device: load the model without device_map"
+            f"the weights are on {', '.join(devices)}; they must be on one device: load the model without device_map"
         )
     actual = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if device not in ("auto", places[0], places[0].partition(":")[0]) or dtype not in ("auto", actual):
+    if device not in ("auto", devices[0], devices[0].partition(":")[0]) or dtype not in ("auto", actual):
         raise ModelError(
-            f"the loaded model is on {places[0]} in {actual}; to run it on {device} in {dtype}, "
+            f"the loaded model is on {devices[0]} in {actual}; to run it on {device} in {dtype}, "
             "move it first (model.to(...)) or pass its folder"
         )
 

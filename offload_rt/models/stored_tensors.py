@@ -46,7 +46,7 @@ def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
 
         hub = source.hub
         for file in get_safetensors_metadata(
-            source.place, revision=hub.revision, token=hub.token
+            source.name_or_path, revision=hub.revision, token=hub.token
         ).files_metadata.values():
             for name, info in file.tensors.items():
                 size = info.data_offsets[1] - info.data_offsets[0]

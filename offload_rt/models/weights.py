@@ -242,8 +242,8 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
     staying = {id(weight) for module in stay for weight in module.parameters()}
     for weight in model.parameters():
         if id(weight) not in staying:
-            for place in places_of(weight):
-                place.put(place.tensor.to(device))
+            for location in places_of(weight):
+                location.put(location.tensor.to(device))
     for module in model.modules():
         if module is embedding:  # the buffers of the embedding stay in host memory too
             continue

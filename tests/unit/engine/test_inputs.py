@@ -225,7 +225,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Sessio
 def test_half_of_a_character_is_no_text() -> None:
     """Programs that cut texts leave lone surrogates. The tokenizer raised its own TypeError for them."""
     with pytest.raises(InputError, match=r"unpaired surrogate at character 2 \('.ud83d'\)"):
-        encode_rendered(AutoTokenizer.from_pretrained(find_source("reference").place), "hi\ud83d")
+        encode_rendered(AutoTokenizer.from_pretrained(find_source("reference").name_or_path), "hi\ud83d")
 
 
 @pytest.mark.parametrize("token", [-1, 97, 2**40, 2**70])

@@ -76,7 +76,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder
-        tokenizer = AutoTokenizer.from_pretrained(find_source("reference").place)
+        tokenizer = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
         tokenizer.chat_template = TEMPLATE
         model = tiny_model("llama", vocab_size=2048, num_hidden_layers=1)
         self.talker = LLM(model, policy="full", host_memory="4MiB", tokenizer=tokenizer)
