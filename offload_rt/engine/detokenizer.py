@@ -71,8 +71,8 @@ def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) 
     The last character of the text of `tokens` may be incomplete.
     """
     counts = range(_INCOMPLETE + 1)
-    places = ((start, len(tokens) - missing) for missing in counts for start in counts)
-    whole = (start for start, stop in places if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
+    ranges = ((start, len(tokens) - missing) for missing in counts for start in counts)
+    whole = (start for start, stop in ranges if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
     return next(whole, 0)
 
 

@@ -203,10 +203,10 @@ def logprobs_of(
     ranks = (logprobs > mine).sum(dim=-1) + 1
     values, ids = logprobs.topk(logprobs.shape[1] if count < 0 else min(count, logprobs.shape[1]), dim=-1)
     every = zip(tokens, mine[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [_place(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
+    return [_logprobs(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
 
 
-def _place(
+def _logprobs(
     token: int,
     logprob: float,
     rank: int,
@@ -215,9 +215,9 @@ def _place(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Logprobs:
     found = {token: Logprob(logprob, rank, token_text(tokenizer, token))}
-    for place, (one, value) in enumerate(zip(best, values, strict=True)):
+    for i, (one, value) in enumerate(zip(best, values, strict=True)):
         if one != token:
-            found[one] = Logprob(value, place + 1, token_text(tokenizer, one))
+            found[one] = Logprob(value, i + 1, token_text(tokenizer, one))
     return found
 
 

@@ -74,12 +74,12 @@ class Swap:
 
     def __init__(self, runner: Runner, folder: Path, options: StoreOptions | None = None) -> None:
         self._runner = runner
-        model, place = runner.model, folder / FOLDER
+        model, own_folder = runner.model, folder / FOLDER
         namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, BLOCK_SIZE)
-        self._disk = SwapFile(place, namespace, layers, slot, None if options is None else options.limit)
-        for space in spaces(place):  # version 0.1 used named files, which remained if the process was killed
+        self._disk = SwapFile(own_folder, namespace, layers, slot, None if options is None else options.limit)
+        for space in spaces(own_folder):  # version 0.1 used named files, which remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()

@@ -24,9 +24,9 @@ from .system_memory import memory_limit, pool_full
 
 MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
 
-# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `NAMES` ids at a
-# time. When there are `MOST_NAMES` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
-NAMES, MOST_NAMES = 1 << 10, 1 << 16
+# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `IDS_AT_ONCE`
+# ids at a time. When there are `MOST_IDS` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
+IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 
 
 class ProcessLock:
@@ -95,12 +95,13 @@ class BlockSupply(StoredRows):
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""
-        self._held = BlockAllocator(self.layout.slab_blocks, *(() if self.file is None else (self.file.discard,)))
-        # Blocks of group 0. They have memory in the arena, unless all layers use sliding windows.
-        self._blocks = self._held if self.groups.full else BlockAllocator(NAMES)
+        on_free = () if self.file is None else (self.file.discard,)
+        self._memory_blocks = BlockAllocator(self.layout.slab_blocks, *on_free)
+        # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
+        self._blocks = self._memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
         self.states = states
         slots = None if not geometry.states else 0 if states is None else states.slots
-        self.cached = PrefixCache(self._blocks, self._held, self.groups, slots)
+        self.cached = PrefixCache(self._blocks, self._memory_blocks, self.groups, slots)
         self.lock = ProcessLock()
         self._claimed: set[int] = set()
 
@@ -114,7 +115,7 @@ class BlockSupply(StoredRows):
 
     @property
     def free_blocks(self) -> int:
-        return self.block_count - self._held.used
+        return self.block_count - self._memory_blocks.used
 
     @property
     def idle_blocks(self) -> int:
@@ -140,12 +141,12 @@ class BlockSupply(StoredRows):
 
         Shared blocks count once.
         """
-        return self._held.used * self.block_bytes
+        return self._memory_blocks.used * self.block_bytes
 
     @property
     def bytes_held(self) -> int:
         """Size in bytes of all blocks that sequences use. Each shared block counts once."""
-        return (self._held.used - self.idle_blocks) * self.block_bytes
+        return (self._memory_blocks.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
@@ -187,15 +188,15 @@ class BlockSupply(StoredRows):
     def _provide(self, count: int) -> None:
         """Make `count` ids of group 0 (full-attention layers) free, in one run if possible. Raises PoolFullError."""
         if self.groups.full:
-            self._provide_held(count)
+            self._provide_memory_blocks(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))
         elif (missing := count - self._blocks.free) > 0:
-            if self._blocks.slabs * NAMES >= MOST_NAMES:
+            if self._blocks.slabs * IDS_AT_ONCE >= MOST_IDS:
                 self.cached.evict(missing)
             while self._blocks.free < count:
                 self._blocks.add_slab()
 
-    def _provide_held(self, count: int) -> None:
+    def _provide_memory_blocks(self, count: int) -> None:
         """Evict idle blocks until `count` blocks are free. If there are too few, evict none and raise PoolFullError."""
         self._check_free(count)
         while (missing := count - self.free_blocks) > 0:
@@ -204,18 +205,19 @@ class BlockSupply(StoredRows):
 
     def _activate(self, count: int, run: int) -> None:
         """Activate slabs until `count` blocks are free, `run` of them contiguous, or no slab is left."""
-        while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
+        blocks = self._memory_blocks
+        while self._arena.active < self.layout.slabs and (blocks.free < count or blocks.largest_run < run):
             try:
                 self._arena.activate()
             except PoolFullError:
-                if self._held.free < count:
+                if blocks.free < count:
                     raise
                 return
-            self._held.add_slab()
+            blocks.add_slab()
 
     def _record_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)
 
     def _full(self, count: int, missing: int) -> PoolFullError:
-        room, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
-        return pool_full(count, missing, free, room, self.limit_bytes, disk=self.file is not None)
+        capacity, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
+        return pool_full(count, missing, free, capacity, self.limit_bytes, disk=self.file is not None)

@@ -83,7 +83,7 @@ class SlotState:
         for table in self._tables():
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
-    def place(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
+    def record_write(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
         """Record that the token at `position` was written in decode step `step`, to slot `slots[l]` of each layer l.
 
         `slots` is int64 `[L]`. The token can be selected `recent` steps later, when it has left the recent window.

@@ -22,17 +22,17 @@ class PrefixCache:
 
     Args:
         blocks: Allocator of the published blocks. The cache owns one reference to each published block.
-        held: Allocator of the window blocks.
+        window_blocks: Allocator of the window blocks.
         groups: Assignment of layers to blocks.
         snapshots: Number of slots for snapshots, or None if the model has no recurrent state.
     """
 
     def __init__(
-        self, blocks: BlockAllocator, held: BlockAllocator, groups: LayerGroups, snapshots: int | None = None
+        self, blocks: BlockAllocator, window_blocks: BlockAllocator, groups: LayerGroups, snapshots: int | None = None
     ) -> None:
         self._blocks, self._groups = blocks, groups
         self.tree = PrefixTree()
-        self.windows = WindowBlocks(held, groups)
+        self.windows = WindowBlocks(window_blocks, groups)
         self.snapshots = None if snapshots is None else SnapshotTable(snapshots)
 
     def __len__(self) -> int:

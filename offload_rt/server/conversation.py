@@ -214,19 +214,19 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
     functions = [tool["function"] for tool in conversation.tools]
     offered = [function for function in functions if function["name"] in (conversation.offered or ())]
     listed = conversation.parallel and conversation.named is None
-    place = "#/items" if listed else "#"
-    calls = [_call_schema(function, f"{place}/anyOf/{i}") for i, function in enumerate(offered)]
+    pointer = "#/items" if listed else "#"
+    calls = [_call_schema(function, f"{pointer}/anyOf/{i}") for i, function in enumerate(offered)]
     schema: dict[str, Any] = {"anyOf": calls}
     if listed:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_CALLS}
     return {"structured_outputs": StructuredOutputs(json=schema)}
 
 
-def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`, for insertion at the JSON pointer `place`."""
+def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    """Return the JSON schema of a call of `function`, for insertion at the JSON pointer `pointer`."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
-    arguments = _moved(parameters, f"{place}/properties/arguments") if known else {"type": "object"}
+    arguments = _moved(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -235,15 +235,15 @@ def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a JSON schema whose references (`#/$defs/...`) are valid at the JSON pointer `place` of another schema."""
+def _moved(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    """Return a JSON schema whose references (`#/$defs/...`) are valid at the JSON pointer `pointer` of another one."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
         target = found.get("$ref")
         if not isinstance(target, str) or not target.startswith("#"):
             return found
-        return found | {"$ref": place + target[1:]}
+        return found | {"$ref": pointer + target[1:]}
 
     if "$id" in schema:
         return schema

@@ -248,10 +248,10 @@ def _unknown(name: str) -> RefusedError:
 
 def _excerpt(text: str, words: Sequence[str]) -> str:
     lower = text.lower()
-    places = [place for word in words if (place := lower.find(word)) >= 0]
-    if not places:
+    starts = [start for word in words if (start := lower.find(word)) >= 0]
+    if not starts:
         return ""
-    begin = max(0, min(places) - _EXCERPT // 4)
+    begin = max(0, min(starts) - _EXCERPT // 4)
     return " ".join(text[begin : begin + _EXCERPT].split())
 
 

@@ -217,12 +217,12 @@ class HostTier:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return
             self._fetching = None
-        for place, kv in enumerate(soon):
+        for i, kv in enumerate(soon):
             if kv.sequence is not None or not kv.history.keys:
                 continue
             while kv.pool_bytes > self.free_bytes:
                 gone = next(self._order.ranked(), None)
-                if gone is None or gone in soon[:place]:
+                if gone is None or gone in soon[:i]:
                     return
                 self._evict(gone)
             try:

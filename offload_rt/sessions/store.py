@@ -167,15 +167,15 @@ class SessionStore:
         if document is None:
             return None
         history, vocab = History.from_bytes(document.data), self.context.runner.adapter.geometry.vocab
-        place = f"the file {document_name(name) + DOCUMENTS!r} of its store"
+        file = f"the file {document_name(name) + DOCUMENTS!r} of its store"
         if history is None:
             raise StoreError(
-                f"session {name!r} cannot be opened: {place} is of another format, perhaps a newer version's; use the "
+                f"session {name!r} cannot be opened: {file} is of another format, perhaps a newer version's; use the "
                 "version that wrote it, or another name"
             )
         if history.name != name or max(history.tokens, default=0) >= vocab:
             raise StoreError(
-                f"session {name!r} cannot be opened: {place} holds the history of another session ({history.name!r} "
+                f"session {name!r} cannot be opened: {file} contains the history of another session ({history.name!r} "
                 f"with {history.model}); {mend}"
             )
         if document.damage:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from ..core import BLOCK_SIZE
 from ..engine.snapshot_keeper import SnapshotKeeper
-from ..kv_cache.snapshot_table import needed_places
+from ..kv_cache.snapshot_table import needed_positions
 from ..kv_cache.state_pool import StatePool
 from ..model_runner.sequence import Sequence
 from ..storage.block_file import ALIGNMENT
@@ -59,15 +59,15 @@ class StoredStates:
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
-            place
-            for place, name in states.items()
-            if self._snapshots.find(sequence, place) is not None or name.key in self._store
+            position
+            for position, name in states.items()
+            if self._snapshots.find(sequence, position) is not None or name.key in self._store
         ]
-        needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
-        again = max((place for place in known if place <= start), default=None)
+        needed = needed_positions(sum(name.count for name in names), known, DISK_SLACK)
+        again = max((position for position in known if position <= start), default=None)
         if again is not None and again not in needed:
             needed.insert(1, again)
-        return [states[place] for place in needed]
+        return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
         """Return the number of tokens before the last snapshot on disk between the tokens `start` and `stop`.

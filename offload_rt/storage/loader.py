@@ -29,9 +29,9 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block with the index in the block table at which it will be loaded (`place`), and its layer group."""
+    """A stored block with the index in the block table at which it will be loaded (`index`), and its layer group."""
 
-    place: int
+    index: int
     block: StoredBlock
     group: int = 0
 
@@ -84,7 +84,7 @@ class BlockLoader:
         self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
         tokens = [
-            range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
+            range(placed.index * BLOCK_SIZE, placed.index * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
         ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
@@ -185,20 +185,25 @@ class BlockLoader:
 
         With `extent`, the pool reads the KV from the file in the store, so it is not copied.
         """
-        return all(self._fill_place(block, place, span, extent) for place in self._pool.groups.places(layer))
+        return all(
+            self._fill_storage_layer(block, storage_layer, span, extent)
+            for storage_layer in self._pool.groups.storage_layers(layer)
+        )
 
-    def _fill_place(self, block: StoredBlock, place: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
+    def _fill_storage_layer(
+        self, block: StoredBlock, storage_layer: int, span: SlotSpan, extent: StoredExtent | None
+    ) -> bool:
         layout, format = self._pool.layout, self._pool.format
         buffer = self._buffers.get()
         try:
             own = buffer.numpy().data[: block.layer_bytes]
             if extent is not None:
-                return block.read_from(extent.file.handle, place, own)
-            if not block.read_layer(place, own):
+                return block.read_from(extent.file.handle, storage_layer, own)
+            if not block.read_layer(storage_layer, own):
                 return False
             rows = buffer[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
             k, v = rows.view(layout.kv_heads, span.size, 2, format.width).unbind(2)
-            self._pool.fill_place(place, span, k, v)
+            self._pool.fill_storage_layer(storage_layer, span, k, v)
             return True
         finally:
             self._buffers.put(buffer)

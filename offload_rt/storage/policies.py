@@ -78,7 +78,7 @@ class EvictionOrder(Generic[K]):
         self._others[item] = rank, number
         heapq.heappush(self._heap, (rank, number, item))
         if len(self._heap) > 2 * len(self._others) + 64:
-            self._heap = [(*place, item) for item, place in self._others.items()]
+            self._heap = [(*order, item) for item, order in self._others.items()]
             heapq.heapify(self._heap)
 
     def remove(self, item: K) -> None:

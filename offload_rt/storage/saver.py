@@ -128,7 +128,7 @@ class Saver:
         Return a handle for `layer_done`, or None if no block fits. For `claim`, see `DiskStore.begin`.
         """
         with self._mutex:
-            room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
+            most = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
         saving = SaveHandle(blocks)
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
@@ -137,7 +137,7 @@ class Saver:
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
             entry = PendingBlock(block, self._pool_block(blocks, block), span, cost, claim)
             if not self._attach(saving, entry):
-                if saving.buffered == room:
+                if saving.buffered == most:
                     break
                 saving.buffered += 1
             saving.entries.append(entry)
@@ -183,7 +183,7 @@ class Saver:
         """Write a complete block of a pool on disk directly to a store file, if the block is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
-        layers = self._pool.groups.used_places(entry.block.group)
+        layers = self._pool.groups.used_storage_layers(entry.block.group)
         if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.pool_block, extent, layers):
             entry.give_up()
 
@@ -209,8 +209,8 @@ class Saver:
 
     def _pool_block(self, blocks: BlockTable, block: NamedBlock) -> int:
         """Return the id of the pool block with the KV of `block`, or -1 if the block table has released it."""
-        held = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
-        return held[0] if held else -1
+        found = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
+        return found[0] if found else -1
 
     def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
@@ -319,8 +319,8 @@ class Saver:
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:
-                for place, part in self._pool.view_places(layer, entry.span):
-                    writer.write(place, place_block(self._pool, part))
+                for storage_layer, part in self._pool.view_storage_layers(layer, entry.span):
+                    writer.write(storage_layer, layer_data(self._pool, part))
 
     def _begin_writer(self, entry: PendingBlock) -> BlockWriter | None:
         """Return the store's writer for a block, or None if the store has the block already or does not accept it."""
@@ -332,9 +332,9 @@ class Saver:
 
     def _commit(self, writer: BlockWriter, entry: PendingBlock) -> None:
         """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
-        # If a stored block has more places than its layer group uses, write zeros for the remaining places.
-        for place in range(self._pool.groups.used_places(entry.block.group), self._store.layers):
-            writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
+        # If a stored block has more storage layers than its layer group uses, write zeros for the remaining ones.
+        for storage_layer in range(self._pool.groups.used_storage_layers(entry.block.group), self._store.layers):
+            writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
         with self._mutex:  # all KV has been read, so later changes of the block do no harm
             moved = entry.moved
         writer.abort() if moved else writer.commit()
@@ -354,12 +354,12 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Return the number of bytes that a place takes in the store, for a block with `tokens` tokens."""
+    """Return the size in bytes of a storage layer in the store, for a block with `tokens` tokens."""
     return block_layer_bytes(tokens, pool.layout)
 
 
-def place_block(pool: HostPool, part: KVPart) -> memoryview:
-    """Return a copy of the KV of one place, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
+def layer_data(pool: HostPool, part: KVPart) -> memoryview:
+    """Return a copy of the KV of one storage layer, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
     layout, size = pool.layout, part.k.shape[1]
     block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: 2 * part.k.numel()].view(layout.kv_heads, size, 2, -1)

@@ -188,10 +188,10 @@ class RowCache:
 
     def check_integrity(self) -> None:
         """Assert that every row is in its set exactly once."""
-        held = self.occupied
-        owners = self.owners(held)
-        assert len(held) == self.used == len(np.unique(owners))
-        assert np.array_equal(self._slots_of(owners)[:, 0], held // self._ways * self._ways)
+        occupied = self.occupied
+        owners = self.owners(occupied)
+        assert len(occupied) == self.used == len(np.unique(owners))
+        assert np.array_equal(self._slots_of(owners)[:, 0], occupied // self._ways * self._ways)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def held_windows(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers", "group", "place", "sliding"),
+    ("kind", "layers", "group", "storage_layer", "sliding"),
     [
         ("all slide", 2, (1, 1), (0, 1), 1),
         ("half slide", 1, (0, 1), (0, 0), 1),
@@ -81,11 +81,11 @@ def held_windows(llm: LLM) -> int:
     ],
 )
 def test_layers_fall_into_groups(
-    kind: str, layers: int, group: tuple[int, ...], place: tuple[int, ...], sliding: int
+    kind: str, layers: int, group: tuple[int, ...], storage_layer: tuple[int, ...], sliding: int
 ) -> None:
     geometry = make(kind).runner.adapter.geometry
     each = 2 if kind in TWO_SHAPES else 1
-    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, place, sliding, WINDOW, each)
+    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, storage_layer, sliding, WINDOW, each)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])

@@ -256,7 +256,7 @@ class AllSlideMachine(PoolMachine):
 
 
 class NarrowWindowMachine(PoolMachine):
-    """Sliding-window layers have more heads of half the width, so that each takes two places (Gemma 4)."""
+    """Sliding-window layers have more heads of half the width, so that each takes two storage layers (Gemma 4)."""
 
     windows = (None, 100, 70, None)
     window_rows = RowShape(6, 1)
@@ -264,7 +264,7 @@ class NarrowWindowMachine(PoolMachine):
 
 
 class ManyHeadsMachine(PoolMachine):
-    """Sliding-window layers have more heads of the same width, and one place has unused planes (MiMo-V2)."""
+    """Sliding-window layers have more heads of the same width, and one storage layer has unused planes (MiMo-V2)."""
 
     windows = (70, None, 100)
     window_rows = RowShape(3, 2)
