@@ -85,9 +85,9 @@ class Beams:
         grown = [[*self.running[parent], token] for parent, token in zip(parents, tokens, strict=True)]
         ends = torch.tensor([self._ended(candidate)[0] is not None for candidate in grown])
         self._finish(grown, scores, ends)
-        going_on = scores + ends.float() * _NEVER
-        best = torch.topk(going_on, width).indices.tolist()
-        self.running, self._scores = [grown[i] for i in best], going_on[best]
+        continuing = scores + ends.float() * _NEVER
+        best = torch.topk(continuing, width).indices.tolist()
+        self.running, self._scores = [grown[i] for i in best], continuing[best]
         self._improvable &= self._could_improve(len(grown[0]))
         full = params.early_stopping is True and bool(self._is_finished.all())
         self.done = not self._improvable or full or bool(ends.all())

@@ -33,7 +33,7 @@ def salt_provenance(cache_salt: str) -> str:
     return f"+salt-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
 
-SHARED_BEHIND = 512
+KEPT_BEFORE_WINDOW = 512
 """Number of tokens before the sliding window whose KV is also kept after a prefill, if blocks are free.
 
 Another prompt can then reuse the prefix if both prompts differ in at most this many tokens at the end.
@@ -117,9 +117,9 @@ class CacheManager:
             blocks = self._pool.match(known, EXACT + provenance)
         if not blocks.length:
             blocks = self._pool.new_block_table(capacity)
-        return self.reserved(blocks, capacity, blocks.length, stop)
+        return self.reserve_slots(blocks, capacity, blocks.length, stop)
 
-    def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
+    def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
 
         Sliding layers get slots only for the tokens [start, stop). If PoolFullError is raised, all blocks of the table
@@ -127,7 +127,7 @@ class CacheManager:
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
-            self._pool.slide(blocks, start, stop, whole=self.evicts)
+            self._pool.slide(blocks, start, stop, next_window=self.evicts)
         return blocks
 
     @contextmanager
@@ -139,7 +139,7 @@ class CacheManager:
             self._pool.release(blocks)
             raise
 
-    def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
+    def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, before_window: int = 0) -> None:
         """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
 
         Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
@@ -150,7 +150,7 @@ class CacheManager:
             sequence: The sequence.
             storage: Device storage of the runner's sequences.
             stop: End of the tokens to compute next.
-            behind: Maximum number of new tokens before the last window that get slots too, if blocks are free.
+            before_window: Maximum number of new tokens before the last window that get slots too, if blocks are free.
         """
         # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
@@ -158,9 +158,9 @@ class CacheManager:
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
         if sequence.keeps_decoded:
             position = position // BLOCK_SIZE * BLOCK_SIZE
-        if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):
+        if before_window or self._pool.slides(blocks, position, stop, next_window=self.evicts):
             storage.settle(blocks)
-            self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)
+            self._pool.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
 
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
         """Move blocks from the longest sequence of `batch` to sequences that need one, if the pool is full.
@@ -194,11 +194,11 @@ class CacheManager:
         storage.open(blocks, policy.sinks, policy.recent)
 
 
-NAMED = 8  # maximum number of holdings listed in an error message
+MAX_LISTED = 8  # maximum number of users listed in an error message
 
 
 @dataclass(frozen=True)
-class Holding:
+class MemoryUse:
     """Host memory of one session or request that cannot be reclaimed now. Used in error messages.
 
     Attributes:
@@ -219,15 +219,15 @@ class Reclaimable(Protocol):
         """Free some memory without losing data. Return False if no memory can be freed."""
         ...
 
-    def holdings(self) -> list[Holding]:
+    def memory_in_use(self) -> list[MemoryUse]:
         """Return which sessions or requests use memory that cannot be freed now."""
         ...
 
 
-def describe_holdings(holdings: list[Holding]) -> str:
-    """Return the end of an error message that lists the largest `holdings`."""
-    holdings = sorted(holdings, key=lambda own: -own.bytes)
-    total = sum(one.bytes for one in holdings)
-    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in holdings[:NAMED])
-    others = f" and {len(holdings) - NAMED} more" if len(holdings) > NAMED else ""
+def describe_memory_use(uses: list[MemoryUse]) -> str:
+    """Return the end of an error message that lists the largest `uses`."""
+    uses = sorted(uses, key=lambda own: -own.bytes)
+    total = sum(one.bytes for one in uses)
+    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in uses[:MAX_LISTED])
+    others = f" and {len(uses) - MAX_LISTED} more" if len(uses) > MAX_LISTED else ""
     return f"sessions use {format_size(total)} of it: {named}{others}; close some, or finish their turns first"

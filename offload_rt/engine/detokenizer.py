@@ -14,7 +14,7 @@ CONTEXT_TOKENS = 6
 _INCOMPLETE = 3
 """Maximum number of bytes, and of tokens, in an incomplete UTF-8 character."""
 
-_MAX_HELD = 8
+_MAX_HELD_BACK = 8
 """If this many tokens are held back, they cannot all belong to one incomplete character."""
 
 _LONGEST_WINDOW = 32
@@ -137,7 +137,7 @@ class TextStream:
         # (spaces, bytes of one character). `_known` is the text of the first `_shown` tokens; it has been returned.
         self._window = decoding_context(tokenizer, prompt)
         self._shown, self._known = len(self._window), self._texts(self._window)
-        self._held = ""
+        self._held_back = ""
         self.stopped: str | None = None
         """The stop string that was found, or None."""
 
@@ -147,29 +147,29 @@ class TextStream:
         If `may_stop` is True and the text contains a stop string, set `stopped` and cut the text there.
         """
         fresh = self._completed(token)
-        return self._release(self._held + fresh) if may_stop else fresh
+        return self._release(self._held_back + fresh) if may_stop else fresh
 
     def flush(self) -> str:
         """Return the text that is still held back. Call this after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
-        held, self._held = self._held + tail, ""
-        return held if self.stopped is None else ""
+        held_back, self._held_back = self._held_back + tail, ""
+        return held_back if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
         """Append `token` to the window and return the text that can no longer change."""
         window = self._window
         window.append(token)
         text = self._decode(window)
-        held = self._incomplete_tokens(text)
+        held_back = self._incomplete_tokens(text)
         fresh = ""
-        if len(window) - held > self._shown:
-            certain = self._decode(window[: len(window) - held]) if held else text
+        if len(window) - held_back > self._shown:
+            certain = self._decode(window[: len(window) - held_back]) if held_back else text
             fresh = added_text(self._known, certain)
         if fresh:
             if not self._known[0].endswith(_PENDING) or len(window) > _LONGEST_WINDOW:  # not within a character
                 del window[: self._shown]
-            self._shown = len(window) - held
+            self._shown = len(window) - held_back
             self._known = self._texts(window[: self._shown])
         elif not _has_text(self._tokenizer, token):  # a special token: many of them must not fill the window
             window.pop()
@@ -183,9 +183,9 @@ class TextStream:
         if not text.endswith(_PENDING):
             return 0
         window = self._window
-        held = len(window) - self._shown
-        if held < _MAX_HELD:
-            return held
+        held_back = len(window) - self._shown
+        if held_back < _MAX_HELD_BACK:
+            return held_back
         counts = range(_INCOMPLETE, 0, -1)
         apart = (n for n in counts if self._decode(window[:-n]) + self._decode(window[-n:]) == text)
         return next(apart, 0)
@@ -199,10 +199,10 @@ class TextStream:
     def _release(self, text: str) -> str:
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            (at, self.stopped), self._held = min(found), ""
+            (at, self.stopped), self._held_back = min(found), ""
             return text[: at + len(self.stopped) * self._keep_stop]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
+        self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 

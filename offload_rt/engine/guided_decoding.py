@@ -58,7 +58,7 @@ class GuidedDecoder:
             grammar = _grammar(spec, library)
         except ValueError as error:
             raise InputError(f"structured_outputs are invalid: {error}") from error
-        self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
+        self._matcher: LLMatcher = _compiled(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
     def copy(self) -> GuidedDecoder:
         twin = object.__new__(GuidedDecoder)
@@ -79,7 +79,7 @@ class GuidedDecoder:
         found[: len(allowed)] = allowed
         return torch.from_numpy(found)
 
-    def take(self, token: int) -> None:
+    def advance(self, token: int) -> None:
         """Advance the state by `token`, which must be allowed."""
         self._matcher.consume_token(token)
         self._check("structured_outputs cannot be followed")
@@ -147,9 +147,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _understood(
-    tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
-) -> LLMatcher:
+def _compiled(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
     """Return a compiled grammar. The result is cached, so callers must copy it before they advance it."""
     what, table = "structured_outputs are invalid", _table(tokenizer, vocab, ends)
     try:

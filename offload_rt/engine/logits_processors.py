@@ -107,7 +107,7 @@ def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, sco
         found = processor(cast(torch.LongTensor, history), found)
         if not _is_logits(found, scores.shape):
             raise InputError(
-                f"the logits processor {type(processor).__name__} returned {_described(found)}; it must return "
+                f"the logits processor {type(processor).__name__} returned {_describe_result(found)}; it must return "
                 f"floating-point logits of shape {tuple(scores.shape)}"
             )
     return cast(torch.Tensor, found.to(scores))
@@ -119,7 +119,7 @@ def _is_logits(value: Any, shape: torch.Size) -> bool:
     return value.layout == torch.strided and not value.is_meta
 
 
-def _described(value: Any) -> str:
+def _describe_result(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return "None" if value is None else f"a {type(value).__name__}"
     return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, layout {value.layout} on {value.device}"

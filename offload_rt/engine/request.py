@@ -145,14 +145,14 @@ class Request(ABC):
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
     @property
-    def draft_room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens that speculative decoding may propose in the next step."""
         return 0
 
     def draft_sampler(self) -> Sampler:
         """Return a copy of the request's sampler, which chooses draft tokens.
 
-        Called only if `draft_room` is positive.
+        Called only if `max_draft_tokens` is positive.
         """
         raise NotImplementedError
 
@@ -288,7 +288,7 @@ class SampledRequest(Request):
         collected = None if self.new_tokens else self._prompt_logprobs()
         self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
         sequence.trace.prompt_tokens = prompt
-        self._count_on(sequence)
+        self._continue_statistics(sequence)
         every_logits = None if collected is None else collected.add
         return runner.begin_prefill(sequence, stop, want_logits=True, every_logits=every_logits)
 
@@ -299,7 +299,7 @@ class SampledRequest(Request):
         self.prompt_logprobs = collected.logprobs
         return collected
 
-    def _count_on(self, sequence: Sequence) -> None:
+    def _continue_statistics(self, sequence: Sequence) -> None:
         if self._trace is None:
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
@@ -325,7 +325,7 @@ class SampledRequest(Request):
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property
-    def draft_room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens in the next step.
 
         It is 0 while generated tokens are decoded again after a preemption. It is also 0 with the user's own logits

@@ -28,7 +28,7 @@ from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
-from .cache_manager import SHARED_BEHIND
+from .cache_manager import KEPT_BEFORE_WINDOW
 from .pool_order import PoolOrder
 from .sequence_manager import SequenceManager
 from .thread_choice import ThreadChoice
@@ -112,8 +112,8 @@ class Runner(SequenceManager):
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
             sequence.share_state(self._open.values())
-        behind = SHARED_BEHIND if self.cache_manager.shares else 0
-        self.cache_manager.slide(sequence, self.transfer.storage, stop, behind=behind)
+        before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
+        self.cache_manager.slide(sequence, self.transfer.storage, stop, before_window=before_window)
         return Prefill(
             sequence,
             stop,

@@ -115,7 +115,7 @@ class Sampler:
         else:
             token = self._draw(scores, shift + len(tokens))
         if self._guided is not None:
-            self._guided.take(token)
+            self._guided.advance(token)
         return token
 
     @property
@@ -198,11 +198,11 @@ def logprobs_of(
     Each result contains the log-probability of the chosen token and the `count` largest log-probabilities (-1: all).
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    there = torch.tensor(tokens, device=logprobs.device)[:, None]
-    mine = logprobs.gather(1, there)
-    ranks = (logprobs > mine).sum(dim=-1) + 1
+    chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
+    own = logprobs.gather(1, chosen)
+    ranks = (logprobs > own).sum(dim=-1) + 1
     values, ids = logprobs.topk(logprobs.shape[1] if count < 0 else min(count, logprobs.shape[1]), dim=-1)
-    every = zip(tokens, mine[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    every = zip(tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
     return [_logprobs(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
 
 
@@ -232,5 +232,5 @@ class PromptLogprobs:
         """Add the logits `[n, V]` of positions [first, first + n). Calls must be in the order of the positions."""
         assert first == len(self.logprobs) - 1
         check_logits(logits)
-        behind = self._tokens[first + 1 : first + 1 + len(logits)]
-        self.logprobs += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)
+        following = self._tokens[first + 1 : first + 1 + len(logits)]
+        self.logprobs += logprobs_of(logits[: len(following)], following, self._count, self._tokenizer)

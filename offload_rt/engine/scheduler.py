@@ -38,7 +38,7 @@ class Scheduler(PoolMember):
         super().__init__(runner.order)
         self._runner, self._max_num_seqs, self._swap = runner, max_num_seqs, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
-        self._stay: WeakSet[Request] = WeakSet()
+        self._unswappable: WeakSet[Request] = WeakSet()
         self._arrivals: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self.waiting: deque[Request] = deque()
         self.prefilling: tuple[Request, Prefill] | None = None
@@ -57,7 +57,7 @@ class Scheduler(PoolMember):
         return [*self.running, *(self.prefilling or ())[:1], *self.waiting]
 
     @property
-    def holds(self) -> bool:
+    def uses_memory(self) -> bool:
         return bool(self.prefilling or self.running)
 
     @property
@@ -67,7 +67,7 @@ class Scheduler(PoolMember):
     @property
     def idle(self) -> bool:
         """Whether there are no requests."""
-        return not (self.waiting or self.holds)
+        return not (self.waiting or self.uses_memory)
 
     def add(self, request: Request, *, swaps: bool = True) -> None:
         """Queue a request. Raises EngineError if an earlier failure left the pool inconsistent.
@@ -82,7 +82,7 @@ class Scheduler(PoolMember):
         self._arrivals[request] = self.order.arrival()
         self.waiting.append(request)
         if not swaps:
-            self._stay.add(request)
+            self._unswappable.add(request)
 
     def admit(self) -> None:
         """Start the prefill of the next waiting request, if memory allows it and no other prefill is running.
@@ -283,7 +283,7 @@ class Scheduler(PoolMember):
 
         Return None if it was not written.
         """
-        if self._swap is None or request in self._stay or request not in self.running or request.tokens is None:
+        if self._swap is None or request in self._unswappable or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
         try:
@@ -336,9 +336,9 @@ def failure(request: Request, error: Exception) -> OffloadError:
     if isinstance(error, OffloadError):
         return error
     logger.error("request %s failed", request.prompt.id, exc_info=error)
-    told = EngineError(
+    wrapped = EngineError(
         f"request {request.prompt.id} failed with {type(error).__name__}: {error}. Other requests are not affected. "
         "The traceback is in the log"
     )
-    told.__cause__ = error
-    return told
+    wrapped.__cause__ = error
+    return wrapped

@@ -143,7 +143,8 @@ class _Batches:
         If the pool is full, decode and free the pending sequences first.
         """
         pool = self._runner.pool
-        crowded = self._sliding + blocks > pool.free_blocks + pool.idle_blocks if self._groups.sliding else False
+        available = pool.free_blocks + pool.idle_blocks
+        crowded = self._groups.sliding > 0 and self._window_blocks_needed + blocks > available
         if self._pending and (crowded or len(self._pending) >= self._size):
             self.decode()
         try:
@@ -155,14 +156,14 @@ class _Batches:
             return self._runner.retry_after_reclaim(make)
 
     @property
-    def _sliding(self) -> int:
+    def _window_blocks_needed(self) -> int:
         """Number of blocks that sliding windows of pending sequences may still need. These blocks are not reserved."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
-        held = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
+        windows = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
             self._groups.blocks(task.computed) - self._groups.full * blocks_for(task.computed) for _, task in waiting
         )
-        return most - self._groups.sliding * len(held)
+        return most - self._groups.sliding * len(windows)
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)

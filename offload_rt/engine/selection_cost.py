@@ -170,10 +170,10 @@ def layer_seconds(
             runner.decode([sequence])
     runner.free(sequence)
     full, selecting = adapter.steps[2::2], adapter.steps[3::2]
-    return _typical(full), _typical(selecting)
+    return _median_over_layers(full), _median_over_layers(selecting)
 
 
-def _typical(steps: Sequence[Sequence[float]]) -> float:
+def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
     """Return the median over the layers of each layer's fastest time. `steps` contains one time per layer and step."""
     return float(median(map(min, zip(*steps, strict=True))))
 

@@ -25,7 +25,7 @@ from ..planning.device_plan import DevicePlan
 from ..policies.base import Policy
 from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
-from .cache_manager import CacheManager, Reclaimable, describe_holdings
+from .cache_manager import CacheManager, Reclaimable, describe_memory_use
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .snapshot_keeper import SnapshotKeeper
 
@@ -126,8 +126,8 @@ class SequenceManager:
                 stores = tuple(self.reclaimables)
                 if any(one.reclaim() for one in stores):
                     continue
-                if holdings := [own for one in stores for own in one.holdings()]:
-                    raise type(error)(f"{error}; {describe_holdings(holdings)}") from error
+                if uses := [use for store in stores for use in store.memory_in_use()]:
+                    raise type(error)(f"{error}; {describe_memory_use(uses)}") from error
                 raise
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
@@ -172,7 +172,7 @@ class SequenceManager:
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
-        blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
+        blocks = self.cache_manager.reserve_slots(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
         with self.cache_manager.released_on_error(blocks):
             keys = key_reader(self.pool, self.transfer.storage, blocks)
@@ -231,7 +231,7 @@ class SequenceManager:
             snapshot: Slot of a snapshot of the recurrent state after the known tokens. The state is copied from it.
                 None if a snapshot is cached with the blocks, or if the model has no recurrent state.
         """
-        self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
+        self.cache_manager.reserve_slots(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
         return self._create(
@@ -377,8 +377,8 @@ class SequenceManager:
         self.transfer.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
-        held = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
+        slots = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
         if self.states is not None and self.marks is not None:
             self.states.check_integrity()
-            assert self.states.used == len(held) == len(set(held))
+            assert self.states.used == len(slots) == len(set(slots))
             self.marks.check_integrity(self._open.values())

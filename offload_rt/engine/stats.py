@@ -77,10 +77,10 @@ def _memory(runner: Runner) -> tuple[int, int, int]:
 
 def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
     """Return the size in bytes of a sequence's KV in the pool, including the KV of the draft model."""
-    held = runner.pool.bytes_of(sequence.blocks)
+    kv_bytes = runner.pool.bytes_of(sequence.blocks)
     if runner.draft is not None and sequence.drafter is not None:
-        held += runner.draft.pool.bytes_of(sequence.drafter.blocks)
-    return held
+        kv_bytes += runner.draft.pool.bytes_of(sequence.drafter.blocks)
+    return kv_bytes
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
@@ -90,7 +90,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     shares = Fractions.of(trace, dense)
     missed, worst = layer_means(trace, dense)
     weight_bytes, on_device, peak = _memory(runner)
-    held, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
+    kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
     estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(
@@ -111,7 +111,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         d2h_bytes=trace.bytes_to_host,
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,
-        kv_bytes_host=held if file is None else file.host_bytes,
+        kv_bytes_host=kv_bytes if file is None else file.host_bytes,
         kv_bytes_device=runner.transfer.device_bytes,
         scoring_bytes_device=sequence.state.device_bytes,
         scoring_bytes_host=sequence.state.host_bytes,
@@ -137,7 +137,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         draft_speedup=trace.draft_speedup,
         attended_by_step=trace.attended,
         missed_by_step=trace.missed,
-        kv_bytes_disk=0 if file is None else held,
+        kv_bytes_disk=0 if file is None else kv_bytes,
         disk_bytes_read=used.bytes_read,
         disk_bytes_written=used.bytes_written,
         expert_hit_rate=steps.found / steps.chosen if steps.chosen else None,

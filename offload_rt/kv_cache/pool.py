@@ -70,14 +70,18 @@ class HostPool(BlockSupply):
         blocks.ids += fresh[len(shared) :]
         self._record_peak()
 
-    def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
+    def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
         """Return whether `slide` with these arguments would change the block table.
 
         If so, the caller must first copy the KV of all appended tokens to the pool.
         """
-        return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
+        if not self.groups.sliding:
+            return False
+        return self._window_indices(blocks, start, stop, next_window) != blocks.windows.keys()
 
-    def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
+    def slide(
+        self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False, before_window: int = 0
+    ) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
         Keeps blocks of earlier tokens that the tokens [start, stop) attend to. Allocates blocks for new tokens that
@@ -88,43 +92,46 @@ class HostPool(BlockSupply):
             blocks: The block table of the sequence.
             start: First token to compute.
             stop: End of the tokens to compute.
-            whole: Also allocate blocks for the next complete window, so that the sequence can continue if the pool is
-                full later.
-            behind: Number of new tokens before the window of `stop` that also get slots, if there are enough free
-                blocks.
+            next_window: Also allocate blocks for the next complete window, so that the sequence can continue if the
+                pool is full later.
+            before_window: Number of new tokens before the window of `stop` that also get slots, if there are enough
+                free blocks.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.
         """
         if not self.groups.sliding:
             return
-        shown, at, filled = self._shown(blocks, start, stop, whole), *divmod(start, BLOCK_SIZE)
+        wanted, at, filled = self._window_indices(blocks, start, stop, next_window), *divmod(start, BLOCK_SIZE)
         first = max(start, self.groups.first_seen(stop, blocks.floor))
-        earlier = range(max(start, first - behind) // BLOCK_SIZE, first // BLOCK_SIZE)
-        if (len(shown - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
-            shown.update(earlier)
-        shared = at in shown and at in blocks.windows and self._memory_blocks.refs(blocks.windows[at][0]) > 1
-        fresh = sorted(index for index in shown if index not in blocks.windows or (index == at and shared))
-        if not fresh and shown == blocks.windows.keys():
+        earlier = range(max(start, first - before_window) // BLOCK_SIZE, first // BLOCK_SIZE)
+        if (len(wanted - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
+            wanted.update(earlier)
+        shared = at in wanted and at in blocks.windows and self._memory_blocks.refs(blocks.windows[at][0]) > 1
+        fresh = sorted(index for index in wanted if index not in blocks.windows or (index == at and shared))
+        if not fresh and wanted == blocks.windows.keys():
             return
-        gone = sorted(blocks.windows.keys() - shown)
+        gone = sorted(blocks.windows.keys() - wanted)
         # Window blocks that no other sequence uses become free or idle, so that the new blocks can replace them.
         available = sum(self.cached.windows.has_one_user(blocks.windows[index]) for index in gone)
         self._check_free((len(fresh) - available) * self.groups.sliding)
         for index in gone:
             self.cached.windows.release(blocks.windows.pop(index))
         self._provide_memory_blocks(len(fresh) * self.groups.sliding)
-        self._give_windows(blocks, fresh, filled)
+        self._allocate_windows(blocks, fresh, filled)
         self._record_peak()
 
-    def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
+    def _window_indices(self, blocks: BlockTable, start: int, stop: int, next_window: bool) -> set[int]:
         """Return the indices of the window blocks that the block table would have after `slide`."""
         before = range(self.groups.first_seen(start, blocks.floor) // BLOCK_SIZE, blocks_for(start))
         first = self.groups.first_seen(stop, blocks.floor)
-        ahead = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE + self.groups.window_blocks if whole else 0
-        return {*before, *range(max(start, first) // BLOCK_SIZE, max(blocks_for(stop), ahead))}
+        end = blocks_for(stop)
+        if next_window:
+            last = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE
+            end = max(end, last + self.groups.window_blocks)
+        return {*before, *range(max(start, first) // BLOCK_SIZE, end)}
 
-    def _give_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
+    def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
         """Allocate window blocks with the indices `indices`, contiguous within each layer group.
 
         A shared block at one of them is replaced by a copy of its first `filled` slots.

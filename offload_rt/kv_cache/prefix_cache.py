@@ -73,7 +73,7 @@ class PrefixCache:
             The cached blocks that the sequence must use, by block index in the sequence. A reference to each was added
             for the sequence. The caller drops the references to the replaced blocks.
         """
-        fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
+        fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._has_one_user)
         self._blocks.incref(fresh)
         self._blocks.incref(instead.values())
         return instead
@@ -89,7 +89,7 @@ class PrefixCache:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Mark the published blocks among `blocks` as idle if no sequence references them any more."""
-        self.tree.release(filter(self._alone, blocks))
+        self.tree.release(filter(self._has_one_user, blocks))
 
     def evict(self, count: int) -> bool:
         """Evict up to `count` idle blocks. Return whether any block was evicted."""
@@ -108,7 +108,7 @@ class PrefixCache:
             self.snapshots.forget(blocks)
         self._blocks.decref(blocks)
 
-    def _alone(self, block: int) -> bool:
+    def _has_one_user(self, block: int) -> bool:
         return self._blocks.refs(block) == 1
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:

@@ -165,7 +165,7 @@ class PrefixTree:
         return known
 
     def insert(
-        self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, alone: Callable[[int], bool]
+        self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, has_one_user: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
         """Insert the full blocks of a sequence with the tokens `tokens`.
 
@@ -173,7 +173,7 @@ class PrefixTree:
             tokens: Tokens of the sequence, from its start.
             blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
-            alone: Function that returns whether only this sequence references a block.
+            has_one_user: Function that returns whether only this sequence references a block.
 
         Returns:
             The blocks that are new in the tree, and a dict. The dict maps the index of a block to the block that the
@@ -194,7 +194,7 @@ class PrefixTree:
                     break  # digest collision: the blocks from here on cannot be shared
                 node = self._add(_Node(key, parent, provenance_key, data, blocks[i], self._clock))
                 fresh.append(blocks[i])
-            elif not alone(blocks[i]):
+            elif not has_one_user(blocks[i]):
                 # A fork that keeps the old block would later reference a block of the tree without its ancestors.
                 break
             else:

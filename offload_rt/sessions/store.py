@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 
 from ..config import DType, KVFormatName
-from ..engine.cache_manager import Holding
+from ..engine.cache_manager import MemoryUse
 from ..engine.checks import check_folder_path
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, OffloadError, StoreError
@@ -245,14 +245,14 @@ class SessionStore:
         """Evict one parked session. Return False if none can be evicted (see `engine.cache_manager.Reclaimable`)."""
         return self.host.reclaim()
 
-    def holdings(self) -> list[Holding]:
+    def memory_in_use(self) -> list[MemoryUse]:
         """Return how much host memory each open session uses, and why it cannot be evicted."""
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
                 refused = self.context.storage.last_error or "the store has reached its limit"
                 reason = f"its KV cannot be stored: {refused}" if session.kv in parked else "answering"
-                found.append(Holding(session.name, pool.bytes_of(sequence.blocks), reason))
+                found.append(MemoryUse(session.name, pool.bytes_of(sequence.blocks), reason))
         return found
 
     def close_if_idle(self) -> None:

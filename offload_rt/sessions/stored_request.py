@@ -172,7 +172,7 @@ class StoredRequest(SampledRequest):
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
         if runner.snapshots is not None:
             runner.snapshots.note_shared_tokens(sequence, shared_tokens)
-        self._count_on(sequence)
+        self._continue_statistics(sequence)
         sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds
         return self._begin_segment(runner)

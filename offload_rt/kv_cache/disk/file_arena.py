@@ -20,7 +20,7 @@ from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
 from .file_layout import DiskTier, FileLayout, MemoryBudget, disk_limit, round_up_to_page
-from .requests import DISK_PAGE, Offsets, Requests, merged
+from .requests import DISK_PAGE, Offsets, Requests, merge_reads
 from .row_cache import RowCache
 from .row_copy import RowCopies
 from .write_behind import ExtentWrite, WriteBehind
@@ -370,7 +370,7 @@ class FileArena:
             least = round_up_to_page(own * row) + DISK_PAGE  # A piece may begin within a disk block.
             buffer = staging if len(staging) >= least else aligned(least)
             largest = min(len(buffer), max(LARGEST_READ, least))
-            for reads in merged(offsets, own * row, GAP, largest).batches(len(buffer)):
+            for reads in merge_reads(offsets, own * row, GAP, largest).batches(len(buffer)):
                 at = reads.starts[:, None] + np.arange(own) * row
                 copies = RowCopies(reads.first * own, at.reshape(-1), into[reads.pieces].reshape(-1), out)
                 self._read(reads.requests, buffer, copies)

@@ -79,7 +79,7 @@ class Reads(NamedTuple):
 
     Attributes:
         requests: The requests.
-        pieces: Index of each piece in the argument `offsets` of `merged`, int64 `[n]`.
+        pieces: Index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`.
         starts: Byte offset of each piece in the buffer, int64 `[n]`.
         first: Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
             [first[i], first[i + 1]).
@@ -108,7 +108,7 @@ class Reads(NamedTuple):
             done = stop
 
 
-def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
+def merge_reads(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     """Merge reads of distinct pieces of a file into requests.
 
     Args:
@@ -118,7 +118,7 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
         most: Largest size in bytes of a request; whole disk blocks, and larger than a piece.
     """
     if (library := _merge_library()) is None:
-        return _merged(offsets, size, gap, most)
+        return _merge_with_numpy(offsets, size, gap, most)
     n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
     count, (order, starts, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
     if n and (count := library.merge(n, size, DISK_PAGE, gap, most, address(offsets), address(order))) < 0:
@@ -126,7 +126,7 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], starts[:n], first[: count + 1])
 
 
-def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
+def _merge_with_numpy(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     order = np.argsort(offsets, kind="stable")
     ordered = offsets[order]
     first = ordered // DISK_PAGE * DISK_PAGE

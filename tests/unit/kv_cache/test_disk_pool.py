@@ -33,7 +33,7 @@ from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.file_layout import DiskTier
-from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merged
+from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merge_reads
 from offload_rt.kv_cache.disk.requests import _merged as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
@@ -75,7 +75,7 @@ def test_merged_requests_cover_every_piece_and_span_only_short_gaps(
     places: list[int], size: int, gap: int, most: int
 ) -> None:
     offsets = np.array(places, np.int64) * size
-    reads = merged(offsets, size, gap, most)
+    reads = merge_reads(offsets, size, gap, most)
     requests, (own, first) = reads.requests, (np.repeat(np.arange(len(reads.requests.size)), np.diff(reads.first)), 0)
     assert sorted(reads.pieces.tolist()) == list(range(len(places)))
     assert not (requests.offset % DISK_PAGE).any() and not (requests.size % DISK_PAGE).any()
