@@ -173,11 +173,11 @@ def _check_report(source: ModelSource, model: PreTrainedModel, report: Mapping[s
     shapes = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     for what, keys in (("lacks", absent), ("has another shape for", shapes)):
         if keys:
-            raise ModelError(f"the checkpoint {source} {what} {_some(keys)}; it is not a complete model")
+            raise ModelError(f"the checkpoint {source} {what} {_list_some(keys)}; it is not a complete model")
     modules = unused_modules(model)
     surplus = sorted(key for key in report["unexpected_keys"] if not any(belongs_to(module, key) for module in modules))
     if surplus:
-        warnings.warn(f"{source}: unused weights {_some(surplus)}", stacklevel=4)
+        warnings.warn(f"{source}: unused weights {_list_some(surplus)}", stacklevel=4)
     if modules:
         warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=4)
 
@@ -309,7 +309,7 @@ def _one_line(error: BaseException) -> str:
     return text[:300] if " " in text else f"{type(error).__name__} {text}"
 
 
-def _some(keys: list[str]) -> str:
+def _list_some(keys: list[str]) -> str:
     """Return up to three of `keys` as text, with the number of the remaining keys."""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

@@ -164,9 +164,9 @@ class LiveWeights:
             raise ModelError(
                 "a module of the model was replaced while the model is in use; create a new LLM from the changed model"
             )
-        held = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
-        versions = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in held]
-        samples = [_sample(each.detach()) for each in held]
+        tensors = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
+        versions = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
+        samples = [_sample(each.detach()) for each in tensors]
         return versions, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
 
 

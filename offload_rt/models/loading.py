@@ -162,7 +162,7 @@ def load_model(
         loaded = _verify(model, name, tokenizer, verify, identify)
         if source is None:
             return replace(loaded, live=LiveWeights(model))
-        return _place(loaded, model, target, placement) if placement else loaded
+        return _move_to_device(loaded, model, target, placement) if placement else loaded
 
 
 def _read_checkpoint(
@@ -278,7 +278,7 @@ def _verify(
     )
 
 
-def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
+def _move_to_device(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
     """Move the weights of `model` to `device`, except those that `placement` keeps in host memory."""
     place_weights(model, device, placement)
     kept = None

@@ -139,8 +139,8 @@ class Rotary:
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate `x` `[heads, T, d]` to `positions` `[T]`. In a layer without RoPE, return `x` unchanged."""
-        held = [] if layer == 0 else [tables for own, tables in self._known if own() is positions]
-        known = held[0] if held else self._new_entry(positions)
+        cached = [] if layer == 0 else [tables for own, tables in self._known if own() is positions]
+        known = cached[0] if cached else self._new_entry(positions)
         kind = self._kinds[layer]
         if kind is None:
             return x
@@ -157,7 +157,7 @@ class Rotary:
 
         Drop the oldest entry if there are too many, and the entries of freed tensors.
         """
-        kept = [each for each in self._known if (held := each[0]()) is not None and held is not positions]
+        kept = [each for each in self._known if (tensor := each[0]()) is not None and tensor is not positions]
         entry: dict[str, Rotation] = {}
         self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
         return entry

@@ -190,7 +190,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
     files cannot be read.
     """
-    named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+    named = {_unprefixed(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
     unused = unused_modules(skeleton)
@@ -201,7 +201,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     for name, shape, kind, size, _ in stored:
         if any(belongs_to(module, name) for module in unused):
             continue
-        plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_short(name)) == shape
+        plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_unprefixed(name)) == shape
         size = torch.Size(shape).numel() * dtype.itemsize if plain else size
         found = _LAYER.search(name)
         if found is not None and int(found[1]) < depth:
@@ -211,7 +211,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     return fixed, tuple(layers)
 
 
-def _short(name: str) -> str:
+def _unprefixed(name: str) -> str:
     """Return the name of a weight without the prefix that differs between files and modules of multimodal models."""
     # The prefix in files of multimodal models differs from the prefix in their modules.
     found = _LAYER.search(name)

@@ -30,8 +30,8 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers reads: those in the index, else model.safetensors, else all."""
     if (index := folder / INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
-    whole = folder / "model.safetensors"
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:

@@ -233,7 +233,7 @@ class _Verification:
                 strange.append(f"sliding_window={window}")
             if (cap or None) != geometry.softcap:
                 strange.append(f"softcap={cap}")
-            if not _same(sinks, own):
+            if not _equal_sinks(sinks, own):
                 strange.append("s_aux")
             if strange:
                 raise ModelError(
@@ -243,7 +243,7 @@ class _Verification:
                 )
 
 
-def _same(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
+def _equal_sinks(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
     if given is None or own is None:
         return given is own
     return torch.equal(given.to(own), own)

@@ -204,9 +204,9 @@ class HostTier:
         """
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
-            if (gone := self._order.first()) in soon:
+            if (victim := self._order.first()) in soon:
                 return
-            self._evict(gone)
+            self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
         """Prefetch the first session of `soon` that is not in host memory, unless another prefetch is in progress.
@@ -221,12 +221,12 @@ class HostTier:
             if kv.sequence is not None or not kv.history.keys:
                 continue
             while kv.pool_bytes > self.free_bytes:
-                gone = next(self._order.ranked(), None)
-                if gone is None or gone in soon[:i]:
+                victim = next(self._order.ranked(), None)
+                if victim is None or victim in soon[:i]:
                     return
-                self._evict(gone)
+                self._evict(victim)
             try:
-                kv.fetch(whole=True)
+                kv.fetch(all_layers=True)
             except PoolFullError:  # the size estimate omits the last block, and evicted sessions may share blocks
                 return
             if kv.loader is not None:

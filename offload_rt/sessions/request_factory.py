@@ -32,15 +32,15 @@ Above it, the least recently used session is saved and closed.
 """
 
 
-def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """Return the edit that turns the tokens `held` of a session into `prompt`.
+def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
+    """Return the edit that turns the `tokens` of a session into `prompt`.
 
     The edit keeps the common prefix and replaces the rest. The last token of the prompt is always added again, even if
     the session already has it, so that there is at least one token to compute.
     """
-    most = min(len(held), len(prompt) - 1)
-    same = next((i for i in range(most) if held[i] != prompt[i]), most)
-    return TurnTokens(len(held), len(held) - same, tuple(prompt[same:]))
+    most = min(len(tokens), len(prompt) - 1)
+    same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
+    return TurnTokens(len(tokens), len(tokens) - same, tuple(prompt[same:]))
 
 
 class StoredRequestFactory:
@@ -55,7 +55,7 @@ class StoredRequestFactory:
         self.store, self._call_soon = store, call_soon
         self._ending: set[StoredPrompt] = set()
         self._opened: OrderedDict[str, Session] = OrderedDict()
-        store.hold(self)
+        store.add_user(self)
 
     @property
     def stats(self) -> TierStats:
@@ -200,7 +200,7 @@ class StoredRequestFactory:
         Raises StoreError if a session cannot be saved, after all others are saved.
         """
         with ExitStack() as ends:
-            ends.callback(self.store.release, self)
+            ends.callback(self.store.remove_user, self)
             ends.callback(self._opened.clear)
             ends.callback(self._drop_ending)
             for session in self._opened.values():

@@ -171,7 +171,8 @@ class Session:
         self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams, on_prefill: Callable[[int], None]
     ) -> Generator[TokenOutput]:
         self.check_idle()
-        if tokens.held != len(self.history.tokens):  # another turn ran between the call of `send` and the first event
+        # another turn ran between the call of `send` and the first event
+        if tokens.tokens_before != len(self.history.tokens):
             tokens = self.encode(prompt, params)
         yield from self._run(Turn(self.kv, self.host, next(self._ids), prompt_text(prompt), tokens, params), on_prefill)
 
@@ -230,7 +231,7 @@ class Session:
         """
         self.check_idle()
         with self.host.unparked(self.kv):
-            self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
+            self.host.retry_after_reclaim(lambda: self.kv.fetch(all_layers=False))
 
     # ----------------------------------------------------------------------------------- saving, forking and truncation
 

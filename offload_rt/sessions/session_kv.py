@@ -77,14 +77,14 @@ class SessionKV:
         sequence.trace.prompt_tokens = 0
         return sequence
 
-    def fetch(self, *, whole: bool) -> None:
+    def fetch(self, *, all_layers: bool) -> None:
         """Start to load the session's KV from disk, if it is not in host memory.
 
-        All layers are loaded if `whole`, else only as many as a turn needs to start without waiting (`read_buffer`).
-        Raises PoolFullError if the sequence does not fit in the pool.
+        With `all_layers`, all layers are loaded, else only as many as a turn needs to start without waiting
+        (`read_buffer`). Raises PoolFullError if the sequence does not fit in the pool.
         """
         if self.sequence is None and self.history.computed:
-            self.sequence = self._restore(len(self.history.tokens) + 1, whole=whole)
+            self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=all_layers)
 
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
@@ -115,7 +115,7 @@ class SessionKV:
         """
         while True:
             if self.sequence is None:
-                self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
+                self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=True)
             try:
                 self.load_all()
             except DamagedBlockError:
@@ -176,7 +176,7 @@ class SessionKV:
         """Return the blocks of the session that are in the prefix tree."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
-    def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
+    def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
         """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
@@ -190,7 +190,7 @@ class SessionKV:
         if found:
             size = sum(placed.block.layer_bytes for placed in found) * storage.layers
             layers = runner.adapter.geometry.layers
-            ahead = layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
+            ahead = layers if all_layers else self.context.read_buffer(size, len(history.tokens) - known)
             try:
                 self.loader = BlockLoader(runner.pool, blocks, found, ahead)
             except BaseException:

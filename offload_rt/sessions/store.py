@@ -119,7 +119,7 @@ class SessionStore:
         self.closed, self.read_only = False, read_only
         self._namespace, self._folder = space, folder
         self._open: dict[str, Session] = {}
-        self._holders: set[StoreUser] = set()
+        self._users: set[StoreUser] = set()
         runner.reclaimables.append(self)
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
@@ -159,11 +159,13 @@ class SessionStore:
 
     def _history(self, name: str) -> History | None:
         """Return the stored history of a session, or None. Raise StoreError if the history is damaged or invalid."""
-        mend = "put a copy of the file back, or delete the session"
+        advice = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.documents.get(document_name(name))
         except StoreError as error:
-            raise StoreError(f"session {name!r} cannot be opened, and nothing was changed: {error}; {mend}") from error
+            raise StoreError(
+                f"session {name!r} cannot be opened, and nothing was changed: {error}; {advice}"
+            ) from error
         if document is None:
             return None
         history, vocab = History.from_bytes(document.data), self.context.runner.adapter.geometry.vocab
@@ -176,7 +178,7 @@ class SessionStore:
         if history.name != name or max(history.tokens, default=0) >= vocab:
             raise StoreError(
                 f"session {name!r} cannot be opened: {file} contains the history of another session ({history.name!r} "
-                f"with {history.model}); {mend}"
+                f"with {history.model}); {advice}"
             )
         if document.damage:
             warnings.warn(
@@ -223,8 +225,8 @@ class SessionStore:
         """
         self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
-        held = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
-        removed = remove_session(storage, storage.root.hex(), document_name(name), held)
+        needed = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
+        removed = remove_session(storage, storage.root.hex(), document_name(name), needed)
         if removed.note:
             warnings.warn(f"session {name!r} was deleted; {removed.note}", stacklevel=4)
         return removed
@@ -233,12 +235,12 @@ class SessionStore:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
-    def hold(self, holder: StoreUser) -> None:
-        """Keep the store open until `holder` calls `release`, even if no session is open."""
-        self._holders.add(holder)
+    def add_user(self, user: StoreUser) -> None:
+        """Keep the store open until `user` is removed, even if no session is open."""
+        self._users.add(user)
 
-    def release(self, holder: StoreUser) -> None:
-        self._holders.discard(holder)
+    def remove_user(self, user: StoreUser) -> None:
+        self._users.discard(user)
         self.close_if_idle()
 
     def reclaim(self) -> bool:
@@ -256,7 +258,7 @@ class SessionStore:
         return found
 
     def close_if_idle(self) -> None:
-        if not (self._open or self._holders):
+        if not (self._open or self._users):
             self.close()
 
     def close(self) -> None:
@@ -266,8 +268,8 @@ class SessionStore:
         """
         with ExitStack() as ends:
             ends.callback(self._close)
-            for holder in list(self._holders):
-                ends.callback(holder.close)
+            for user in list(self._users):
+                ends.callback(user.close)
 
     def _close(self) -> None:
         if self.closed:

@@ -47,9 +47,9 @@ class PromptKV(SessionKV):
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
-    def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
+    def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
         if self.reuses_prefix:
-            return super()._restore(capacity, whole=whole)
+            return super()._restore(capacity, all_layers=all_layers)
         self._host_tokens = self.loaded_tokens = 0
         return self.adopt(BlockTable(), capacity, 0)
 
@@ -106,8 +106,8 @@ class PromptKV(SessionKV):
         return waiting or len(self._enqueued) > before
 
     def all_names(self) -> list[NamedBlock]:
-        held = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
-        return [name for name in super().all_names() if name.group <= 0 or name.index in held]
+        windows = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
+        return [name for name in super().all_names() if name.group <= 0 or name.index in windows]
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         if not self.runner.approximates:  # else only the KV of the prompt is exact

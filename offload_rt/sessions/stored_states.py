@@ -121,8 +121,8 @@ class StoredStates:
             if writer is not None:
                 for layer in range(self._store.layers):
                     part = memoryview(data)[layer * self._part : (layer + 1) * self._part]
-                    whole = len(part) == self._part
-                    writer.write(layer, part if whole else memoryview(bytes(part).ljust(self._part, b"\0")))
+                    complete = len(part) == self._part
+                    writer.write(layer, part if complete else memoryview(bytes(part).ljust(self._part, b"\0")))
                 writer.commit()
         except BaseException:
             if writer is not None:

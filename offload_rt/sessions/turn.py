@@ -63,7 +63,7 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
     new = len(tokens.added) + params.max_tokens
     _check_overflow(kv, new - tokens.dropped)
     left = tokens_after(kv, new - tokens.dropped)
-    if tokens.dropped > 1 and left < tokens.held:
+    if tokens.dropped > 1 and left < tokens.tokens_before:
         raise InputError(
             f"the chat template rewrites earlier turns of session {kv.history.name!r}, which would outgrow the model's "
             "positions and cannot be truncated and rewritten at once: use another template, or a new session"
@@ -73,10 +73,10 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
 
 def _check_overflow(kv: SessionKV, new: int) -> None:
     """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
-    most, held = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
-    if kv.context.options.overflow == "error" and held + new > most:
+    most, tokens = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
+    if kv.context.options.overflow == "error" and tokens + new > most:
         raise ModelError(
-            f"session {kv.history.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
+            f"session {kv.history.name!r} has {tokens:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
             f"and {kv.history.model} has {most:,} positions: call truncate, lower max_tokens, or open the "
             "store with overflow='truncate'"
         )
@@ -209,9 +209,9 @@ class Turn(StoredRequest):
         """Add the turn to the history, and park the session."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
-        taken_in = sequence is not None and not interrupted
+        complete = sequence is not None and not interrupted
         self.sequence = None
-        if taken_in:
+        if complete:
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
@@ -220,7 +220,7 @@ class Turn(StoredRequest):
             self._undo(interrupted, progressed)
         kv.last_stats = self._final
         try:
-            if taken_in or self.new_tokens:
+            if complete or self.new_tokens:
                 # A turn removes at most the token that ended the last response, unless it rewrites the conversation.
                 history.add_turn(len(self._kept), self._text, self.text, rewritten=self._tokens.dropped > 1)
                 kv.enqueue_all()

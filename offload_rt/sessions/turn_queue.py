@@ -61,7 +61,7 @@ class TurnQueue:
         self._running: list[QueuedTurn] = []
         self._opened: dict[str, Session] = {}
         self._ids = itertools.count()
-        store.hold(self)
+        store.add_user(self)
 
     @property
     def idle(self) -> bool:
@@ -116,7 +116,7 @@ class TurnQueue:
             self.cancel()
             raise
         finally:
-            self._settle()
+            self._release_finished()
 
     def run(self) -> Iterator[TokenOutput]:
         """Yield outputs of all turns until the queue is empty. Turns may be added during the iteration."""
@@ -130,7 +130,7 @@ class TurnQueue:
         for queued in self._running:
             assert queued.turn is not None
             self._engine.cancel(queued.turn)
-        self._settle()
+        self._release_finished()
 
     def close(self) -> None:
         """End all turns, and save and close the sessions. A second call has no effect.
@@ -138,7 +138,7 @@ class TurnQueue:
         Raises StoreError if a session cannot be saved, after all others are closed.
         """
         with ExitStack() as ends:
-            ends.callback(self.store.release, self)
+            ends.callback(self.store.remove_user, self)
             ends.callback(self._opened.clear)
             for session in self._opened.values():
                 ends.callback(session.close)
@@ -171,7 +171,7 @@ class TurnQueue:
             if queued.turn not in known and queued.turn is not None:
                 self._engine.cancel(queued.turn)
 
-    def _settle(self) -> None:
+    def _release_finished(self) -> None:
         for queued in list(self._running):
             if queued.finish_reason is not None:
                 queued.session.busy = False
@@ -180,8 +180,8 @@ class TurnQueue:
     def _waiting(self) -> list[SessionKV]:
         turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
-        behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)
-        return list(dict.fromkeys([*begun, *behind]))
+        queued = (queued.session.kv for queued in self._backlog if not queued.session.busy)
+        return list(dict.fromkeys([*begun, *queued]))
 
     def check_integrity(self) -> None:
         self._engine.check_integrity()

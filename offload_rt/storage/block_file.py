@@ -244,7 +244,7 @@ class BlockWriter:
             finally:
                 os.close(handle)
         except OSError as error:
-            self._end(error)
+            self._discard(error)
 
     def note(self, layer: int, block: memoryview) -> None:
         """Record the checksum of a layer that other code writes to the file."""
@@ -273,15 +273,15 @@ class BlockWriter:
             try:
                 self._finish([self._checksums[layer] for layer in range(self.layers)])
             except OSError as error:
-                self._end(error)
+                self._discard(error)
         done, self._open = self._open, False
         return done
 
     def abort(self) -> None:
         """Discard the block. This has no effect after `commit`."""
         if self._open:
-            self._end(None)
+            self._discard(None)
 
-    def _end(self, error: OSError | None) -> None:
+    def _discard(self, error: OSError | None) -> None:
         self._open = False
         self._give_up(error)

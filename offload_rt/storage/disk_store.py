@@ -59,10 +59,10 @@ class DiskStore:
     ) -> None:
         options = options or StoreOptions()
         self.namespace, self.layers, self.root = namespace, layers, root_key(namespace)
-        self._own = folder / self.root.hex()
+        self._space = folder / self.root.hex()
         self._folder = StoreFolder(folder, options, read_only=read_only, clock=clock)
         self._index = self._folder.index
-        self.documents = DocumentStore(self._folder, self._own, options.limit)
+        self.documents = DocumentStore(self._folder, self._space, options.limit)
 
     @property
     def bytes_used(self) -> int:
@@ -167,7 +167,7 @@ class DiskStore:
         Raises:
             StoreError: A block cannot be removed.
         """
-        own, folder = self._own if space is None else self._folder.path / space, self._folder
+        own, folder = self._space if space is None else self._folder.path / space, self._folder
         others = (path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
         if claimed:
             return folder.remove(path for path in others if not folder.is_claimed(path))
@@ -196,7 +196,7 @@ class DiskStore:
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
-        return self._own / name[:2] / f"{name}{BLOCKS}"
+        return self._space / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
         """Release the write lock. A second call has no effect."""

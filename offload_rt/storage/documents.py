@@ -128,12 +128,12 @@ class DocumentStore:
             raise StoreError(f"{str(newest)!r} would be too large ({format_size(len(record))}): start another session")
         with self._writing, folder.usable():
             folder.make_subfolder(self._own)
-            temporary = self._take_room(newest, len(record))
+            temporary = self._reserve(newest, len(record))
             try:
                 try:
                     self._write(newest, before, temporary, record)
                 except OSError as error:
-                    if error.errno not in (ENOSPC, EDQUOT) or not folder.make_disk_room(len(record)):
+                    if error.errno not in (ENOSPC, EDQUOT) or not folder.free_disk_space(len(record)):
                         raise
                     self._write(newest, before, temporary, record)
             except BaseException:
@@ -141,26 +141,26 @@ class DocumentStore:
                 raise
             sync(self._own)
 
-    def _take_room(self, newest: Path, size: int) -> Path:
+    def _reserve(self, newest: Path, size: int) -> Path:
         """Reserve space for a new generation of `newest`. Return the temporary file to write. Raises StoreError."""
         folder = self._folder
         with folder.mutex:
-            if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
+            if not (folder.free_space(size) or folder.free_space(size, pinned=True)):
                 raise StoreError(
                     f"the store {str(folder.path)!r} is full: {format_size(size)} do not fit within "
                     f"{format_size(self._limit or 0)}; raise the limit or delete sessions"
                 )
-            return folder.hold(newest, size)
+            return folder.reserve_bytes(newest, size)
 
     def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
         """Make `record` the newest generation. If this raises OSError, the newest generation is unchanged."""
         folder = self._folder
         write_synced(temporary, record)
         with folder.mutex:
-            there = read_document(newest)
-            if there.data is not None:
-                self._keep(newest, before, seal(there.data))
-            elif there.damage:
+            current = read_document(newest)
+            if current.data is not None:
+                self._keep(newest, before, seal(current.data))
+            elif current.damage:
                 folder.put_aside(newest)
             folder.finish(temporary, newest, len(record))
 

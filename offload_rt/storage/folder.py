@@ -76,7 +76,7 @@ class StoreFolder:
                     self._protect()
                 self._scan()
             if not read_only:
-                self.make_room(0)
+                self.free_space(0)
         except BaseException:
             self.close()
             raise
@@ -96,7 +96,7 @@ class StoreFolder:
 
     # ---------------------------------------------------------------------------------------------------------- space
 
-    def make_room(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
+    def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
         """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
 
         Return False, without evicting any file, if evicting all of them would not free enough space. For `cost`, see
@@ -108,7 +108,7 @@ class StoreFolder:
                 self.discard(path)
             return victims is not None and not any(path in self.index for path in victims)
 
-    def make_disk_room(self, size: int) -> bool:
+    def free_disk_space(self, size: int) -> bool:
         """Remove block files, in eviction order, to free `size` bytes on a full disk.
 
         Return False, without removing any file, if all block files together are smaller.
@@ -132,12 +132,12 @@ class StoreFolder:
         with self.mutex:
             if claim:
                 self.claim([path])
-            if path in self.index or not self.make_room(size, cost=cost):
+            if path in self.index or not self.free_space(size, cost=cost):
                 return None
-            return self.hold(path, size)
+            return self.reserve_bytes(path, size)
 
-    def hold(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes for the file `path`. Call this after `make_room` has freed them.
+    def reserve_bytes(self, path: Path, size: int) -> Path:
+        """Reserve `size` bytes for the file `path`. Call this after `free_space` has freed them.
 
         Return the temporary file to write. The caller must pass it to `finish` or `give_up`.
         """
@@ -292,7 +292,7 @@ class StoreFolder:
     def _scan(self) -> None:
         """Add the existing files to the index. A writer also removes temporary files of crashed processes."""
         found = []
-        for path in self._ours():
+        for path in self._store_files():
             with contextlib.suppress(OSError):
                 if path.suffix == _TEMPORARY and not self.read_only:
                     path.unlink()
@@ -321,7 +321,7 @@ class StoreFolder:
                     if file.suffix in (BLOCKS, DAMAGED, DOCUMENTS, BEFORE, _TEMPORARY) and not file.is_dir():
                         make_private(file)
 
-    def _ours(self) -> Iterator[Path]:
+    def _store_files(self) -> Iterator[Path]:
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _block_files(space)):
@@ -331,8 +331,8 @@ class StoreFolder:
     def check_integrity(self) -> None:
         with self.mutex:
             self.index.check_integrity()
-            files, there = self.index.files, set(self._ours())
-            assert there == set(files), there ^ set(files)
+            files, found = self.index.files, set(self._store_files())
+            assert found == set(files), found ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
             assert all(read_claim(path) for path, file in files.items() if file.claimed), "a claim is not on disk"
 

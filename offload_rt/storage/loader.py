@@ -171,8 +171,8 @@ class BlockLoader:
         """Load all blocks of a layer. Return the key of the first damaged block, or None if all are intact."""
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
         mine = [(placed.block, span, extent) for placed, span, extent in parts if placed.group == group]
-        whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
-        return next((block.key for (block, *_), right in zip(mine, whole, strict=True) if not right), None)
+        intact = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
+        return next((block.key for (block, *_), right in zip(mine, intact, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
         """Wait until `layer` is at most `ahead` layers ahead of the computed layer. Return False after `close`."""

@@ -301,7 +301,7 @@ class Saver:
                 if layer == self._last:
                     self._commit(writer, entry)
         if layer == self._last:
-            self._end(saving)
+            self._finish(saving)
 
     def _write_stored(self, file: FileArena, entry: PendingBlock) -> None:
         """Commit a block of a pool on disk. If its KV is not in a file of the store yet, copy the KV first."""
@@ -342,9 +342,9 @@ class Saver:
     def _give_up(self, saving: SaveHandle) -> None:
         for entry in saving.entries:
             entry.give_up()
-        self._end(saving)
+        self._finish(saving)
 
-    def _end(self, saving: SaveHandle) -> None:
+    def _finish(self, saving: SaveHandle) -> None:
         if not saving.ended:
             saving.ended = True
             for entry in saving.entries:

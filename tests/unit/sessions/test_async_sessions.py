@@ -42,7 +42,7 @@ def test_what_a_prompt_does_to_a_session() -> None:
         ([1, 2, 3], [9], (3, 3, (9,))),
     ):
         found = tokens_of_prompt(held, given)
-        assert (found.held, found.dropped, found.added) == expected
+        assert (found.tokens_before, found.dropped, found.added) == expected
 
 
 def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
