@@ -217,9 +217,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest_fitting(available: int, costs: DeviceCosts, context: int) -> int:
-    """Return the length of the longest sequence, below `context` tokens, that fits `available` bytes; 0 if none
-    fits.
-    """
+    """Return the most tokens, below `context`, of a sequence that fits `available` bytes; 0 if none fits."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

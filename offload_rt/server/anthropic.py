@@ -100,7 +100,7 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
         return await stream_response(request, _events(steps, message))
     [step] = await run_for_client(request, collect_steps(steps))
     content = [_block(piece) for piece in step.pieces]
-    return json_response(message | {"content": content, "usage": _usage(step.usage)} | _end(step))
+    return json_response(message | {"content": content, "usage": _usage(step.usage)} | _end_fields(step))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _end(step: Step) -> dict[str, Any]:
+def _end_fields(step: Step) -> dict[str, Any]:
     if step.finish_reason == "stop" and isinstance(step.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": step.stop_reason}
     return {"stop_reason": _ENDS[str(step.finish_reason)], "stop_sequence": None}
@@ -142,26 +142,26 @@ async def _events(steps: AsyncGenerator[Step, None], message: dict[str, Any]) ->
         async for step in steps:
             if not begun:
                 begun = True
-                yield _named("message_start", message=message | {"usage": _usage(step.usage)})
+                yield _event("message_start", message=message | {"usage": _usage(step.usage)})
             for piece in step.pieces:
                 new = not isinstance(piece, Arguments) and open_kind is not type(piece)
                 if new or isinstance(piece, ToolCall):
                     if open_kind is not None:
-                        yield _named("content_block_stop", index=index)
+                        yield _event("content_block_stop", index=index)
                     index, open_kind = index + 1, type(piece)
-                    yield _named("content_block_start", index=index, content_block=_empty(_block(piece)))
-                yield _named("content_block_delta", index=index, delta=_delta(piece))
+                    yield _event("content_block_start", index=index, content_block=_emptied(_block(piece)))
+                yield _event("content_block_delta", index=index, delta=_delta(piece))
     if open_kind is not None:
-        yield _named("content_block_stop", index=index)
-    yield _named("message_delta", delta=_end(step), usage=_usage(step.usage))
-    yield _named("message_stop")
+        yield _event("content_block_stop", index=index)
+    yield _event("message_delta", delta=_end_fields(step), usage=_usage(step.usage))
+    yield _event("message_stop")
 
 
-def _named(kind: str, **fields: Any) -> bytes:
+def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind} | fields, kind)
 
 
-def _empty(block: dict[str, Any]) -> dict[str, Any]:
+def _emptied(block: dict[str, Any]) -> dict[str, Any]:
     """Return a content block with empty text or input, for `content_block_start`."""
     empty: dict[str, Any] = {"text": "", "thinking": "", "input": {}}
     return block | {name: value for name, value in empty.items() if name in block}

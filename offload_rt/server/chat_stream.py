@@ -164,10 +164,10 @@ async def collect_steps(steps: AsyncGenerator[Step, None]) -> list[Step]:
     async with aclosing(steps):
         async for step in steps:
             by_index[step.index].append(step)
-    return [_joined(index, by_index[index], step.usage) for index in sorted(by_index)]
+    return [_merge_steps(index, by_index[index], step.usage) for index in sorted(by_index)]
 
 
-def _joined(index: int, steps: list[Step], usage: Usage) -> Step:
+def _merge_steps(index: int, steps: list[Step], usage: Usage) -> Step:
     pieces = joined(piece for step in steps for piece in step.pieces)
     token_ids = [token for step in steps for token in step.token_ids]
     logprobs = [one for step in steps for one in step.logprobs or ()]

@@ -226,7 +226,7 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     """Return the JSON schema of a call of `function`, for insertion at the JSON pointer `pointer`."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
-    arguments = _moved(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
+    arguments = _with_references_at(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -235,7 +235,7 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+def _with_references_at(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
     """Return a JSON schema whose references (`#/$defs/...`) are valid at the JSON pointer `pointer` of another one."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 

@@ -224,7 +224,7 @@ class Service:
             ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
-                        last = _copied(await anext(states), copies)
+                        last = _repeat_completion(await anext(states), copies)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
                         self.metrics.record_first_token(first - begun)
@@ -291,7 +291,7 @@ class Service:
         await self.engines.close()
 
 
-def _copied(output: RequestOutput, copies: int) -> RequestOutput:
+def _repeat_completion(output: RequestOutput, copies: int) -> RequestOutput:
     """Return an output with `copies` copies of the only completion of `output`."""
     if copies == 1:
         return output

@@ -49,7 +49,7 @@ class _TokenizerSteps:
 
     @classmethod
     def from_backend(cls, backend: Any) -> _TokenizerSteps:
-        return cls(list(_flat(backend.normalizer)), list(_flat(backend.pre_tokenizer)))
+        return cls(list(_flatten(backend.normalizer)), list(_flatten(backend.pre_tokenizer)))
 
     @property
     def byte_level(self) -> bool:
@@ -83,7 +83,7 @@ _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 """Pre-tokenizers that remove nothing from a text. `Split` with behavior "Removed" is an exception."""
 
 
-def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
+def _flatten(step: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the individual steps of a normalizer or pre-tokenizer. Nested sequences of steps are flattened."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
@@ -154,7 +154,7 @@ class TextTokenizer:
                 raise CancelledError
             ids += encode_rendered(self._tokenizer, piece)
             check(len(ids))
-        before, after = self._around if special_tokens else ([], [])
+        before, after = self._special_ids if special_tokens else ([], [])
         return [*before, *ids, *after]
 
     def least_tokens(self, text: str) -> int:
@@ -221,7 +221,7 @@ class TextTokenizer:
         return re.compile(f"[{free}](?= [A-Za-z])") if free else None
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _special_ids(self) -> tuple[list[int], list[int]]:
         """Ids of the special tokens that the tokenizer adds before and after a text."""
         alone = encode_rendered(self._tokenizer, "a")
         whole = encode_rendered(self._tokenizer, "a", special_tokens=True)

@@ -56,10 +56,10 @@ class Brackets:
                 found = self._outside.search(text, at)
                 if found is None:
                     return len(text)
-                at = found.end() if self._take(found[0]) else found.start()
+                at = found.end() if self._process(found[0]) else found.start()
         return at
 
-    def _take(self, character: str) -> bool:
+    def _process(self, character: str) -> bool:
         """Process a bracket or a quote. Return whether the character belongs to the bracketed text."""
         if character in self._quotes:
             self._quote = character
@@ -106,7 +106,7 @@ class Scanner:
             self._at = 0
         while tag := (yield from self.content_until(*self.tags)):
             if not (yield from self.read_calls(tag)):
-                self._show(self._space + tag)
+                self._emit_content(self._space + tag)
                 self._at = self._mark
 
     def read_calls(self, tag: str) -> Scan[bool]:
@@ -203,13 +203,13 @@ class Scanner:
         tag, _ = yield from self.stream_until(parts.append, *tags)
         return "".join(parts), tag
 
-    def stream_until(self, emit: Callable[[str], None], *tags: str, held: str = "") -> Scan[tuple[str, str]]:
+    def stream_until(self, emit: Callable[[str], None], *tags: str, trailing: str = "") -> Scan[tuple[str, str]]:
         """Pass the text before the next tag to `emit` as it arrives.
 
         Args:
             emit: Receives the text in parts.
             tags: The text ends at any of these tags.
-            held: Characters that are not passed to `emit` if they directly precede the tag, such as newlines.
+            trailing: Characters that are not passed to `emit` if they directly precede the tag, such as newlines.
 
         Returns:
             The tag ("" at the end of the response), and the characters before it that were not passed to `emit`.
@@ -219,7 +219,7 @@ class Scanner:
             found = [(at, tag) for tag in tags if (at := rest.find(tag)) >= 0]
             keep = 0 if self._ended else max(partial_tag(rest, tag) for tag in tags)
             end, tag = min(found) if found else (len(rest) - keep, "")
-            shown = rest[:end].rstrip(held) if held else rest[:end]
+            shown = rest[:end].rstrip(trailing) if trailing else rest[:end]
             if shown:
                 emit(shown)
             if tag or self._ended:
@@ -243,13 +243,13 @@ class Scanner:
 
     def content_until(self, *tags: str) -> Scan[str]:
         """Emit the text before the next tag as content. Return the tag, or "" at the end of the response."""
-        tag, self._space = yield from self.stream_until(self._show, *tags, held=WHITESPACE)
+        tag, self._space = yield from self.stream_until(self._emit_content, *tags, trailing=WHITESPACE)
         self._mark = self._at
         if not tag and not self._called:
-            self._show(self._space)
+            self._emit_content(self._space)
         return tag
 
-    def _show(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         text = text.lstrip(WHITESPACE) if self._called else text
         if text:
             self._called = False

@@ -136,9 +136,9 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
         answer = http.post("/v1/chat/completions", json=ASK | {"stream": True, "trace": True, "max_tokens": 5})
         blocks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         head, *steps = [block["trace"] for block in blocks if "trace" in block]
-        assert "".join(head["segments"]) == f"user: {LONG}\nassistant: "
-        assert (head["policy"], head["layers"], head["segment_tokens"]) == ("infinigen", 2, 1)
-        assert len(head["segments"]) == head["prompt_tokens"]
+        assert "".join(head["bins"]) == f"user: {LONG}\nassistant: "
+        assert (head["policy"], head["layers"], head["bin_tokens"]) == ("infinigen", 2, 1)
+        assert len(head["bins"]) == head["prompt_tokens"]
         attended = [share for step in steps for share in step["attended"]]
         assert len(attended) == 4 and all(len(layers) == 2 and 0 < min(layers) <= 1 for layers in attended)
         assert all((share == 1) == (layer in head["dense_layers"]) for layer, share in enumerate(attended[0]))
