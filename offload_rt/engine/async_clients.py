@@ -81,7 +81,7 @@ class EngineLoad:
             self,
             waiting=arriving + len(scheduler.waiting),
             running=len(scheduler.running) + (scheduler.prefilling is not None),
-            pool_used_bytes=pool.bytes_held,
+            pool_used_bytes=pool.sequence_bytes,
             pool_limit_bytes=pool.limit_bytes,
             weight_bytes=engine.runner.model.weight_bytes,
             kept_bytes=pool.idle_blocks * pool.block_bytes,

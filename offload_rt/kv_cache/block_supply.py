@@ -144,7 +144,7 @@ class BlockSupply(StoredRows):
         return self._memory_blocks.used * self.block_bytes
 
     @property
-    def bytes_held(self) -> int:
+    def sequence_bytes(self) -> int:
         """Size in bytes of all blocks that sequences use. Each shared block counts once."""
         return (self._memory_blocks.used - self.idle_blocks) * self.block_bytes
 

@@ -245,7 +245,7 @@ def test_a_stream_of_a_closed_runtime_computes_nothing() -> None:
     llm.close()
     with pytest.raises(InputError, match="is closed: create another one"):
         next(events)
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize(

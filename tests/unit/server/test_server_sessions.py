@@ -117,7 +117,7 @@ def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path
         assert http.post("/v1/completions", json=asked).status_code == 200
         assert http.delete("/v1/sessions/novel", headers=TWO).status_code == 404
         assert http.delete("/v1/sessions/novel").json()["deleted"]
-        assert engine.llm.runner.pool.bytes_held == 0
+        assert engine.llm.runner.pool.sequence_bytes == 0
         assert http.delete("/v1/sessions/novel").status_code == 404
     assert not list(tmp_path.rglob("session-*"))
 
@@ -127,7 +127,7 @@ def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path
         asked = {"input": LONG, "max_output_tokens": 3000, "stream": True}
         with http.stream("POST", "/v1/responses", json=asked) as answer:
             assert next(answer.iter_lines()).startswith("event: response.created")
-        wait_until(lambda: engine.llm.runner.pool.bytes_held == 0)
+        wait_until(lambda: engine.llm.runner.pool.sequence_bytes == 0)
     assert not list(tmp_path.rglob("session-*"))
 
 

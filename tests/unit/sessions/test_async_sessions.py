@@ -177,7 +177,7 @@ def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch
 
     assert asyncio.run(run()) == [each.outputs[0].token_ids for each in roomy]
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def refuse(store: object, name: str, data: bytes) -> None:

@@ -159,7 +159,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:
     only_ours(lambda: DOORS[door](place, value))
     place.llm.runner.check_integrity()
-    assert place.llm.runner.pool.bytes_held == 0 and not place.llm.runner.reclaimables
+    assert place.llm.runner.pool.sequence_bytes == 0 and not place.llm.runner.reclaimables
 
 
 # -------------------------------------------------------------------------------------------------------------- calls
