@@ -73,7 +73,7 @@ class GuidedDecoder:
     def allowed(self) -> torch.Tensor:
         """Return which tokens may follow, bool `[V]`. Raise InputError if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check("structured_outputs cannot be followed")
+        _raise_error(self._matcher, "structured_outputs cannot be followed")
         found = np.zeros(self._vocab, dtype=bool)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab]
         found[: len(allowed)] = allowed
@@ -82,10 +82,7 @@ class GuidedDecoder:
     def advance(self, token: int) -> None:
         """Advance the state by `token`, which must be allowed."""
         self._matcher.consume_token(token)
-        self._check("structured_outputs cannot be followed")
-
-    def _check(self, what: str) -> None:
-        _raise_error(self._matcher, what)
+        _raise_error(self._matcher, "structured_outputs cannot be followed")
 
 
 def _library() -> Any:

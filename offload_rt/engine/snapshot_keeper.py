@@ -53,12 +53,25 @@ class SnapshotKeeper:
         return sequence.snapshots.get(position, self._table.slot_of(sequence.blocks.ids[position // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve a slot for a snapshot that will be read from disk. Return None if no slot can be used."""
-        return self._reserve()
+        """Reserve a slot and page-lock it. Return None if all slots are in use or the slot cannot be page-locked.
+
+        The slot is locked now, because an error in the first `save` would be too late: a slot that was never written
+        could be published, and the requests of the step would fail although a snapshot is optional.
+        """
+        if (slot := self._table.take()) is None:
+            return None
+        try:
+            self._states.lock(slot)
+        except BaseException as error:
+            self._table.release(slot)
+            if isinstance(error, MemoryLimitError):
+                return None
+            raise
+        return slot
 
     def copy(self, sequence: Sequence) -> int | None:
         """Copy the current state of a sequence to a slot and return the slot, or None if no slot can be used."""
-        if (slot := self._reserve()) is not None:
+        if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
             except BaseException:
@@ -87,7 +100,7 @@ class SnapshotKeeper:
             wanted.insert(1, sequence.shared_tokens)
         self._touch(path, stop)  # before other snapshots are evicted
         for position in wanted:
-            self._take(sequence, position)
+            self._reserve_at(sequence, position)
         targets = {position: slot for position, slot in sequence.snapshots.items() if start < position <= stop}
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
@@ -103,7 +116,7 @@ class SnapshotKeeper:
         needed = needed_positions(position, {*known, *sequence.snapshots, position})
         for other in sequence.snapshots.keys() - needed:
             self._table.release(sequence.snapshots.pop(other))
-        if self._take(sequence, position):
+        if self._reserve_at(sequence, position):
             self._save(sequence, sequence.snapshots[position])
 
     def publish(self, sequence: Sequence) -> None:
@@ -137,25 +150,8 @@ class SnapshotKeeper:
         for layer in self._slots.seen:
             self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
-    def _take(self, sequence: Sequence, position: int) -> bool:
+    def _reserve_at(self, sequence: Sequence, position: int) -> bool:
         """Reserve a slot for a snapshot at `position`. Return False if no slot can be used."""
-        if position not in sequence.snapshots and (slot := self._reserve()) is not None:
+        if position not in sequence.snapshots and (slot := self.take()) is not None:
             sequence.snapshots[position] = slot
         return position in sequence.snapshots
-
-    def _reserve(self) -> int | None:
-        """Reserve a slot and page-lock it. Return None if all slots are in use or the slot cannot be page-locked.
-
-        The slot is locked before it is entered anywhere. If the lock failed later, in the first `save`, an unwritten
-        slot could be published, and the requests of the step would fail although a snapshot is optional.
-        """
-        if (slot := self._table.take()) is None:
-            return None
-        try:
-            self._states.lock(slot)
-        except BaseException as error:
-            self._table.release(slot)
-            if isinstance(error, MemoryLimitError):
-                return None
-            raise
-        return slot
