@@ -207,10 +207,10 @@ class StoredRows:
         return row * self.layout.window_ratio if group else row
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id at which each block of group 0 begins: K of head 0 in layer index 0, int64 `[blocks]`.
+        """Return the row id at which each block of group 0 begins, int64 `[blocks]`: K of head 0 in storage layer 0.
 
-        In full-attention layer l, token t of head h is row
-        `row_base[t // 64] + t % 64 + layout.row(groups.storage_layer[l], h, kv)`.
+        In full-attention layer l, token t of head h is row `row_base[t // 64] + t % 64 +
+        layout.row(groups.storage_layer[l], h, kv)`.
         """
         ids = torch.tensor(blocks.ids, dtype=torch.int64)
         slabs = ids // self.layout.slab_blocks

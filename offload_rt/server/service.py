@@ -143,7 +143,7 @@ class Service:
     def locked(self, *names: str | None) -> Iterator[None]:
         """Lock sessions and responses by id while the body of the `with` statement runs.
 
-        This prevents that they are generated, stored or deleted at the same time. Names that are None are ignored.
+        Two requests can therefore not generate, store or delete them at the same time. Names that are None are ignored.
         Raises SessionBusyError (409) if another request has locked one of them.
         """
         sessions = {name for name in names if name is not None}

@@ -244,7 +244,7 @@ class SessionStore:
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one parked session. Return False if none can be evicted (see `engine.cache_manager.Reclaimable`)."""
+        """Evict one idle session from host memory. Return False if none can be evicted (see `Reclaimable.reclaim`)."""
         return self.host.reclaim()
 
     def memory_in_use(self) -> list[MemoryUse]:

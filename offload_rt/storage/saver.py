@@ -216,8 +216,8 @@ class Saver:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
 
         A block is replaced or released in three cases: an equal block is already in the prefix tree, a shared partial
-        block is copied before it grows, or the block leaves the sliding window. Call this directly afterwards, before
-        the next write to the pool.
+        block is copied before it grows, or the block leaves the sliding window. Call this directly after any such
+        operation, before the next write to the pool.
         """
         cancelled = set()
         with self._mutex:

@@ -272,11 +272,9 @@ class SpeculativeDecoder:
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
     def _update_plain_seconds(self, draft: Draft, seconds: float) -> float:
-        """Record the duration of a pass if it had no draft tokens.
+        """Return the shortest duration of a pass without draft tokens, or infinity if there was none.
 
-        Return the shortest one, or infinity if there was none.
-
-        Durations are in seconds per sequence.
+        Durations are in seconds per sequence. `seconds` is the duration of the pass that has just run with `draft`.
         """
         if (history := self._histories.get(draft.request)) is None:
             return math.inf

@@ -88,7 +88,7 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence of `sequence` after a prefill. At most `CATCH_UP` tokens are still not computed."""
+        """Return the draft sequence of `sequence`, after a prefill if it lacks more than `CATCH_UP` tokens."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(

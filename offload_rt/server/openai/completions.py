@@ -41,8 +41,8 @@ class _Prompt:
         ids: Token ids of the prompt.
         ends: Token ids that end the completion, in addition to those of the model.
         echo: Text to return before the completion, if the client requested an echo.
-        first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The first
-            token has no log-probabilities, from which the texts of the other tokens are taken.
+        first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The other
+            tokens' texts come with their log-probabilities, which the first token does not have.
     """
 
     ids: list[int]
