@@ -307,7 +307,7 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
         time.sleep(0.02)
         return place_block(*args)
 
-    monkeypatch.setattr("offload_rt.storage.saver.place_block", slow)
+    monkeypatch.setattr("offload_rt.storage.saver.layer_data", slow)
     session = make("half slide").session("s", tmp_path)
     for turn in ([1, 2, 3], [4, 5], [6]):
         answer(session, turn, count=4)

@@ -173,7 +173,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
 ) -> None:
     session = make_llm().session("ada", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.storage.saver.place_block", lambda *args: 1 / 0)
+        patch.setattr("offload_rt.storage.saver.layer_data", lambda *args: 1 / 0)
         list(session.send(turn("ada", 0), SHORT))
         with pytest.raises(ZeroDivisionError):
             session.save()
