@@ -20,7 +20,7 @@ CHANGED = 1.3  # if step times change by this factor, the machine's load has cha
 
 
 class ThreadChoice:
-    """Run decode steps with all threads or with one, depending on which has been faster recently.
+    """Runs decode steps with all threads or with one, depending on which has been faster recently.
 
     If another process is busy, several threads can make a step slower: with more threads than processors, the main
     thread loses its processor at times. Only the time of a whole step shows this, so the choice is made per step and
@@ -29,7 +29,7 @@ class ThreadChoice:
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
-        """Create the object. If `fixed`, all threads are always used."""
+        """Begin with all threads. If `fixed`, always use all threads."""
         self._fixed, self._batch = fixed, 0
         self._begin()
 
@@ -39,7 +39,9 @@ class ThreadChoice:
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
-        """Run one decode step of `batch` sequences, the body of the `with` statement, in the chosen mode."""
+        """Run one decode step of `batch` sequences, the body of the `with` statement, with the chosen number of
+        threads.
+        """
         if device.type != "cpu":
             yield
             return
@@ -54,7 +56,7 @@ class ThreadChoice:
             self.took(several, time.perf_counter() - began)
 
     def took(self, several: bool, seconds: float) -> None:
-        """Record the time of a step, and choose the mode of the next step.
+        """Record the duration of a step in seconds, and choose the mode of the next step.
 
         `several` tells whether the step used several threads.
         """
