@@ -405,7 +405,7 @@ def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
     session.close()
     other = make("room to spare")
     session = other.session("s", tmp_path)
-    session.kv.fetch(next_window=True)
+    session.kv.fetch(all_layers=True)
     session.kv.load_all()
     assert session.kv.loader is None
     restored = session.kv.sequence
