@@ -107,7 +107,7 @@ class CacheManager:
 
         The block table begins with the cached blocks of the tokens `known`.
 
-        Sliding layers get slots only for the tokens before `stop`. Raises PoolFullError.
+        Sliding layers get slots for the first part of a prefill up to `stop`. Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -119,11 +119,13 @@ class CacheManager:
     def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
 
-        Sliding layers get slots only for the tokens [start, stop). If PoolFullError is raised, `blocks` is released.
+        Sliding layers get slots for the shortest first part of a prefill of the tokens [start, stop). `begin_prefill`
+        reserves more if there is room. If PoolFullError is raised, `blocks` is released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
-            self._pool.slide(blocks, start, stop, whole=self.evicts)
+            *_, end = self._pool.groups.prefill_ends(start, stop, blocks.floor)
+            self._pool.slide(blocks, start, end, whole=self.evicts)
         return blocks
 
     @contextmanager

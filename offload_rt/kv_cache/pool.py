@@ -119,10 +119,8 @@ class HostPool(BlockSupply):
 
     def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
         """Return the indices of the window blocks that the block table would have after `slide`."""
-        before = range(self.groups.first_seen(start, blocks.floor) // BLOCK_SIZE, blocks_for(start))
-        first = self.groups.first_seen(stop, blocks.floor)
         ahead = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE + self.groups.window_blocks if whole else 0
-        return {*before, *range(max(start, first) // BLOCK_SIZE, max(blocks_for(stop), ahead))}
+        return self.groups.window_indices(start, stop, blocks.floor).union(range(blocks_for(stop), ahead))
 
     def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
         """Allocate window blocks with the indices `places`, contiguous within each layer group.
