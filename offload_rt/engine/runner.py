@@ -95,6 +95,7 @@ class Runner(SequenceManager):
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        reclaim: Callable[[Callable[[], None]], None] | None = None,
     ) -> Prefill:
         """Begin a prefill of tokens [position, stop). `advance_prefill` runs it layer by layer.
 
@@ -108,8 +109,10 @@ class Runner(SequenceManager):
             after_layer: Called with the index of a layer after the layer has run.
             every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
                 part, until all tokens of the prefill are covered.
+            reclaim: Calls a function that reserves memory, again after other memory is reclaimed. None is
+                `retry_after_reclaim`.
         """
-        end = self._slide_to_prefill(sequence, stop)
+        end = self._slide_to_prefill(sequence, stop, reclaim or self.retry_after_reclaim)
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         with on_device(self.adapter.device), torch.inference_mode():
             if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
@@ -128,7 +131,7 @@ class Runner(SequenceManager):
                 capture=None if self.snapshots is None else self.snapshots.capture(sequence, end),
             )
 
-    def _slide_to_prefill(self, sequence: Sequence, stop: int) -> int:
+    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], None]], None]) -> int:
         """Reserve slots in sliding-window layers to prefill the tokens [position, stop), or a first part of them.
 
         Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part has room.
@@ -137,7 +140,7 @@ class Runner(SequenceManager):
         for end in self.pool.groups.prefill_ends(sequence.position, stop, sequence.blocks.floor):
             slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, end, behind=behind)
             try:
-                self.retry_after_reclaim(slide)
+                reclaim(slide)
                 return end
             except PoolFullError as error:
                 full = error

@@ -166,11 +166,13 @@ class StoredRequest(SampledRequest):
         kv, sequence = self.kv, self.sequence
         assert sequence is not None
         stop = self._segment_stop(sequence.position)
-        # The prefill reserves slots in sliding layers. Idle sessions may have to be evicted for them.
-        self._prefill = prefill = self._after_reclaim(
-            lambda: runner.begin_prefill(
-                sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
-            )
+        self._prefill = prefill = runner.begin_prefill(
+            sequence,
+            stop,
+            want_logits=stop == self._stop,
+            before_layer=self._wait,
+            after_layer=self._layer_done,
+            reclaim=self._after_reclaim,
         )
         fresh = kv.unsaved(kv.blocks.full_names(prefill.stop // BLOCK_SIZE * BLOCK_SIZE))
         self._saving = kv.context.saver.begin(sequence.blocks, fresh, claim=kv.claims)
