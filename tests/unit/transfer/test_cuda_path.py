@@ -135,7 +135,7 @@ def test_rows_that_k_and_v_share_are_copied_whole() -> None:
         assert runner.pool.shares_rows(0)
         for reuse in (0, len(tokens)):
             sequence = runner.new_sequence(tokens, len(tokens), reuse=reuse)
-            assert sequence.position == (128 if reuse else 0)
+            assert sequence.position == (192 if reuse else 0)
             runner.prefill(sequence, len(tokens) - 1)
             runner.free(sequence)
         assert not [sync for sync in sim.syncs if sync.what.endswith("in pieces")]
