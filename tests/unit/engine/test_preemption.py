@@ -55,7 +55,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
             swap._disk.check_integrity()
         swap._write_seconds_per_byte, swap._read_seconds_per_byte = rates
     assert engine.scheduler.preemptions > 0
-    assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
+    assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0, "nothing stays behind"
     return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
 
 
@@ -244,7 +244,7 @@ def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "notes.kv"]
     for one in requests:
         engine.cancel(one)
-    assert swap.bytes_used == 0 and llm.runner.pool.bytes_held == 0 and os.fstat(swap._disk.handle).st_size == 0
+    assert swap.bytes_used == 0 and llm.runner.pool.sequence_bytes == 0 and os.fstat(swap._disk.handle).st_size == 0
     swap.close()
 
 
@@ -322,4 +322,4 @@ def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position:
         assert restored is not None and restored.position == position
         llm.runner.free(restored)
         swap.discard(swapped)
-        assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0
+        assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0

@@ -46,7 +46,7 @@ def cache_prefix(llm: LLM) -> None:
 
 def check_empty(llm: LLM) -> None:
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize(
