@@ -25,7 +25,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
-from offload_rt.storage.saver import place_block
+from offload_rt.storage.saver import layer_data
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -306,7 +306,7 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
-        return place_block(*args)
+        return layer_data(*args)
 
     monkeypatch.setattr("offload_rt.storage.saver.layer_data", slow)
     session = make("half slide").session("s", tmp_path)
