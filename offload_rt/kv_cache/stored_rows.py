@@ -197,7 +197,7 @@ class StoredRows:
         if not self.shares_rows(layer):
             return [(part.k, part.v) for part in self.stored(blocks, layer, tokens)]
         assert self.layout.window_rows is not None
-        places, heads = self.groups.places(layer), self.layout.window_rows.kv_heads
+        places, heads = self.groups.storage_layers(layer), self.layout.window_rows.kv_heads
         spans = self.spans(blocks, self.groups.group[layer], tokens)
         return [(self._arena.planes_of(span.slab, places, span.offset, span.size)[:heads],) for span in spans]
 

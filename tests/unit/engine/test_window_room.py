@@ -19,6 +19,7 @@ from support.tiny_models import tiny_prompt
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.speculative.draft_model import DraftModel
+from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.kv_cache.prefix_tree import EXACT
 
@@ -93,6 +94,24 @@ def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
         return found
 
     assert talk(len(PROMPT) + 8) == talk(None)
+
+
+def test_a_swapped_sequence_fits_after_a_cached_prefix(tmp_path: Path) -> None:
+    """It needs only its own windows, not those at the end of the prefix."""
+    llm = make(len(PROMPT) + 1)
+    swap = Swap(llm.runner, tmp_path)
+    swap._write_seconds_per_byte = swap._read_seconds_per_byte = 0.0
+    sequence = llm.runner.new_sequence(PROMPT, len(PROMPT))
+    llm.runner.prefill(sequence, len(PROMPT))
+    swapped = swap.swap_out(sequence, 1)
+    llm.runner.free(sequence)
+    assert swapped is not None and llm.runner.pool.drop_prefixes()
+    cache_prefix(llm)
+    restored = swap.swap_in(swapped, [*PROMPT, 5])
+    assert restored is not None and restored.position == len(PROMPT)
+    llm.runner.free(restored)
+    swap.discard(swapped)
+    check_empty(llm)
 
 
 def test_a_draft_sequence_fits_after_a_cached_prefix() -> None:
