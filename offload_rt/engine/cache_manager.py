@@ -109,8 +109,8 @@ class CacheManager:
 
         It begins with the cached blocks of the tokens `known`.
 
-        Sliding layers get slots only for the tokens before `stop`. `provenance` is the suffix of the KV provenance key.
-        Raises PoolFullError.
+        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). `provenance` is the
+        suffix of the KV provenance key. Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -122,12 +122,13 @@ class CacheManager:
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
 
-        Sliding layers get slots only for the tokens [start, stop). If PoolFullError is raised, all blocks of the table
-        are released.
+        Sliding layers get slots for the shortest first part of a prefill of the tokens [start, stop). `begin_prefill`
+        reserves more if there is room. If PoolFullError is raised, all blocks of the table are released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
-            self._pool.slide(blocks, start, stop, next_window=self.evicts)
+            *_, end = self._pool.groups.prefill_ends(start, stop, blocks.floor)
+            self._pool.slide(blocks, start, end, next_window=self.evicts)
         return blocks
 
     @contextmanager

@@ -117,8 +117,7 @@ class Scheduler(PoolMember):
     def _not_started(self, request: Request, error: Exception) -> None:
         """Handle an `error` that `Request.start` raised.
 
-        If the pool is full and other requests will free memory, the request waits. Otherwise it starts again without a
-        cached prefix if this may need less memory, or fails.
+        If the pool is full and other requests will free memory, the request waits. Otherwise it fails.
         """
         try:
             request.drop(self._runner)
@@ -128,7 +127,7 @@ class Scheduler(PoolMember):
             self.fail(request, error)
         elif self.running:
             self._full = True  # until a request leaves the pool; trying again in every step would be slow
-        elif not self.wait_for_others() and not request.forgo_prefix(self._runner):
+        elif not self.wait_for_others():
             self.fail(request, self.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:

@@ -35,10 +35,12 @@ class Removed:
         """Message about the unreadable documents and files, or "" if there are none."""
         notes = []
         if self.unreadable:
+            files = {name.partition(".")[0] for name in self.kept}  # named below
+            named = ", ".join(name for name in self.unreadable if name not in files)
             notes.append(
-                f"{len(self.unreadable):,} other documents of this model cannot be read "
-                f"({', '.join(self.unreadable)}): their blocks cannot be identified, so these were deleted too and "
-                "will be computed again if you put a copy of the file back"
+                f"{len(self.unreadable):,} other documents cannot be read{named and f' ({named})'}: their blocks "
+                "cannot be identified, so these were deleted too and will be computed again if you put a copy of the "
+                "file back"
             )
         if self.kept:
             notes.append(

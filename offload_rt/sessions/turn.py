@@ -182,10 +182,6 @@ class Turn(StoredRequest):
             self.kv.drop()
         self._undo_prepare()
 
-    def forgo_prefix(self, runner: Runner) -> bool:
-        """Return False: the KV of the session is always reused."""
-        return False
-
     def _undo_prepare(self) -> None:
         """Restore the session to its state before the turn, and park it in the host tier."""
         kv = self.kv

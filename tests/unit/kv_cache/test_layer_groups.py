@@ -102,6 +102,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
         ("half slide", "everything", "host"),
         ("room to spare", "everything", "staged"),
         ("all slide", "full", "staged"),
+        ("narrow rows", "full", "staged"),
     ],
 )
 def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
