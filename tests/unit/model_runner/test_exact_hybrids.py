@@ -30,7 +30,9 @@ from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.utils.progress import Progress
 
-FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
+FAMILIES = ("qwen3_5", "granite_hybrid", "kimi_linear", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
+"""One family of each kind of state, and one with latent attention."""
+
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SPARSE: dict[str, Any] = {
     "policy": "infinigen",
@@ -66,7 +68,7 @@ class ControlledDrafts:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT[::-1])
 def test_the_text_is_that_of_full_attention(name: str) -> None:
     """Three sequences with drafts of different lengths, greedy and sampled. They end at different times."""
     prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
@@ -202,7 +204,7 @@ def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.Monk
     assert [one.new_tokens for one in requests] == texts(plain, prompts, params)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
 def test_sessions(name: str, tmp_path: Path) -> None:
     """Turns of a session that is reopened from disk equal those with full attention."""
     found, params = [], SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
