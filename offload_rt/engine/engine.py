@@ -286,10 +286,7 @@ class Engine:
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample a token from each of its logits.
-
-        Return the outputs. If an error occurs, return the outputs up to the error.
-        """
+        """Let a request sample a token from each of its logits. Return the outputs, after an error the earlier ones."""
         request, each = step
         events: list[TokenOutput] = []
         try:

@@ -153,7 +153,7 @@ class Runner(SequenceManager):
     def advance_prefill(self, prefill: Prefill) -> None:
         """Run the next layer of a prefill.
 
-        After the last layer, mark the tokens as computed and publish full blocks.
+        After the last layer, mark the tokens as computed, and add full blocks to the prefix tree.
         """
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):

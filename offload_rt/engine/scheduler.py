@@ -148,7 +148,6 @@ class Scheduler(PoolMember):
         return True
 
     def _discard_swapped(self, request: Request) -> None:
-        """Remove the swapped KV cache of a request from disk, if there is one."""
         if self._swap is not None and (swapped := self._swapped_out.pop(request, None)) is not None:
             self._swap.discard(swapped)
 

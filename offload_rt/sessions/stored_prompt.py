@@ -63,9 +63,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token attends to for writing. Call this after a full block.
+        """Queue for writing the sliding-window blocks that the next token attends to. Call this at the end of a block.
 
-        The blocks stay in memory until `drop` or `release_windows`, even if the windows move past them.
+        The blocks stay in memory until `drop` or `release_windows`, even if they leave the sliding windows.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -93,7 +93,7 @@ class PromptKV(SessionKV):
         self.release_windows()
 
     def write_rest(self) -> bool:
-        """Queue the blocks that did not fit in the write buffer before. Return whether unwritten blocks remain."""
+        """Queue the blocks that did not fit in the write buffer before. Return False if there were none."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before

@@ -75,14 +75,14 @@ class StoredRequest(SampledRequest):
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return the number of leading tokens whose KV was computed before."""
+        """Return the number of leading `tokens` whose KV earlier requests have computed."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
     def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        `untouched` tells that the prefill has not computed any layer, so the KV of the session is unchanged.
+        If `untouched`, the prefill has not computed any layer, so the KV of the session is unchanged.
         """
 
     @abstractmethod
@@ -159,7 +159,7 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Record the end of the request in the store. Raise StoreError if writing fails. The KV stays usable."""
+        """Write the session's history, or the last use of the prompt's blocks. KV stays usable after a StoreError."""
         self.kv.persist()
 
     def _begin_part(self, runner: Runner) -> Prefill:

@@ -184,10 +184,7 @@ class DiskStore:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys of the blocks that waiting turns of sessions will use, soonest first.
-
-        They need not be stored.
-        """
+        """Set the blocks that waiting turns will use, soonest first. They are evicted last. They need not exist yet."""
         self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:

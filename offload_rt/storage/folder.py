@@ -156,10 +156,8 @@ class StoreFolder:
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
         """Rename a completely written and synced temporary file to `path`, and replace an existing file.
 
-        Raises OSError.
-
-        If the existing file is claimed, the new file is claimed too. `claimed` tells whether the temporary file already
-        contains a claim.
+        `claimed` tells whether the temporary file contains a claim. If not, it gets the claim of the replaced file, if
+        there is one. Raises OSError.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
