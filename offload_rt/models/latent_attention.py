@@ -43,6 +43,7 @@ class LatentProjections:
         self._rank, self._rotated = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
         self._key_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
         self.head_dim = self._rank + self._rotated
+        self.default_scale = (self._key_dim + self._rotated) ** -0.5
         names = ("q_proj",) if getattr(attention, "q_proj", None) is not None else _QUERY
         self._query = [fused_norm(getattr(attention, name)) for name in names]
         self._latent, self._latent_norm = attention.kv_a_proj_with_mqa, fused_norm(attention.kv_a_layernorm)
