@@ -59,7 +59,7 @@ class GuessSums:
             self._sums[:, s, layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Return the least-squares fit of each channel. The slope is 1 if a channel's predicted inputs are constant."""
+        """Fit a line from predicted to true inputs in each channel by least squares (slope 1 for constant inputs)."""
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count
         variance, covariance = square / count - mean**2, product / count - mean * truth
