@@ -102,6 +102,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
         ("half slide", "everything", "host"),
         ("room to spare", "everything", "staged"),
         ("all slide", "full", "staged"),
+        ("narrow rows", "full", "staged"),
     ],
 )
 def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
@@ -405,7 +406,7 @@ def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
     session.close()
     other = make("room to spare")
     session = other.session("s", tmp_path)
-    session.kv.fetch(next_window=True)
+    session.kv.fetch(all_layers=True)
     session.kv.load_all()
     assert session.kv.loader is None
     restored = session.kv.sequence
