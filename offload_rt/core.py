@@ -219,7 +219,6 @@ class VisibleTokens:
 
     @cached_property
     def all(self) -> range:
-        """All visible tokens."""
         return range(self.sinks.start, self.recent.stop)
 
     @cached_property
