@@ -150,7 +150,7 @@ class Context:
     def __init__(
         self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
-        """Write the context to the pool. The KV is drawn on `device`."""
+        """Write the context to the pool. `room` is the capacity of a sequence in tokens. KV is drawn on `device`."""
         self.pool, self.transfer, self.room = pool, transfer, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):
