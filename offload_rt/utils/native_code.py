@@ -98,7 +98,7 @@ class _Field(ctypes.Structure):
 
 
 def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Check that a structure has the same fields in Python and in C. Its name in C has no leading underscore.
+    """Check that a structure has the same fields in Python (`_Name`) and in C (`Name`).
 
     Raises:
         RuntimeError: Fields differ in name, offset or size.

@@ -63,7 +63,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def aggregate_metrics(scores: list[float]) -> float:
-    """Return the mean of RULER's scores, or -1 if there is no document of this length."""
+    """Return the mean of RULER's scores for one document length, or -1 if there is no document of this length."""
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics as mean
 
     return float(mean(scores))
