@@ -36,8 +36,8 @@ class GuessQuality:
     def add(self, layer: int, guesses: Mapping[Source | int, torch.Tensor], truth: torch.Tensor) -> None:
         """Measure a slice of a text: predicted inputs `[m, D]` of a layer, and its true inputs `truth` `[m, D]`.
 
-        The slices of a layer must follow each other. Layers with sliding windows are skipped, because they select
-        nothing.
+        The slices of a layer must follow each other. Layers with sliding windows are skipped, because they do not
+        select tokens.
         """
         if self._adapter.geometry.windows[layer] is not None:
             return
@@ -58,7 +58,7 @@ class GuessQuality:
             self._most[source].append(most)
 
     def shares(self) -> dict[Source | int, float]:
-        """Return the relative attention mass by source, over all layers for which the source exists."""
+        """Return the relative attention mass by source, over all layers that have the source."""
         return {source: sum(mass) / sum(self._most[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
