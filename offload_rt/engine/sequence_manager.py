@@ -342,7 +342,7 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _release_state(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence on the device, and its snapshots that were not published.
+        """Free the recurrent state of a sequence on the device, and its snapshots that are not in the prefix tree.
 
         A second call has no effect.
         """

@@ -29,7 +29,7 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block with the index in the block table at which it will be loaded (`index`), and its layer group."""
+    """A stored block, the index in the block table at which it will be loaded, and its layer group."""
 
     index: int
     block: StoredBlock
