@@ -134,8 +134,8 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find the blocks of full-attention layers on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to the end of the last one, which may be partly filled. At least
-        one token of the session is left to compute.
+        Return the blocks, and the number of tokens up to the end of the last one, which may be partly filled. They
+        leave at least one token of the session to compute.
         """
         history = self._history
         # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV
