@@ -29,7 +29,13 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block with the index in the block table at which it will be loaded (`block_index`), and its layer group."""
+    """A stored block that will be loaded into a block table.
+
+    Attributes:
+        block_index: Index of the block in the block table.
+        block: The stored block.
+        group: Layer group of the block.
+    """
 
     block_index: int
     block: StoredBlock
