@@ -116,7 +116,7 @@ def max_queries(d: int, itemsize: int) -> int:
 
 
 def _row(run: Run, slots: list[int]) -> list[int]:
-    """Return the table fields of a run. Assign its parts to the next free slots of its sequences.
+    """Return the table fields of a run. Its partial results get the next free slots among the parts of its sequences.
 
     `slots[b]` is the next free slot of sequence b, and is increased. All sequences of a run must have the same next
     slot. If runs form a tree, this is the case if parents are passed before their children.

@@ -80,7 +80,7 @@ def offload(
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
     """Return a `forward` that handles calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
 
-    Calls with another cache run `own`, the model's original forward.
+    Calls with another cache run `own`, the model's original forward. Handled caches are added to `caches`.
     """
     signature = inspect.signature(own)
 

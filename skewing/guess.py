@@ -20,7 +20,7 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Sources of predicted queries in the layer before, in the order of the first axis of a `Correction`."""
+"""Tensors of the previous layer from which queries are predicted, in the order of the first axis of a `Correction`."""
 
 
 def source_index(source: Source | int) -> int:
@@ -36,8 +36,8 @@ class Correction:
     """Linear correction of predicted attention inputs.
 
     `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The attention input g `[..., D]` of
-    layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layer 0 is never predicted, so its
-    correction is the identity. So are those of integers larger than the number of layers without attention before l.
+    layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. If layer l is never predicted from
+    a source (layer 0, or an integer source too far from l), the correction is the identity.
     """
 
     slope: torch.Tensor
@@ -68,7 +68,7 @@ class GuessSums:
             self._sums[:, source_index(source), layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Return the least-squares fit of each channel. The slope is 1 if a channel's predicted inputs are constant."""
+        """Fit a line from predicted to true inputs in each channel by least squares (slope 1 for constant inputs)."""
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count
         variance, covariance = square / count - mean**2, product / count - mean * truth

@@ -134,7 +134,7 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with the engine settings `engine`. Keep only the default and the last other runtime."""
+        """Return a runtime with the engine settings `engine`. Besides the default one, only the latest is kept."""
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
@@ -209,7 +209,7 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 
 def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
-    """Return the number of special tokens before a text."""
+    """Return how many special tokens `probe` has before `bare`, the tokens of the same text without special tokens."""
     return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))
 
 

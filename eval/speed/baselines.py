@@ -160,7 +160,6 @@ class Context:
             pool.commit(blocks, synthetic.length)
 
     def forks(self) -> list[BlockTable]:
-        """Return forks of all sequences."""
         return [self.pool.fork(blocks) for blocks in self._block_tables]
 
     def blank(self) -> list[BlockTable]:

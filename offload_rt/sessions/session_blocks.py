@@ -110,7 +110,7 @@ class SessionBlocks:
             stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
             missing = [name.index for name, block in stored if block is None]
             if not missing:
-                found = [placed for placed in found if placed.table_index * BLOCK_SIZE < known]
+                found = [placed for placed in found if placed.block_index * BLOCK_SIZE < known]
                 found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
                 self.pin(placed.block.key for placed in found)
                 return found, known
@@ -134,8 +134,8 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find the blocks of full-attention layers on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to the end of the last one, which may be partly filled. They
-        leave at least one token of the session to compute.
+        Return the blocks, and the number of tokens up to the end of the last one, which may be partly filled. At least
+        one token of the session is left to compute.
         """
         history = self._history
         # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV

@@ -22,7 +22,7 @@ from .options import StoreOptions
 BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
 
-_MANY = 100  # if at least this many files have equal sizes, they are assumed to be full blocks
+_MANY = 100  # if at least this number of files have equal sizes, they are treated as full blocks
 
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""

@@ -17,7 +17,6 @@ SAMPLES = 500
 
 
 def sentences(text: str) -> list[str]:
-    """Split `text` into sentences."""
     return SENTENCE_END.split(text)
 
 
