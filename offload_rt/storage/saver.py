@@ -189,7 +189,7 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
-        """Create a store file to which the pool can write a block itself. Return None if the store provides none."""
+        """Create a store file, so that the pool can write a block to it. Return None if the store provides none."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
