@@ -134,7 +134,7 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with the engine settings `engine`. Only the default runtime and the latest other one stay."""
+        """Return a runtime with the engine settings `engine`. Only the default and the latest other one are kept."""
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
