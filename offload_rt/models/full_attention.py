@@ -26,7 +26,7 @@ def keys_and_values(
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
     """Return exact attention `[H, m, d]` of q `[H, m, d]`, the last m of the n tokens in `kv`, from `position` on."""
-    geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
+    geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks[layer]
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:
         return attend_causal(q, kv.k, kv.v, scale, window, cap, sinks)

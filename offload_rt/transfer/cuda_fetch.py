@@ -76,15 +76,15 @@ class CudaBatches(BatchedRows):
 
         They are cached until one of the sequences is closed or exceeds the capacity of the lists.
         """
-        key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
-        if key not in self._lists or self._lists[key].tokens < room:
-            self._lists[key] = self.row_lists(len(block_tables), room + room // 8)
+        key, capacity = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
+        if key not in self._lists or self._lists[key].tokens < capacity:
+            self._lists[key] = self.row_lists(len(block_tables), capacity + capacity // 8)
         self._lists[key].hold(block_tables)
         return self._lists[key]
 
     def forget(self, blocks: BlockTable) -> None:
         """Drop the cached lists of a closed sequence."""
-        self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
+        self._lists = {key: lists for key, lists in self._lists.items() if id(blocks) not in key}
 
 
 class CudaRows(RowFetch):
