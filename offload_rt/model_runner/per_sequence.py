@@ -14,9 +14,8 @@ from ..kernels.h2d_copy import to_device
 from ..kernels.segments import Run
 from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
-from .batch import Attend, DecodeBatch
+from .batch import Attend, DecodeBatch, Segment
 from .sequence import Sequence
-from .shared_prefix import Segment
 
 
 class PerSequenceMode:

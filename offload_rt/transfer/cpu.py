@@ -62,6 +62,7 @@ class _Pages:
         self.pool, layout = pool, pool.layout
         self.rows = pool.rows, pool.rows[layout.plane_rows :]
         self.no_tokens = torch.empty(layout.kv_heads, 0, dtype=torch.int64)
+        self.token_bytes = [pool.token_bytes(layer) for layer in range(len(pool.groups.place))]
         self._first_rows, self._head_rows = [layout.row(place, 0, 0) for place in pool.groups.place], layout.head_rows
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
@@ -133,8 +134,8 @@ class CpuStorage(KVStorage):
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         self._resident[id(blocks)] = sum(
-            sum(self._geometry.resident(layer, sinks, recent)) * self._pool.token_bytes(layer)
-            for layer in range(self._geometry.layers)
+            sum(self._geometry.resident(layer, sinks, recent)) * size
+            for layer, size in enumerate(self._pages.token_bytes)
         )
 
     def close(self, blocks: BlockTable) -> None:
@@ -146,7 +147,7 @@ class CpuStorage(KVStorage):
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         self._pool.write(blocks, layer, start, k, v)
-        return k.shape[1] * self._pool.token_bytes(layer)
+        return k.shape[1] * self._pages.token_bytes[layer]
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         self._pool.move(blocks, layer, source, target)
@@ -163,7 +164,7 @@ class CpuStorage(KVStorage):
         for part in slices:
             self._pool.write(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
-        kv, size = join(self._pool.runs(blocks, layer, range(stop))), self._pool.token_bytes(layer)
+        kv, size = join(self._pool.runs(blocks, layer, range(stop))), self._pages.token_bytes[layer]
         return PrefilledLayer(kv, 0, start * size, (stop - start) * size)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
@@ -178,7 +179,7 @@ class CpuStorage(KVStorage):
         runs = self._pool.runs(blocks, layer, range(start + count))
         own = next(n for n in itertools.count(1) if sum(run.k.shape[1] for run in runs[-n:]) >= count)
         kv, first = join(runs[-own:]), sum(run.k.shape[1] for run in runs[:-own])
-        size = self._pool.token_bytes(layer)
+        size = self._pages.token_bytes[layer]
         return PrefilledLayer(kv, first, start * size, count * size, runs[:-own])
 
     def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
@@ -188,7 +189,7 @@ class CpuStorage(KVStorage):
         kept = self._pool.kept(blocks, layer, tokens)
         self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
         before = self._pool.runs(blocks, layer, range(first, start))
-        size = self._pool.token_bytes(layer)
+        size = self._pages.token_bytes[layer]
         return PrefilledLayer(join([*before, new]), first, (start - first) * size, len(kept) * size)
 
 
@@ -210,14 +211,14 @@ class CpuRows(RowFetch):
 
     def fetch(self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None) -> _Fetch:
         if selection is None:
-            size = len(visible.candidates) * self._pool.token_bytes(layer)
+            size = len(visible.candidates) * self._pages.token_bytes[layer]
             return _Fetch(self._pages, self._fetched, blocks, layer, (visible.all, range(0)), None, size)
         assert selection.counts is None, "selections on the CPU have no counts"
         size, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
         return _Fetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, size)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        size = len(tokens) * self._pool.token_bytes(layer)
+        size = len(tokens) * self._pages.token_bytes[layer]
         return _Fetch(self._pages, self._fetched, blocks, layer, (tokens, range(0)), None, size)
 
     def fetch_together(
