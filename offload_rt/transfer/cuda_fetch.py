@@ -23,7 +23,7 @@ class _PendingFetch(PendingFetch):
 
     Attributes:
         state: State of the device. `state.staging` keeps the buffers of the fetch alive.
-        held: Key of these buffers in `state.staging`.
+        staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` is complete.
         staged: Fetched KV `[2, Hkv, n, width]` in the storage format.
         savings: Counts of the entries that were not transferred, or None.
@@ -35,7 +35,7 @@ class _PendingFetch(PendingFetch):
     """
 
     state: DeviceState
-    held: int
+    staging_key: int
     event: Event
     staged: torch.Tensor
     savings: Savings | None = None
@@ -50,7 +50,7 @@ class _PendingFetch(PendingFetch):
         return 2 * heads * tokens * width * self.staged.itemsize
 
     def wait(self) -> list[KVPart]:
-        self.state.staging.arrive(self.held, self.event, *(() if self.savings is None else self.savings.tensors))
+        self.state.staging.arrive(self.staging_key, self.event, *(() if self.savings is None else self.savings.tensors))
         rows = self.state.pool.format_of(self.layer).decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
@@ -113,7 +113,7 @@ class CudaRows(RowFetch):
         state, one = self._state, self._state[blocks]
         shape = (2, state.geometry.rows(layer).kv_heads, len(tokens), state.pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
-        held = state.staging.hold(staged)
+        staging_key = state.staging.hold(staged)
         with state.prefetch.behind_compute():
             if (written := one.written) is not None:
                 state.prefetch.wait_for(written)
@@ -124,7 +124,7 @@ class CudaRows(RowFetch):
                 copy_heads(staged[1, :, piece], run.v)
                 at = piece.stop
             event = state.prefetch.record_event()
-        return _PendingFetch(state, held, event, staged, None, None, one.residency, layer, visible)
+        return _PendingFetch(state, staging_key, event, staged, None, None, one.residency, layer, visible)
 
     def fetch_together(
         self,
@@ -148,7 +148,7 @@ class CudaRows(RowFetch):
             staged = pending.staged[:, b * heads : (b + 1) * heads, : selection.count]
             residency = state[block_tables[b]].residency
             fetches.append(
-                _PendingFetch(state, pending.held, event, staged, less, selection.counts, residency, layer, seen)
+                _PendingFetch(state, pending.staging_key, event, staged, less, selection.counts, residency, layer, seen)
             )
         return fetches
 
