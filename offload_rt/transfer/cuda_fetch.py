@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
-from .base import BatchedRows, PendingFetch, RowFetch, Savings
+from .base import BatchedRows, PendingFetch, RowFetch, Savings, join
 from .open_sequences import DeviceState
 from .residency import Residency
 from .row_lists import RowLists
@@ -58,7 +58,7 @@ class _PendingFetch(PendingFetch):
         parts = [*self.residency.part(self.layer, self.visible), *parts]
         if self.counts is not None or self.staged.is_cuda:
             return parts
-        return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
+        return [join(parts)]
 
 
 class CudaBatches(BatchedRows):

@@ -78,7 +78,7 @@ class RowLists:
         parts = self._offsets.split([2 * len(layer[0]) for layer in firsts])
         self._planes = [part.view(2, -1) for part in parts]
         """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[2, Hkv]`."""
-        self._held_ids: list[list[int]] = []
+        self._table_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
         capacity = state.working_set
@@ -106,13 +106,13 @@ class RowLists:
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
         tables = [one.blocks.ids for one in sequences]
-        if tables != self._held_ids:
+        if tables != self._table_ids:
             bases = torch.zeros(self._bases.shape, dtype=torch.int64)
             for row, one in zip(bases, sequences, strict=True):
                 own = self._pool.row_base(one.blocks)[: len(row)]
                 row[: len(own)] = own
             copy_into(bases, self._bases)
-            self._held_ids = [list(ids) for ids in tables]
+            self._table_ids = [list(ids) for ids in tables]
             self._newest = None
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
             rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
@@ -176,7 +176,7 @@ class RowLists:
         return [event for event in events if event is not None]
 
     def forget(self) -> None:
-        """Clean up after a failed graph capture. Waits until the device is idle and drops the buffers of pending fetches."""
+        """Clean up after a failed graph capture: wait until the device is idle, and drop the buffers of all fetches."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
