@@ -117,7 +117,7 @@ def unrotated(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rotary:
-    """Rotations of queries and keys in all layers, with tables from the decoder's rotary module.
+    """Applies RoPE to queries and keys in all layers, with tables (cos and sin) from the model's rotary module.
 
     The rotations of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always
     computes them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not
@@ -125,10 +125,13 @@ class Rotary:
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attentions: Sequence[Any]) -> None:
-        """Detect the layout of the model's rotation in the source file of its attention modules `attentions`.
+        """Detect the layout of the model's rotation.
 
-        `kinds` has the name of each layer's set of frequencies in the rotary module `module`: "" if there is only one
-        set, and None for layers without rotary positions.
+        Args:
+            module: The decoder's rotary module.
+            kinds: For each layer, the name of its set of frequencies in `module`: "" if there is only one set, and None
+                if the layer has no RoPE.
+            attentions: The attention modules of the model. Their source file has the layout of the rotation.
         """
         self._module, self._kinds = module, tuple(kinds)
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
@@ -143,7 +146,10 @@ class Rotary:
             self._detect(used[0], attentions[0])
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the model's rotation, and the layout of the tables of the rotary module."""
+        """Detect the layout of the model's rotation, and the layout of the rotary module's tables.
+
+        `kind`: see `_inverse`.
+        """
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -178,14 +184,17 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _new_entry(self, positions: torch.Tensor) -> dict[str | None, Rotate]:
-        """Add an empty entry for `positions` to the cache. Drop the oldest entry and those of freed tensors."""
-        kept = [each for each in self._known if (other := each[0]()) is not None and other is not positions]
+        """Add an empty entry for `positions` to the cache, and return it.
+
+        Drop the oldest entry if there are too many, and the entries of freed tensors.
+        """
+        kept = [each for each in self._known if (tensor := each[0]()) is not None and tensor is not positions]
         entry: dict[str | None, Rotate] = {}
         self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
         return entry
 
     def by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
-        """Return the function that rotates keys `[Hkv, n, d]`, already rotated, to positions `offset` higher.
+        """Return the function that rotates keys `[Hkv, n, d]`, which already have RoPE, by `offset` further positions.
 
         Angles are computed in float64. Products are computed in float32, or in the dtype of `like` if it is wider.
         """
@@ -198,7 +207,7 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of the set `kind`."""
+        """Return the inverse frequencies `[w/2]` of the set `kind` of frequencies."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
@@ -216,7 +225,7 @@ class Rotary:
 
 
 def _layout_of(attention: Any, waves: Tables) -> Layout:
-    """Detect the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
+    """Return the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
 
     If the file has no `apply_rotary_pos_emb`, the layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else
     `HalfSplit`. DeepSeek V3 states the layout in its configuration. Load-time verification detects a wrong guess.

@@ -62,8 +62,11 @@ class _Pages:
         self.pool, layout = pool, pool.layout
         self.rows = pool.rows, pool.rows[layout.plane_rows :]
         self.no_tokens = torch.empty(layout.kv_heads, 0, dtype=torch.int64)
-        self.token_bytes = [pool.token_bytes(layer) for layer in range(len(pool.groups.place))]
-        self._first_rows, self._head_rows = [layout.row(place, 0, 0) for place in pool.groups.place], layout.head_rows
+        self.token_bytes = [pool.token_bytes(layer) for layer in range(len(pool.groups.group))]
+        self._first_rows, self._head_rows = (
+            [layout.row(first, 0, 0) for first in pool.groups.storage_layer],
+            layout.head_rows,
+        )
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def part(
