@@ -63,10 +63,8 @@ class _Pages:
         self.rows = pool.rows, pool.rows[layout.plane_rows :]
         self.no_tokens = torch.empty(layout.kv_heads, 0, dtype=torch.int64)
         self.token_bytes = [pool.token_bytes(layer) for layer in range(len(pool.groups.group))]
-        self._first_rows, self._head_rows = (
-            [layout.row(first, 0, 0) for first in pool.groups.storage_layer],
-            layout.head_rows,
-        )
+        self._first_rows = [layout.row(first, 0, 0) for first in pool.groups.storage_layer]
+        self._head_rows = layout.head_rows
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def part(
