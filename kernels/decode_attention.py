@@ -132,6 +132,15 @@ class PagedPart(KVPart):
         tokens: Token indices of each KV head, int64 `[Hkv, n]`.
     """
 
+    rows: tuple[torch.Tensor, torch.Tensor]
+    block_rows: torch.Tensor
+    first: int
+    head_rows: int
+    resident: tuple[range, range]
+    tokens: torch.Tensor
+    _gather: Callable[[int, torch.Tensor], torch.Tensor]
+    _runs: Callable[[], list[KVPart]] | None
+
     def __init__(
         self,
         rows: tuple[torch.Tensor, torch.Tensor],
@@ -151,8 +160,11 @@ class PagedPart(KVPart):
                 `rows[plane]`.
             runs: Returns the same entries as contiguous views. None if `tokens` is not empty.
         """
-        self.rows, self.block_rows, self.first, self.head_rows = rows, block_rows, first, head_rows
-        self.resident, self.tokens, self._gather, self._runs = resident, tokens, gather, runs
+        # The base class is frozen. Assigning attributes one by one would call its `__setattr__` in every layer.
+        vars(self).update(
+            rows=rows, block_rows=block_rows, first=first, head_rows=head_rows, resident=resident, tokens=tokens,
+            _gather=gather, _runs=runs,
+        )  # fmt: skip
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -230,6 +242,8 @@ def attend_in_c(
         out `[H, d]` and lse `[H]` in float32, as defined by `reference.attend_part`.
     """
     (heads, d), q = q.shape, q.contiguous()
+    located: tuple[int | None, ...]
+    strides: tuple[int, ...]
     if isinstance(part, PagedPart):
         tokens, (sinks, recent), (k, v) = part.tokens.contiguous(), part.resident, part.rows
         (kv_heads, selected), step, first = tokens.shape, part.head_rows * d, part.first * d * k.element_size()

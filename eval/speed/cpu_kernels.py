@@ -116,7 +116,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 
     def score() -> NativeQuery:
         asked = low_bit_sequence.low_bit_query(q, mean, pages, layout, range(tokens))
-        assert asked is not None
+        assert isinstance(asked, NativeQuery)
         return asked
 
     asked, n = score(), max(1, int(SHARE * tokens))
