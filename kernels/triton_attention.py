@@ -34,9 +34,9 @@ def attend_rows(
     scale: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Attend with queries `[QUERIES, D]` to rows [begin, stop), with an online softmax.
+    """Attend with queries `[QUERIES, D]` to rows [begin, stop) of K and V, with an online softmax.
 
-    The rows begin at k and v and are `k_row` and `v_row` elements apart.
+    `k` and `v` are the addresses of row 0. The rows are `k_row` and `v_row` elements apart.
 
     Returns:
         The largest score of each query `[QUERIES]` (-inf if there are no rows), its sum of exp(score - largest)

@@ -51,7 +51,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the newest entry of list p (one KV head of one sequence), in program p.
 
-    If the page of the newest token has earlier tokens, the element-wise minimum of the old and the new entry is stored.
+    The stored entry of a page is the element-wise minimum of the entries of its tokens.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS

@@ -46,8 +46,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
 
-    Stores the output `[d]` and the lse of each query in its part, if the run has this piece and this query. All strides
-    are multiples of ALIGN elements, so that the compiler can use 16-byte loads.
+    Stores the output `[d]` and the lse of each query as the part of this piece. Programs beyond the run's last piece or
+    last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use 16-byte loads.
     """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads

@@ -167,7 +167,7 @@ class ModelGeometry:
 
     @cached_property
     def most_between(self) -> int:
-        """Largest number of decoder layers between two attention layers."""
+        """Largest number of decoder layers between two consecutive attention layers."""
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
@@ -179,7 +179,7 @@ class ModelGeometry:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return the numbers of first and of last tokens whose KV stays on the device in `layer`."""
+        """Return how many of the first and of the last tokens are resident in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
@@ -246,7 +246,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return a selection of only the valid tokens, without `counts`. Wait for the device if `counts` is on one."""
+        """Return a selection without `counts` and with only the valid tokens. This may wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 

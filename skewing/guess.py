@@ -54,7 +54,7 @@ class GuessSums:
     """Sums over predicted inputs g and true inputs t for each source, layer and channel, in float64 on the CPU."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
-        """Create sums of 0. `between` is the largest number of decoder layers between two attention layers."""
+        """Create sums of 0. For `between`, see `ModelGeometry.most_between`."""
         # Sums of g, t, g^2 and g t, and the number of tokens.
         self._sums = torch.zeros(5, len(SOURCES) + between, layers, hidden, dtype=torch.float64)
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token

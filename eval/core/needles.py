@@ -130,7 +130,7 @@ class Question:
 
     Attributes:
         answers: Positions of the answer tokens.
-        distance: Number of tokens from the first statement to the first answer.
+        distance: Number of tokens from the first statement about the question to the first answer.
     """
 
     answers: tuple[int, ...]

@@ -256,7 +256,7 @@ def _device(name: str) -> torch.device:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds: CPU time of the process, or wall time after synchronizing the device."""
+    """Return a clock in seconds: CPU time of the process on a CPU, else wall time after synchronizing the device."""
     if device.type == "cpu":
         return time.process_time
 

@@ -99,7 +99,7 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Fork the session `name` and return the time of a turn of the fork. The session itself is unchanged."""
+    """Return the seconds to the first token of a turn in a fork `name` of the session, which stays unchanged."""
     session = llm.session("s", store)
     fork = session.fork(name)
     seconds = first_token(lambda: fork.send(tokens(TURN, name), SHORT))

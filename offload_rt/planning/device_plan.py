@@ -114,7 +114,7 @@ def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """Return the costs with the largest prefill chunk size. Raise ConfigError for invalid policy options."""
+    """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid policy options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
