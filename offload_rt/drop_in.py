@@ -37,7 +37,7 @@ def offload(
     model: PreTrainedModel,
     config: EngineConfig | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
     **fields: Any,
 ) -> Iterator[LLM]:
     """Context in which `model.generate` keeps its KV cache in host memory and decodes with the policy.

@@ -33,16 +33,18 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot continue, but its request can start again immediately.
+    """Raised if a prefill cannot continue, but its request can start again immediately.
 
     The engine frees the request's sequences and puts the request at the head of the queue.
     """
 
 
 class Request(ABC):
-    """A prompt, its sampling parameters and its progress: it waits, is prefilled, is decoded, or has ended.
+    """A prompt with its sampling parameters, from the time it is queued to its end.
 
-    A request owns its sequences from the call of `start` to the call of `drop` or `finish`. After `drop`, it can start
+    Subclasses decide how tokens are chosen.
+
+    A request owns sequences from the call of `start` to the call of `drop` or `finish`. After `drop`, it can start
     again without losing generated tokens.
 
     Attributes:
@@ -75,7 +77,7 @@ class Request(ABC):
 
     @property
     def samples(self) -> list[Request]:
-        """All completions of the prompt as requests, this one first."""
+        """One request per completion of the prompt, beginning with this request."""
         return [self]
 
     @property
@@ -90,7 +92,7 @@ class Request(ABC):
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and generated tokens, or None if they are not the whole state of the request.
+        """Prompt and generated tokens, if the request can continue from these tokens alone, else None.
 
         Beam search, for example, has several sequences.
         """
@@ -98,17 +100,17 @@ class Request(ABC):
 
     @abstractmethod
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
+        """Create the sequence and return its prefill. Raise PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
-        """Begin the next part of the prefill, or return None if the last part is complete.
+        """Return the next part of the prefill after one part is complete, or None if it was the last part.
 
         Raises PoolFullError.
         """
         return None
 
     def layers_prefilled(self, prefill: Prefill) -> int:
-        """Return how many layers of the whole prefill are done. `prefill` is the part that runs now."""
+        """Return how many layers of the whole prefill are complete. `prefill` is the part that runs now."""
         return prefill.layer
 
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
@@ -120,10 +122,10 @@ class Request(ABC):
         )
 
     def forgo_prefix(self, runner: Runner) -> bool:
-        """Reuse no cached prefix in later starts. Return whether a start may need less memory because of it.
+        """Do not reuse a cached prefix in later starts. Return whether a start may need less memory because of it.
 
-        With a prefix, sliding-window layers need the windows at its end and at the end of the prompt at the same time.
-        Without it, they only need the latter.
+        With a cached prefix, sliding-window layers need the windows at its end and at the end of the prompt at the same
+        time. Without it, they only need the latter.
         """
         changes = self.reuses_prefix and runner.pool.groups.sliding > 0
         self.reuses_prefix = False
@@ -134,26 +136,23 @@ class Request(ABC):
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that must be forked from this one after its prefill.
-
-        A second call returns an empty list.
-        """
+        """Return the completions that must be forked from this one after its prefill. A second call returns none."""
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slots that the next decode step needs. Raise PoolFullError."""
+        """Reserve the KV slots that the next decode step needs. Raise PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
     @property
-    def draft_room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens that speculative decoding may propose in the next step."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the request's sampler to choose draft tokens with.
+        """Return a copy of the request's sampler, which chooses draft tokens.
 
-        Called only if `draft_room` is positive.
+        Called only if `max_draft_tokens` is positive.
         """
         raise NotImplementedError
 
@@ -166,13 +165,13 @@ class Request(ABC):
         """
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences of a preempted request, which can start again later."""
+        """Free the sequences of the request, for example after a preemption. It can start again later."""
         while self.sequences:
             runner.free(self.sequences[-1])
             self.sequences.pop()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Free the sequences of a request that ends. `reason` is used as finish reason if none is set yet."""
+        """End the request and free its sequences. `reason` is used as finish reason if none is set yet."""
         self.finish_reason = self.finish_reason or reason
         self._final = self.stats(runner)
         self.drop(runner)
@@ -189,13 +188,14 @@ class Request(ABC):
 
     @abstractmethod
     def completions(self) -> list[CompletionOutput]:
-        """Return the results up to now, one per completion, in order."""
+        """Return the completions up to now, in order."""
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """Return the output of a request up to now.
 
     Args:
+        request: The request.
         ids: Token ids of the prompt. The outputs of all steps share this list.
         text: Text of the prompt, or None if the prompt was given as token ids.
         name: Request id in the output. None uses the request's number.
@@ -217,8 +217,8 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
-    The first completion prefills the prompt. The other completions (`pending`) fork its sequence. Each completion has
-    its own random numbers, and can be preempted and started again independently.
+    The first completion prefills the prompt, and the other completions fork its sequence. Each completion has its own
+    random numbers, and can be preempted and started again independently.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class SampledRequest(Request):
 
     @property
     def samples(self) -> list[Request]:
-        """This completion, followed by all other completions of the prompt if it is the first one."""
+        """This completion. If it is the first one, all other completions of the prompt follow."""
         return [self, *self._others]
 
     @property
@@ -288,7 +288,7 @@ class SampledRequest(Request):
         collected = None if self.new_tokens else self._prompt_logprobs()
         self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
         sequence.trace.prompt_tokens = prompt
-        self._count_on(sequence)
+        self._continue_statistics(sequence)
         every_logits = None if collected is None else collected.add
         return runner.begin_prefill(sequence, stop, want_logits=True, every_logits=every_logits)
 
@@ -299,7 +299,7 @@ class SampledRequest(Request):
         self.prompt_logprobs = collected.logprobs
         return collected
 
-    def _count_on(self, sequence: Sequence) -> None:
+    def _continue_statistics(self, sequence: Sequence) -> None:
         if self._trace is None:
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
@@ -321,11 +321,11 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start with a fork of the sequence `first`. Raise PoolFullError."""
+        """Start with a fork of `first`, the prefilled sequence of the first completion. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property
-    def draft_room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens in the next step.
 
         It is 0 while generated tokens are decoded again after a preemption. It is also 0 with the user's own logits
@@ -341,7 +341,8 @@ class SampledRequest(Request):
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from logits `[1, V]`.
 
-        While tokens are decoded again after a preemption, the next token is known and nothing is sampled.
+        While tokens are decoded again after a preemption, the next token is known, so nothing is sampled and the result
+        is empty.
         """
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
@@ -376,13 +377,13 @@ class SampledRequest(Request):
         return found
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. Tokens and statistics are kept."""
+        """Free the sequence. The generated tokens and the statistics are kept."""
         if self.sequence is not None:
             self._trace = self.sequence.trace
         super().drop(runner)
 
     def completion(self) -> CompletionOutput:
-        """Return the result up to now."""
+        """Return this completion up to now."""
         pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
             index=self.sample,

@@ -1,6 +1,6 @@
-"""Run sequences of one model with one policy: prefill and decode steps.
+"""Runs sequences of one model with one policy: prefill and decode steps.
 
-The engine (`engine.py`) queues requests and samples tokens; the runner only computes logits.
+The engine (`engine.py`) queues requests and samples tokens. The runner only computes logits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
-from .cache_manager import SHARED_BEHIND
+from .cache_manager import KEPT_BEFORE_WINDOW
 from .pool_order import PoolOrder
 from .sequence_manager import SequenceManager
 from .thread_choice import ThreadChoice
 
 
 class Runner(SequenceManager):
-    """Run prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
+    """Runs prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
 
     def __init__(
         self,
@@ -97,12 +97,14 @@ class Runner(SequenceManager):
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Prefill:
-        """Begin a prefill of tokens [position, stop). `advance_prefill` runs it layer by layer.
+        """Create a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
 
         Args:
+            sequence: The sequence.
+            stop: End of the tokens to compute.
             want_logits: Compute the logits of the last token.
-            before_layer: Called with the index of a layer before the layer runs. Returns when the layer's KV of earlier
-                tokens is in the pool.
+            before_layer: Called with the index of a layer before the layer runs. Must return only when the layer's KV
+                of earlier tokens is in the pool.
             after_layer: Called with the index of a layer after the layer has run.
             every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
                 part, until all tokens of the prefill are covered.
@@ -110,8 +112,8 @@ class Runner(SequenceManager):
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
             sequence.share_state(self._open.values())
-        behind = SHARED_BEHIND if self.cache_manager.shares else 0
-        self.cache_manager.slide(sequence, self.transfer.storage, stop, behind=behind)
+        before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
+        self.cache_manager.slide(sequence, self.transfer.storage, stop, before_window=before_window)
         return Prefill(
             sequence,
             stop,
@@ -129,7 +131,10 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run the next layer of a prefill. After the last layer, commit the tokens."""
+        """Run the next layer of a prefill.
+
+        After the last layer, mark the tokens as computed and publish full blocks.
+        """
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
             prefill.run_layer()
@@ -150,9 +155,9 @@ class Runner(SequenceManager):
             prefill.after_layer(prefill.layer - 1)
 
     def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
-        """Prefill tokens [position, stop) in one call.
+        """Prefill the tokens [position, stop) of a sequence in one call.
 
-        With `want_logits`, return the logits `[V]` of the last token.
+        With `want_logits`, return the logits `[V]` of the last token, else None.
         """
         prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
         while not prefill.done:
@@ -162,9 +167,9 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Run one decode step for `batch`: compute and commit `tokens[position]` of each sequence.
+        """Run one decode step: compute token `tokens[position]` of each sequence in `batch`, and advance its position.
 
-        Returns float32 logits `[B, V]`.
+        Returns float32 logits `[B, V]` of the next tokens.
         """
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
@@ -197,7 +202,7 @@ class Runner(SequenceManager):
 
     @property
     def weight_use(self) -> WeightUse:
-        """Transfer counters of weights that are not on the device."""
+        """Counters of the weights that were copied from host memory to the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

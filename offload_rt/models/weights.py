@@ -20,7 +20,7 @@ _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
 
 @dataclass(frozen=True)
 class Placement:
-    """Weights that stay in host memory.
+    """Which weights stay in host memory.
 
     Attributes:
         layers: Indices of decoder layers whose weights are copied to the device in every pass.
@@ -69,7 +69,7 @@ class WeightSizes:
     embedding: int = 0
 
     def on_device(self, placement: Placement) -> WeightSizes:
-        """Return the sizes of the weights that are on the device with `placement`.
+        """Return the sizes of the weights that are on the device if `placement` is used.
 
         `fixed` then includes the device slots of experts that are in host memory.
         """
@@ -114,13 +114,19 @@ class HostEmbedding(nn.Module):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a transformers model in order: the outermost `ModuleList` of its decoder."""
+    """Return the decoder layers of a transformers model in order.
+
+    They are the outermost `ModuleList` of its decoder.
+    """
     stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
 
 def attention_layers(layers: list[nn.Module]) -> list[int]:
-    """Return the indices of the decoder layers with an attention module. If no module has a known name, return all."""
+    """Return the indices of the decoder layers that have an attention module.
+
+    If no layer has a module with a known name, return all indices.
+    """
     found = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
     return found or list(range(len(layers)))
 
@@ -236,8 +242,8 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
     staying = {id(weight) for module in stay for weight in module.parameters()}
     for weight in model.parameters():
         if id(weight) not in staying:
-            for place in places_of(weight):
-                place.put(place.tensor.to(device))
+            for location in places_of(weight):
+                location.put(location.tensor.to(device))
     for module in model.modules():
         if module is embedding:  # the buffers of the embedding stay in host memory too
             continue

@@ -48,7 +48,7 @@ class Removed:
         return "; ".join(notes)
 
 
-def remove_session(store: DiskStore, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
+def remove_session(store: DiskStore, space: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
     """Delete a session, and all blocks of its namespace that have no other owner.
 
     The deleted blocks include those of tokens that are no longer in any session, for example after an edit, a
@@ -58,15 +58,15 @@ def remove_session(store: DiskStore, space: str, document: str, held: Iterable[b
         store: Store, open for writing.
         space: Digest of the namespace.
         document: Name of the session's history document.
-        held: Keys of blocks that open sessions need.
+        needed: Keys of blocks that open sessions need.
 
     Returns:
-        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that are kept.
+        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that were kept.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
-    removed = _remove_unowned(store, space, document, held, claimed=True)
+    removed = _remove_unowned(store, space, document, needed, claimed=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
     kept = store.documents.delete(f"{space}/{document}", summary_of)
     return replace(removed, kept=tuple(kept))
@@ -88,12 +88,13 @@ def remove_claims(store: DiskStore, space: str) -> Removed:
     return _remove_unowned(store, space, "", (), claimed=False)
 
 
-def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks without an owner except `held`, and all documents with original sink keys without an owner.
+def _remove_unowned(store: DiskStore, space: str, document: str, needed: Iterable[bytes], *, claimed: bool) -> Removed:
+    """Delete all blocks without an owner, and all documents with original sink keys of sessions that no longer exist.
 
-    The session `document` does not count as an owner. Claimed blocks count as owned only if `claimed`.
+    The blocks `needed` are kept. The session `document` does not count as an owner. Claimed blocks count as owned only
+    if `claimed`.
     """
-    keys, sinks, unreadable = set(held), set[str](), []
+    keys, sinks, unreadable = set(needed), set[str](), []
     documents = store.documents.summaries(space, summary_of)
     for other, summary in documents.items():
         if summary is None and other != document and not other.startswith(SINKS):

@@ -28,11 +28,11 @@ T = TypeVar("T")
 class StoredRequest(SampledRequest):
     """Base class of requests that load their KV from a session store and save new KV to it during the prefill.
 
-    The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
-    kept in the prefix tree and in the store if the request ends during the prefill.
+    The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). If the request ends during the
+    prefill, the KV of complete segments is kept in the prefix tree and in the store.
 
-    Subclasses update the history: `_prepare` before a start, `_undo_prepare` after a failed start, `_after_drop` when
-    the request is dropped, and `_store_kv` when it ends.
+    Subclasses update the session's history: `_prepare` before a start, `_undo_prepare` after a failed start,
+    `_after_drop` when the request is dropped, and `_store_kv` when it ends.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
-        """Check that the request fits, and make room for its tokens in the history."""
+        """Prepare the session's history for a start. Raise an error if the request does not fit."""
 
     @abstractmethod
     def _undo_prepare(self) -> None:
@@ -76,14 +76,14 @@ class StoredRequest(SampledRequest):
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return the length of the prefix whose KV was computed before, in tokens."""
+        """Return the number of leading tokens whose KV was computed before."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
     def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        If `untouched`, the KV of the session is intact, and the prefill has not computed any layer.
+        `untouched` tells that the prefill has not computed any layer, so the KV of the session is unchanged.
         """
 
     @abstractmethod
@@ -134,7 +134,7 @@ class StoredRequest(SampledRequest):
                 return sequence
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. The request can start again. The prefix tree and the store keep its full blocks."""
+        """Free the sequence. The request can start again. Full blocks stay in the prefix tree and in the store."""
         if self.sequence is None:
             return
         self._trace = self.sequence.trace
@@ -172,7 +172,7 @@ class StoredRequest(SampledRequest):
         self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
         if runner.snapshots is not None:
             runner.snapshots.note_shared_tokens(sequence, shared_tokens)
-        self._count_on(sequence)
+        self._continue_statistics(sequence)
         sequence.trace.diverged_at = diverged_at
         self._seconds = sequence.trace.prefill_seconds
         return self._begin_segment(runner)
@@ -241,7 +241,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the prefill time per token. This includes prefills that are cancelled in their first segment."""
+        """Update the measured prefill time per token. A prefill that was cancelled in its first segment counts too."""
         layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:

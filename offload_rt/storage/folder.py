@@ -39,7 +39,7 @@ nor changed.
 
 
 class StoreFolder:
-    """Manage the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
+    """Manages the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
 
     Only one process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends.
     Any number of processes read. The index is built at the start from file names, sizes and modification times.
@@ -76,7 +76,7 @@ class StoreFolder:
                     self._protect()
                 self._scan()
             if not read_only:
-                self.make_room(0)
+                self.free_space(0)
         except BaseException:
             self.close()
             raise
@@ -90,16 +90,16 @@ class StoreFolder:
             raise
         except OSError as error:
             raise StoreError(
-                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; give a folder on a disk with "
-                "room where you may write"
+                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; choose a writable folder on a "
+                "disk with free space"
             ) from error
 
     # ---------------------------------------------------------------------------------------------------------- space
 
-    def make_room(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
+    def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
         """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
 
-        Return False if evicting all files would not free enough space. Then no file is evicted. For `cost`, see
+        Return False, without evicting any file, if evicting all of them would not free enough space. For `cost`, see
         `DiskIndex.victims`.
         """
         with self.mutex:
@@ -108,7 +108,7 @@ class StoreFolder:
                 self.discard(path)
             return victims is not None and not any(path in self.index for path in victims)
 
-    def make_disk_room(self, size: int) -> bool:
+    def free_disk_space(self, size: int) -> bool:
         """Remove block files, in eviction order, to free `size` bytes on a full disk.
 
         Return False, without removing any file, if all block files together are smaller.
@@ -124,20 +124,20 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`. `cost`: see `DiskStore.begin`.
+        """Reserve `size` bytes for the new file `path`. For `cost`, see `DiskStore.begin`.
 
-        Return the temporary file to write, or None if there is no space or `path` already exists. An existing file then
-        gets the claim, if `claim` is True.
+        Return the temporary file to write, or None if there is no space or `path` already exists. If `claim` is True,
+        an existing file is claimed.
         """
         with self.mutex:
             if claim:
                 self.claim([path])
-            if path in self.index or not self.make_room(size, cost=cost):
+            if path in self.index or not self.free_space(size, cost=cost):
                 return None
-            return self.hold(path, size)
+            return self.reserve_bytes(path, size)
 
-    def hold(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes for the file `path`, for which `make_room` has made room.
+    def reserve_bytes(self, path: Path, size: int) -> Path:
+        """Reserve `size` bytes for the file `path`. Call this after `free_space` has freed them.
 
         Return the temporary file to write. The caller must pass it to `finish` or `give_up`.
         """
@@ -151,9 +151,12 @@ class StoreFolder:
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
-        """Rename a completely written and synced temporary file to `path`. Raises OSError.
+        """Rename a completely written and synced temporary file to `path`, and replace an existing file.
 
-        An existing file is replaced and keeps its claim. `claimed` tells whether the temporary file contains a claim.
+        Raises OSError.
+
+        If the existing file is claimed, the new file is claimed too. `claimed` tells whether the temporary file already
+        contains a claim.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
@@ -198,7 +201,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file, and free its reserved space. If there was an `error`, set `last_error`."""
+        """Remove a temporary file, and free its reserved space. If writing it failed with `error`, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -228,7 +231,7 @@ class StoreFolder:
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
 
-        Raises StoreError if a file cannot be removed, after all others are removed.
+        If some files cannot be removed, raise StoreError after all others are removed.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -258,11 +261,11 @@ class StoreFolder:
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
+        """Raise OSError if a folder on the way from the store folder to `path` is a symbolic link."""
         # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
-                raise OSError(ELOOP, "a link is in the place of a folder of the store")
+                raise OSError(ELOOP, "a symbolic link replaces a folder of the store")
 
     # --------------------------------------------------------------------------------------------------- lock and scan
 
@@ -289,7 +292,7 @@ class StoreFolder:
     def _scan(self) -> None:
         """Add the existing files to the index. A writer also removes temporary files of crashed processes."""
         found = []
-        for path in self._ours():
+        for path in self._store_files():
             with contextlib.suppress(OSError):
                 if path.suffix == _TEMPORARY and not self.read_only:
                     path.unlink()
@@ -318,7 +321,7 @@ class StoreFolder:
                     if file.suffix in (BLOCKS, DAMAGED, DOCUMENTS, BEFORE, _TEMPORARY) and not file.is_dir():
                         make_private(file)
 
-    def _ours(self) -> Iterator[Path]:
+    def _store_files(self) -> Iterator[Path]:
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _block_files(space)):
@@ -328,8 +331,8 @@ class StoreFolder:
     def check_integrity(self) -> None:
         with self.mutex:
             self.index.check_integrity()
-            files, there = self.index.files, set(self._ours())
-            assert there == set(files), there ^ set(files)
+            files, found = self.index.files, set(self._store_files())
+            assert found == set(files), found ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
             assert all(read_claim(path) for path, file in files.items() if file.claimed), "a claim is not on disk"
 

@@ -1,4 +1,4 @@
-"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. The files are not opened."""
+"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. It opens no files."""
 
 from __future__ import annotations
 
@@ -85,9 +85,10 @@ class DiskIndex:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
-        """Add the existing files `found`: (modification time, path, size, access time) of each, in any order.
+        """Add the existing files `found`, given as (modification time, path, size, access time), in any order.
 
-        Files from the future count as used now. Return them; the caller must update their times (`write_stamp`).
+        Modification times in the future are replaced by the current time. Return these files; the caller must update
+        their times on disk (`write_stamp`).
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -112,9 +113,10 @@ class DiskIndex:
                 self._order.expect(path)
 
     def mark_used(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence as used now, the first block first. The policy "fifo" ignores uses.
+        """Mark the block files of a sequence as used now, given in the order of its blocks.
 
-        Within a sequence, later files are evicted before earlier ones.
+        Within a sequence, files of later blocks are evicted before those of earlier ones. The policy "fifo" ignores
+        uses.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -136,7 +138,7 @@ class DiskIndex:
                 self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
-        """Protect `paths` from eviction, also if the files do not exist yet. Each pin needs one `unpin`."""
+        """Protect `paths` from eviction, even if the files do not exist yet. Each pin needs one `unpin`."""
         with self.mutex:
             self._pins.update(paths)
 

@@ -200,4 +200,6 @@ class CudaTransfer:
         """Return a function (layer, tokens `[Hkv, n]`) -> stored KV `[2, Hkv, n, width]`, read from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
-        return lambda layer, tokens: pool.rows[row_ids(pool.layout, base, pool.groups.place[layer], tokens.cpu())]
+        return lambda layer, tokens: pool.rows[
+            row_ids(pool.layout, base, pool.groups.storage_layer[layer], tokens.cpu())
+        ]

@@ -37,7 +37,7 @@ class XmlCalls(Scanner):
         kind = schema.get("type") if isinstance(schema, dict) else None
         if kind == "string":
             self.emit_arguments('"')
-            _, rest = yield from self.stream_until(self._emit_string, end, held="\n" * strip)
+            _, rest = yield from self.stream_until(self._emit_string, end, trailing="\n" * strip)
             self._emit_string(rest[strip:])
             self.emit_arguments('"')
         else:

@@ -56,7 +56,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
             swap._disk.check_integrity()
         swap._write_seconds_per_byte, swap._read_seconds_per_byte = rates
     assert engine.scheduler.preemptions > 0
-    assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
+    assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0, "nothing stays behind"
     return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
 
 
@@ -245,7 +245,7 @@ def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "notes.kv"]
     for one in requests:
         engine.cancel(one)
-    assert swap.bytes_used == 0 and llm.runner.pool.bytes_held == 0 and os.fstat(swap._disk.handle).st_size == 0
+    assert swap.bytes_used == 0 and llm.runner.pool.sequence_bytes == 0 and os.fstat(swap._disk.handle).st_size == 0
     swap.close()
 
 
@@ -323,7 +323,7 @@ def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position:
         assert restored is not None and restored.position == position
         llm.runner.free(restored)
         swap.discard(swapped)
-        assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0
+        assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0
 
 
 @pytest.mark.parametrize(
@@ -347,4 +347,4 @@ def test_a_request_that_fits_alone_is_answered_after_a_cached_prefix(params: Sam
         [output] = llm.generate([prompt], params)
         assert output.outputs[0].token_ids == expected.token_ids
         assert output.num_cached_tokens == 0, "the prefix is computed again"
-        assert llm.runner.pool.bytes_held == 0
+        assert llm.runner.pool.sequence_bytes == 0

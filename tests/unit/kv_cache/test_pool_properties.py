@@ -124,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
             return False
         assert self.groups.sliding or lacking <= 0
         try:
-            self.pool.slide(blocks, start, stop, behind=behind)
+            self.pool.slide(blocks, start, stop, before_window=behind)
         except PoolFullError:
             assert blocks.windows == windows
             self.pool.truncate(blocks, start)
@@ -140,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.commit(blocks, stop)
         return True
 
-    @rule(target=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
+    @rule(target=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
     def start(self, count: int, letter: int, behind: int) -> Model:
         model = Model(BlockTable())
         if not self.compute(model, count, letter, behind):
@@ -148,7 +148,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.live.append(model)
         return model
 
-    @rule(model=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
+    @rule(model=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
     def prefill(self, model: Model, count: int, letter: int, behind: int) -> None:
         if self.compute(model, count, letter, behind):
             self.publish(model)
@@ -256,7 +256,7 @@ class AllSlideMachine(PoolMachine):
 
 
 class NarrowWindowMachine(PoolMachine):
-    """Sliding-window layers have more heads of half the width, so that each takes two places (Gemma 4)."""
+    """Sliding-window layers have more heads of half the width, so that each takes two storage layers (Gemma 4)."""
 
     windows = (None, 100, 70, None)
     window_rows = RowShape(6, 1)
@@ -264,7 +264,7 @@ class NarrowWindowMachine(PoolMachine):
 
 
 class ManyHeadsMachine(PoolMachine):
-    """Sliding-window layers have more heads of the same width, and one place has unused planes (MiMo-V2)."""
+    """Sliding-window layers have more heads of the same width, and one storage layer has unused planes (MiMo-V2)."""
 
     windows = (70, None, 100)
     window_rows = RowShape(3, 2)

@@ -100,4 +100,4 @@ def test_a_pool_that_is_full_evicts(name: str) -> None:
         assert_near(runner.decode([sequence])[0], expected)
     runner.check_integrity()
     runner.free(sequence)
-    assert runner.pool.bytes_held == 0
+    assert runner.pool.sequence_bytes == 0
