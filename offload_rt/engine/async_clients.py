@@ -145,7 +145,7 @@ class Mailbox:
 
 
 class RequestTracer:
-    """Counts which prompt tokens are selected for the first completion of a request, for clients that want a trace."""
+    """Counts how often the first completion of a request selects each prompt token, for the trace of the request."""
 
     def __init__(self, prompt_tokens: int, layers: int) -> None:
         self._selected = np.zeros(prompt_tokens, np.int64)

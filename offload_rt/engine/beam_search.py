@@ -154,7 +154,7 @@ class BeamSearchRequest(Request):
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         self.recomputed_tokens = self.recomputed_tokens or sequence.trace.recomputed_tokens
-        return runner.begin_prefill(sequence, len(prompt), want_logits=True)
+        return self._begin_prefill(runner, len(prompt))
 
     def reserve(self, runner: Runner) -> None:
         """Reserve a slot for the next token of every beam.

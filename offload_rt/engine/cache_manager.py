@@ -22,9 +22,9 @@ from ..utils.units import format_size
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key for `cache_salt`: "" for the empty salt, which all requests share.
+    """Return the part of a KV provenance key that separates requests by cache salt. "" if the salt is empty.
 
-    The result contains a digest of the salt. The salt itself could look like another part of the key ("+cut-...").
+    It contains a digest, because the salt itself could look like another part of the key ("+cut-...").
     """
     if not cache_salt:
         return ""
@@ -95,9 +95,10 @@ class CacheManager:
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
-        """Return the index of the first token whose KV is not cached under the provenance key suffix `provenance`.
+        """Return the index of the first token whose exact KV is not cached, or None if there is none.
 
-        Return None if the KV of all tokens is cached, or if prefixes are not shared.
+        It is also None if prefixes are not shared. `provenance` is the end of the KV provenance key, which depends on
+        the cache salt (`salt_provenance`).
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -105,12 +106,10 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a new block table with slots for `capacity` tokens.
+        """Return a new block table with slots for `capacity` tokens. It begins with the cached blocks of `known`.
 
-        It begins with the cached blocks of the tokens `known`.
-
-        Sliding layers get slots only for the tokens before `stop`. `provenance` is the suffix of the KV provenance key.
-        Raises PoolFullError.
+        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). For `provenance`, see
+        `first_uncached`. Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -122,12 +121,13 @@ class CacheManager:
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
 
-        Sliding layers get slots only for the tokens [start, stop). If PoolFullError is raised, all blocks of the table
-        are released.
+        Sliding layers get slots for the shortest first part of a prefill of the tokens [start, stop). `begin_prefill`
+        reserves more if there is room. If PoolFullError is raised, all blocks of the table are released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
-            self._pool.slide(blocks, start, stop, next_window=self.evicts)
+            *_, end = self._pool.groups.prefill_ends(start, stop, blocks.floor)
+            self._pool.slide(blocks, start, end, next_window=self.evicts)
         return blocks
 
     @contextmanager
@@ -143,8 +143,8 @@ class CacheManager:
         """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
 
         Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
-        the windows, because they may be rejected. If a session will continue after the last full block, later tokens do
-        not move them either. Raises PoolFullError.
+        the windows, because they may be rejected. Tokens after the last full block do not move them either if a later
+        turn will continue after this block (`Sequence.keeps_decoded`). Raises PoolFullError.
 
         Args:
             sequence: The sequence.

@@ -87,10 +87,10 @@ def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the text of `tokens`, and its alternatives for `added_text`, in a list.
+    """Return the possible texts of `tokens` at the start of a longer text, for `added_text`.
 
-    If the text ends in an incomplete character, the texts without the last 1 to 3 tokens follow. `special` tells
-    whether special tokens have text.
+    The last character may be incomplete until more tokens follow. The texts without the last 1 to 3 tokens are then
+    included. `special` tells whether special tokens have text.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
@@ -157,7 +157,7 @@ class TextStream:
         return held_back if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
-        """Append `token` to the window and return the text that can no longer change."""
+        """Append `token` to the window (tokens decoded together). Return the new text that can no longer change."""
         window = self._window
         window.append(token)
         text = self._decode(window)
@@ -176,10 +176,7 @@ class TextStream:
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many tokens at the end of the window may form an incomplete character.
-
-        `text` is the text of the window.
-        """
+        """Return how many tokens at the end of the window, which has this `text`, may form an incomplete character."""
         if not text.endswith(_PENDING):
             return 0
         window = self._window

@@ -224,7 +224,7 @@ class Engine:
             try:
                 self._speculative.end_round()
             except Exception as error:
-                self._decode_failed([request for request in group if request in self.scheduler.running], error)
+                self._decode_failed(group, error, self._speculative.rejected)
 
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
         """Compute the next logits of each request in `group`.
@@ -240,17 +240,18 @@ class Engine:
         best, rows = iter(best_tokens(logits)), logits.split([len(request.sequences) for request in group])
         return [(request, [(one, list(islice(best, len(one))))]) for request, one in zip(group, rows, strict=True)]
 
-    def _decode_failed(self, group: list[Request], error: Exception) -> None:
+    def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
         """Handle an exception of a decode step of the requests in `group`. If there is only one request, it fails.
 
-        If there are several, any of them may be the cause. All of them start again, and each is decoded alone until it
-        has passed the position at which the step failed.
+        If there are several, any of them may be the cause. The requests `lost`, whose state is incomplete, start again
+        (None: all). Each of them is decoded alone until it has passed the position at which the step failed.
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
             return
-        logger.warning("a decode step of %d requests failed: they are decoded alone", len(group), exc_info=error)
-        for request in reversed(group):
+        lost = group if lost is None else lost
+        logger.warning("a decode step of %d requests failed: they are decoded alone", len(lost), exc_info=error)
+        for request in reversed(lost):
             self._suspects.add(request)
             # In some layers, resident KV and policy state may already include the next token. Such a sequence cannot be
             # swapped to disk.
@@ -279,16 +280,13 @@ class Engine:
                 assert prefill.logits is not None
                 answer = prefill.logits, best_tokens(prefill.logits)
                 return [event for one in scheduler.prefilled() for event in self._accept_all((one, [answer]))]
-            spent += prefill.tokens / self.runner.adapter.geometry.layers
+            spent += prefill.tokens / prefill.layers
             if self._waited_for() or (scheduler.running and spent >= self.runner.config.max_num_batched_tokens):
                 break
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample a token from each of its logits.
-
-        Return the outputs. If an error occurs, return the outputs up to the error.
-        """
+        """Let a request sample a token from each of its logits. Return the outputs, after an error the earlier ones."""
         request, each = step
         events: list[TokenOutput] = []
         try:

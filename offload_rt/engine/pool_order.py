@@ -148,7 +148,7 @@ class PoolMember(ABC):
         return True
 
     def describe(self, error: PoolFullError) -> PoolFullError:
-        """Return `error` with a hint in its message if abandoned engines use memory of the pool."""
+        """Return `error`, with a hint in its message if other engines use memory of the pool."""
         users = sum(one is not self and one.uses_memory for one in self.order.members())
         if not users:
             return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -53,7 +54,6 @@ class Request(ABC):
         recomputed_tokens: Number of prompt tokens that were computed although their KV was cached (hybrid models, see
             `Stats.recomputed_tokens`).
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
-        reuses_prefix: Whether a start may reuse the KV of a cached prefix.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Request(ABC):
         self.cached_tokens = self.recomputed_tokens = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.metrics = RequestMetrics()
-        self.reuses_prefix = True
+        self._start = self._stop = 0
+        self._every_logits: Callable[[int, torch.Tensor], None] | None = None
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
@@ -107,29 +108,30 @@ class Request(ABC):
 
         Raises PoolFullError.
         """
-        return None
+        return None if self.sequences[0].position == self._stop else self._begin_part(runner)
+
+    def _begin_prefill(
+        self, runner: Runner, stop: int, every_logits: Callable[[int, torch.Tensor], None] | None = None
+    ) -> Prefill:
+        """Begin the prefill of the first sequence up to token `stop`. Its parts call `every_logits`, if given."""
+        self._start, self._stop, self._every_logits = self.sequences[0].position, stop, every_logits
+        return self._begin_part(runner)
+
+    def _begin_part(self, runner: Runner) -> Prefill:
+        return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, every_logits=self._every_logits)
 
     def layers_prefilled(self, prefill: Prefill) -> int:
         """Return how many layers of the whole prefill are complete. `prefill` is the part that runs now."""
-        return prefill.layer
+        position = prefill.sequence.position
+        done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.layer
+        return done // (self._stop - self._start)
 
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
         runner.check_fits(self.expected_tokens)
         provenance = salt_provenance(self.prompt.cache_salt)
-        reuse = reuse if self.reuses_prefix else 0
         return runner.retry_after_reclaim(
             lambda: runner.new_sequence(tokens, len(tokens) + 1, reuse=reuse, provenance=provenance)
         )
-
-    def forgo_prefix(self, runner: Runner) -> bool:
-        """Do not reuse a cached prefix in later starts. Return whether a start may need less memory because of it.
-
-        With a cached prefix, sliding-window layers need the windows at its end and at the end of the prompt at the same
-        time. Without it, they only need the latter.
-        """
-        changes = self.reuses_prefix and runner.pool.groups.sliding > 0
-        self.reuses_prefix = False
-        return changes
 
     def resume(self, sequence: Sequence) -> None:
         """Continue with `sequence`, whose KV was restored from disk. Called only if `tokens` is not None."""
@@ -290,7 +292,7 @@ class SampledRequest(Request):
         sequence.trace.prompt_tokens = prompt
         self._continue_statistics(sequence)
         every_logits = None if collected is None else collected.add
-        return runner.begin_prefill(sequence, stop, want_logits=True, every_logits=every_logits)
+        return self._begin_prefill(runner, stop, every_logits)
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:

@@ -117,8 +117,7 @@ class Scheduler(PoolMember):
     def _not_started(self, request: Request, error: Exception) -> None:
         """Handle an `error` that `Request.start` raised.
 
-        If the pool is full and other requests will free memory, the request waits. Otherwise it starts again without a
-        cached prefix if this may need less memory, or fails.
+        If the pool is full and other requests will free memory, the request waits. Otherwise it fails.
         """
         try:
             request.drop(self._runner)
@@ -128,7 +127,7 @@ class Scheduler(PoolMember):
             self.fail(request, error)
         elif self.running:
             self._full = True  # until a request leaves the pool; trying again in every step would be slow
-        elif not self.wait_for_others() and not request.forgo_prefix(self._runner):
+        elif not self.wait_for_others():
             self.fail(request, self.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
@@ -149,7 +148,6 @@ class Scheduler(PoolMember):
         return True
 
     def _discard_swapped(self, request: Request) -> None:
-        """Remove the swapped KV cache of a request from disk, if there is one."""
         if self._swap is not None and (swapped := self._swapped_out.pop(request, None)) is not None:
             self._swap.discard(swapped)
 

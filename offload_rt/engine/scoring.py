@@ -169,9 +169,13 @@ class _Batches:
         self._runner.check_fits(task.computed)
         sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)), reuse=len(prefix))
         sequence.trace.prompt_tokens, sequence.trace.recorder = len(prefix), self._recorder
-        self._runner.expect(sequence, task.computed)
-        if prefix:
-            self._runner.prefill(sequence, len(prefix))
+        try:
+            self._runner.expect(sequence, task.computed)
+            if prefix:
+                self._runner.prefill(sequence, len(prefix))
+        except BaseException:
+            self._runner.free(sequence)
+            raise
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:

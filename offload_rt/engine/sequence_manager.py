@@ -86,8 +86,8 @@ class SequenceManager:
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
         """Return a sequence of `tokens`, with KV slots for `capacity` tokens.
 
-        The first `reuse` tokens use cached blocks if an exact prefill with the same `provenance` computed these blocks.
-        The last of the `reuse` tokens is always computed again.
+        The first `reuse` tokens use cached blocks of exact KV with the same `provenance` (`salt_provenance`). The last
+        of the `reuse` tokens is always computed again.
 
         Raises:
             InputError: A token id is not in the vocabulary.

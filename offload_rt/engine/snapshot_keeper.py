@@ -139,10 +139,7 @@ class SnapshotKeeper:
         return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
 
     def _touch(self, path: list[int], tokens: int) -> None:
-        """Mark the snapshots that a text of `tokens` tokens needs as used now.
-
-        The last one is marked as the most recently used.
-        """
+        """Mark the snapshots that a text of `tokens` tokens (blocks `path`) needs as used, ending with the last one."""
         needed = needed_positions(tokens, self._table.positions(path))
         self._table.touch(path[position // BLOCK_SIZE - 1] for position in reversed(needed))
 

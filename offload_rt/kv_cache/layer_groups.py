@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core import BLOCK_SIZE, ModelGeometry
@@ -80,6 +81,28 @@ class LayerGroups:
     def window_blocks(self) -> int:
         """Maximum number of consecutive 64-token blocks that a sliding window overlaps."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
+
+    def window_indices(self, start: int, stop: int, floor: int = 0) -> set[int]:
+        """Return the indices of the window blocks that a sequence needs while it computes the tokens [start, stop).
+
+        These are the blocks that the first token sees, and the blocks of new tokens that the token at `stop` sees.
+        """
+        before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
+        return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
+
+    def prefill_ends(self, start: int, stop: int, floor: int = 0) -> Iterator[int]:
+        """Yield ends of the first part of a prefill of the tokens [start, stop), the longest part first.
+
+        A prefill after earlier tokens needs the windows at both of its ends at once. A shorter part needs fewer window
+        blocks. The shortest part needs no more of them than decode steps need, and so do the parts after it.
+        """
+        yield stop
+        end = stop
+        while self.sliding and len(self.window_indices(start, end, floor)) > self.window_blocks:
+            end = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
+            if end <= start:
+                return
+            yield end
 
     def blocks(self, tokens: int) -> int:
         """Return the largest number of blocks that a sequence of `tokens` tokens can need, summed over all groups."""

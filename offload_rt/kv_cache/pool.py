@@ -123,13 +123,11 @@ class HostPool(BlockSupply):
 
     def _window_indices(self, blocks: BlockTable, start: int, stop: int, next_window: bool) -> set[int]:
         """Return the indices of the window blocks that the block table would have after `slide`."""
-        before = range(self.groups.first_seen(start, blocks.floor) // BLOCK_SIZE, blocks_for(start))
-        first = self.groups.first_seen(stop, blocks.floor)
-        end = blocks_for(stop)
+        indices = self.groups.window_indices(start, stop, blocks.floor)
         if next_window:
             last = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE
-            end = max(end, last + self.groups.window_blocks)
-        return {*before, *range(max(start, first) // BLOCK_SIZE, end)}
+            indices.update(range(blocks_for(stop), last + self.groups.window_blocks))
+        return indices
 
     def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
         """Allocate window blocks with the indices `indices`, contiguous within each layer group.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..core import BLOCK_SIZE, BlockTable, KVPart
 from .arena import Arena
@@ -179,10 +180,32 @@ class StoredRows:
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run of slots.
 
-        In memory, the vectors `[n, width]` of each head are contiguous. For several layers of a group, it is faster to
-        call `spans` once and `view` for each layer.
+        In memory, the vectors `[n, width]` of each head are contiguous, unless `shares_rows`. For several layers of a
+        group, it is faster to call `spans` once and `view` for each layer.
         """
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
+
+    def shares_rows(self, layer: int) -> bool:
+        """Return whether K and V of a token and head share a row of the arena (`ArenaLayout.window_part`)."""
+        return self._packed(layer) and self.layout.window_ratio > 1
+
+    def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
+        """Return the parts of `stored` as tensors whose heads are contiguous in memory.
+
+        A part is K and V, or if they share rows, one tensor `[Hkv, n, d]` of the rows.
+        """
+        if not self.shares_rows(layer):
+            return [(part.k, part.v) for part in self.stored(blocks, layer, tokens)]
+        assert self.layout.window_rows is not None
+        places, heads = self.groups.storage_layers(layer), self.layout.window_rows.kv_heads
+        spans = self.spans(blocks, self.groups.group[layer], tokens)
+        return [(self._arena.planes_of(span.slab, places, span.offset, span.size)[:heads],) for span in spans]
+
+    def in_planes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return encoded k and v `[Hkv, n, width]` as one part of `planes`."""
+        if not self.shares_rows(layer):
+            return k, v
+        return (F.pad(torch.cat((k, v), dim=-1), (0, self.layout.head_dim - 2 * k.shape[-1])),)
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return K and V `[Hkv, n, d]` of `tokens` in one layer, one part per contiguous run of slots.

@@ -45,7 +45,7 @@ def fingerprint(model: Any) -> str:
     """Return the fingerprint of a loaded transformers model: a digest as 64 hexadecimal digits.
 
     The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of every
-    weight. For a multimodal model, it covers only the language model.
+    weight and of every buffer in the checkpoint. For a multimodal model, it covers only the language model.
 
     The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either if
     the dtype represents the weights exactly. For example, a bfloat16 checkpoint has the same digest when it is loaded
@@ -62,8 +62,13 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name, including the buffers of packed models, which may store weights in them."""
-    buffers = {} if packing_of(model) is None else dict(model.named_buffers())
+    """Return all weights by name, including the buffers of the checkpoint, such as `layer_scalar` of Gemma 4.
+
+    Packed models may store weights in any buffer.
+    """
+    buffers, stored = dict(model.named_buffers()), set(model.state_dict(keep_vars=True))
+    if packing_of(model) is None:
+        buffers = {name: buffer for name, buffer in buffers.items() if name in stored}
     return {**dict(model.named_parameters()), **buffers}
 
 
@@ -123,12 +128,12 @@ def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
 
     `model` must have been read from the checkpoint to which `cache` belongs.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = _weights(model).items()
     arguments = {
         "version": VERSION,
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
-        "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in named],
+        "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in weights],
     }
     return cache.lookup("fingerprints", arguments, lambda: fingerprint(model), _checked)
 

@@ -31,7 +31,16 @@ from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
 from .stored_tensors import stored_tensors
-from .weights import ON_DEVICE, ExpertSizes, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
+from .weights import (
+    ON_DEVICE,
+    ExpertSizes,
+    Placement,
+    WeightSizes,
+    aligned,
+    unpacked_bytes,
+    weight_bytes,
+    weight_sizes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,8 +54,8 @@ class ModelShape:
 
     Attributes:
         geometry: Dimensions.
-        weight_bytes: Size in bytes of parameters and buffers, without weights that `placement` keeps in host memory.
-            Tied weights count once.
+        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`), without
+            weights that `placement` keeps in host memory. Tied weights count once.
         sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
         dtype: Dtype of the computation.
         device: Device of the model.
@@ -92,7 +101,8 @@ def load_shape(
     if not isinstance(model, (str, os.PathLike)):
         check_loaded(model, str(device), str(dtype).removeprefix("torch."))
         geometry, sizes, packed = adapter_for(model).geometry, weight_sizes(model), packing_of(model)
-        return ModelShape(geometry, weight_bytes(model), sizes, model.dtype, model.device, packed, packed is None)
+        size = weight_bytes(model) + unpacked_bytes(model)
+        return ModelShape(geometry, size, sizes, model.dtype, model.device, packed, packed is None)
     where = resolve_device(device)
     source = find_source(model, hub)
     compute = partial(_read_shape, source, where, dtype, max_model_len, quantize)
@@ -160,11 +170,12 @@ def _read_shape(
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
     packed = packing_of(skeleton)
     if packed == PACKED.method:
-        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where, packed)
+        return ModelShape(geometry, weight_bytes(skeleton) + unpacked_bytes(skeleton), sizes, chosen, where, packed)
     backend = backend_of(config)
     if backend is None or not backend.stays_packed(where):
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
     fixed, layers = _packed_bytes(source, skeleton, chosen)
+    fixed += unpacked_bytes(skeleton, all_packed=True)
     sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
     return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), backend.can_stream(config))
 

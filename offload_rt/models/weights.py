@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .linear import held_bytes, places_of, tensors_of
+from .linear import held_bytes, places_of, plain_weight, tensors_of
 from .multimodal import text_decoder
 
 ALIGNMENT = 64
@@ -55,7 +55,7 @@ class WeightSizes:
     """Sizes of a model's weights in bytes.
 
     Attributes:
-        fixed: Embedding, head (not counted if tied to the embedding), final norm, and all buffers.
+        fixed: Embedding, head (not counted if tied to the embedding), final norm, all buffers, and `unpacked_bytes`.
         layers: Aligned size of the weights of each decoder layer.
         widest: Largest number of rows or columns of any matrix in a layer.
         experts: Sizes of the experts in `layers`, which may stay in host memory; None if there are none.
@@ -187,11 +187,25 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
     return WeightSizes(
-        fixed + sum(buffer.nbytes for buffer in model.buffers()),
+        fixed + sum(buffer.nbytes for buffer in model.buffers()) + unpacked_bytes(model),
         tuple(layer_bytes(layer) for layer in layers),
         max(_widest_side(layer) for layer in layers),
         _expert_sizes(layers),
         0 if embedding is None else sum(held_bytes(weight) for weight in embedding.parameters()),
+    )
+
+
+def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
+    """Return the size in bytes of the copies that latent attention makes of packed weights (`latent_attention`).
+
+    With `all_packed`, `model` is a skeleton whose linear layers will be packed when it is loaded.
+    """
+    size = model.get_input_embeddings().weight.dtype.itemsize
+    expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
+    return sum(
+        each.in_features * each.out_features * size
+        for each in expansions
+        if each is not None and (all_packed or plain_weight(each) is None)
     )
 
 

@@ -4,7 +4,7 @@ If the limit is too small for all data, the plan moves data to host memory in th
 
 1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
 2. Decoder layers. Their weights are streamed through two buffers. The streamed layers are evenly spaced, so that
-   transfers overlap with computation.
+   transfers overlap with computation. In hybrid models, layers without attention are streamed first.
 3. Scoring keys, if even two decoder layers and the scoring keys do not fit together. The host then computes the scores
    (InfiniGen §6.2), which is slower than any transfer.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import EngineConfig
-from ..core import BLOCK_SIZE
+from ..core import BLOCK_SIZE, ModelGeometry
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.file_layout import disk_limit
 from ..models.shape import ModelShape
@@ -100,7 +100,7 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
         chosen = replace(costs, keys_on_host=keys_on_host)
         available = limit - chosen.total([_round_to_blocks(context)])
         for count in (0, *range(BUFFERS + 1, layers + 1)):
-            streamed = _evenly_spaced(count, layers)
+            streamed = _evenly_spaced(count, layers, costs.shape.geometry)
             if _weights(chosen, streamed) <= available:
                 return DevicePlan(limit, chosen, context, streamed)
     raise MemoryLimitError(_too_small(limit, chosen, context))
@@ -183,9 +183,15 @@ def _plans_within(limit: int, several: Sequence[DeviceCosts], context: int) -> I
             yield plan_device(limit, costs, context)
 
 
-def _evenly_spaced(count: int, layers: int) -> tuple[int, ...]:
-    """Return `count` indices of layers in [0, `layers`), evenly spaced."""
-    return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
+def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
+    """Return `count` indices of layers in [0, `layers`), evenly spaced among those without attention if they suffice.
+
+    To predict a query, the weights of the next attention layer are needed several layers early. If they were streamed,
+    they would replace those of a layer before it, and both would be copied twice.
+    """
+    recurrent = sorted(set(range(layers)) - {*geometry.attention_at}) if geometry.attention_at else []
+    chosen = recurrent if count <= len(recurrent) else range(layers)
+    return tuple(chosen[(2 * i + 1) * len(chosen) // (2 * count)] for i in range(count))
 
 
 def _round_to_blocks(context: int) -> int:
@@ -202,7 +208,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
     """Return the error message for a limit that is below the minimum device memory of `costs`."""
     layers = len(costs.shape.sizes.layers)
     counts = {0, layers} if layers > BUFFERS else {0}
-    least = min(_weights(costs, _evenly_spaced(count, layers)) for count in counts)
+    least = min(_weights(costs, _evenly_spaced(count, layers, costs.shape.geometry)) for count in counts)
     rest = costs.total([_round_to_blocks(context)])
     where = ", scoring keys on the host" if costs.keys_on_host else ""
     message = (

@@ -162,7 +162,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _emptied(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a content block with empty text or input, for `content_block_start`."""
+    """Return a copy of `block` with empty text or input, for the event `content_block_start`."""
     empty: dict[str, Any] = {"text": "", "thinking": "", "input": {}}
     return block | {name: value for name, value in empty.items() if name in block}
 

@@ -223,7 +223,7 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`, for insertion at the JSON pointer `pointer`."""
+    """Return the JSON schema of a call of `function`, to insert it at the JSON pointer `pointer` of another schema."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
     arguments = _with_references_at(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
@@ -236,7 +236,7 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
 
 
 def _with_references_at(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
-    """Return a JSON schema whose references (`#/$defs/...`) are valid at the JSON pointer `pointer` of another one."""
+    """Return `schema` with references (`#/...`) that are valid after its insertion at `pointer` of another schema."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:

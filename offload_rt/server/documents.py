@@ -42,11 +42,11 @@ def digest(*parts: str) -> str:
 
 
 class DocumentCache:
-    """Stores JSON documents, and evicts the least recently used ones. A document has a small head and a body.
+    """Stores JSON documents, and evicts the least recently used ones.
 
-    The name of a document is a `digest`. In a folder, each document is a file with two lines, head and body. Files are
-    replaced atomically, so a killed server leaves either the old or the new version. Several servers may share a
-    folder.
+    A document has a small head, which is kept in memory, and a body. Its name is a `digest`. In a folder, each document
+    is a file with two lines, head and body. Files are replaced atomically, so a killed server leaves either the old or
+    the new version. Several servers may share a folder.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
@@ -170,7 +170,7 @@ _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id for the session that a client with the API key `owner` calls `name`.
+    """Return the engine's id for the session that a client calls `name`. `owner` is the digest of its API key.
 
     Raises RefusedError for invalid names.
     """
@@ -265,7 +265,7 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's session id for a response of the API key `owner` with the id `name`."""
+    """Return the engine's session id for the response `name`. `owner` is the digest of the client's API key."""
     return digest("response", owner, name)
 
 

@@ -43,7 +43,7 @@ class TokenLimits:
         self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise RefusedError if a prompt exceeds the limits. `tokens` is a lower bound of its number of tokens."""
+        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
         if tokens >= self.positions:
             raise bad_request(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "

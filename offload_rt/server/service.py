@@ -124,7 +124,7 @@ class Service:
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open the store of documents of one `kind`. Raises ConfigError if its folder cannot be used."""
+        """Open the store of the documents in the subfolder `kind`. Raises ConfigError if the folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)

@@ -69,10 +69,7 @@ class _TokenizerSteps:
 
     @property
     def local(self) -> bool:
-        """Whether a text can be split before any space that is between two letters.
-
-        The split must not change the words that the pre-tokenizer steps return.
-        """
+        """Whether the pre-tokenizers find the same words if a text is split before a space between two letters."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # If spaces remain in the normalized text, a pre-tokenizer may split after the space instead of before it.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
@@ -109,7 +106,7 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer step gives the same words for a text split before a space between two letters.
+    """Return whether a pre-tokenizer finds the same words if a text is split before a space between two letters.
 
     `spaces` tells whether the normalized text still contains spaces.
     """
@@ -122,10 +119,7 @@ def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
 
 
 class TextTokenizer:
-    """Tokenizes texts of any length, long texts in pieces.
-
-    Reads the wrapped tokenizer's steps at the first long text.
-    """
+    """Tokenizes texts of any length, long texts in pieces."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

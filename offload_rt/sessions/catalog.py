@@ -222,8 +222,8 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
     return Deleted(found.history.name, found.history.model, removed)
 
 
-def clear_prompts(folder: Path) -> int:
-    """Delete the KV of requests without a session name. Return the number of freed bytes.
+def clear_prompts(folder: Path) -> Removed:
+    """Delete the KV of requests without a session name, in all namespaces of a store.
 
     Raises:
         InputError: The folder does not exist.
@@ -232,9 +232,10 @@ def clear_prompts(folder: Path) -> int:
     _check_folder(folder)
     store = DiskStore(folder, "", 0)
     try:
-        return sum(remove_claims(store, space.name).bytes for space in spaces(folder))
+        each = [remove_claims(store, space.name) for space in spaces(folder)]
     finally:
         store.close()
+    return Removed(sum(one.bytes for one in each), tuple(name for one in each for name in one.unreadable))
 
 
 def export_text(history: History) -> str:

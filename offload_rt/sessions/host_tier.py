@@ -64,14 +64,14 @@ class TierStats:
 class HostTier:
     """Keeps idle sessions of one store in host memory ("parked" sessions) until other requests need the memory.
 
-    `options.policy` sets the eviction order (`storage/policies.py`). With the policy "lookahead", `look_ahead` uses the
-    queue of waiting sessions before every step. It protects the waiting sessions in the eviction window, in host memory
-    and on disk. These are the next L_ew = (C_mem + C_disk) / S_kv sessions of the queue (C: capacity, S_kv: mean size
-    of a session). If only protected sessions are left, the session with the latest turn is evicted first.
+    `options.policy` sets the eviction order (`storage/policies.py`). With the policy "lookahead", `look_ahead` gets the
+    queue of waiting sessions before every step. It protects the sessions in the eviction window, in host memory and on
+    disk: the next L_ew = (C_mem + C_disk) / S_kv sessions of the queue (C: capacity, S_kv: mean size of a session). If
+    all sessions are protected, the one that is needed last is evicted first.
 
     Then it evicts sessions until the fraction `options.free_host` of the pool is free. Finally, it prefetches the
-    sessions in the prefetch window from disk, one at a time, while other sessions compute. These are the next L_pw =
-    C_free / S_kv sessions of the queue.
+    sessions in the prefetch window from disk, one at a time, while other sessions compute: the next L_pw = C_free /
+    S_kv sessions of the queue.
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -200,7 +200,7 @@ class HostTier:
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
         """Evict parked sessions until the fraction `options.free_host` of the pool is free.
 
-        Stop before the sessions `soon`, which waiting turns will use.
+        Stop if the next session to evict is in `soon`, because its turn comes next.
         """
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:

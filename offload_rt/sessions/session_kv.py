@@ -163,7 +163,7 @@ class SessionKV:
             self.drop()
 
     def end_turn(self) -> None:
-        """Prepare the sequence for the next turn. The history must already contain this turn."""
+        """Free the recurrent state, or rebuild an interrupted policy state. The history already contains the turn."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
@@ -297,7 +297,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Record the names of all blocks in the history. Remove the earlier partly filled blocks from disk."""
+        """Record the keys of all blocks (`names`) in the history. Remove replaced, partly filled blocks from disk."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -313,9 +313,9 @@ class SessionKV:
         self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Unpin the session's snapshots except `needed`.
+        """Unpin the session's snapshots of recurrent state, except those with the keys `needed`.
 
-        Remove them from disk unless a fork may need them (`shared`).
+        Remove snapshots of tokens that are no longer in the text, unless a fork may need them (`shared`).
         """
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:

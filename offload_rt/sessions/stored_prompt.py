@@ -37,7 +37,6 @@ class PromptKV(SessionKV):
 
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
-        self.reuses_prefix = True
         self._windows: BlockTable | None = None
 
     def ready(self, capacity: int) -> Sequence:
@@ -46,12 +45,6 @@ class PromptKV(SessionKV):
 
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
-
-    def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
-        if self.reuses_prefix:
-            return super()._restore(capacity, all_layers=all_layers)
-        self._host_tokens = self.loaded_tokens = 0
-        return self.adopt(BlockTable(), capacity, 0)
 
     def claim(self) -> None:
         """Queue a claim of all stored blocks of the prompt (`DiskStore.claim`), so that no deletion removes them."""
@@ -70,9 +63,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token attends to for writing. Call this after a full block.
+        """Queue for writing the sliding-window blocks that the next token attends to. Call this at the end of a block.
 
-        The blocks stay in memory until `drop` or `release_windows`, even if the windows move past them.
+        The blocks stay in memory until `drop` or `release_windows`, even if they leave the sliding windows.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -100,7 +93,7 @@ class PromptKV(SessionKV):
         self.release_windows()
 
     def write_rest(self) -> bool:
-        """Queue the blocks that did not fit in the write buffer before. Return whether unwritten blocks remain."""
+        """Queue the blocks that did not fit in the write buffer before. Return False if there were none."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before
@@ -158,10 +151,6 @@ class StoredPrompt(StoredRequest):
         # Therefore a segment ends there.
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
-
-    def forgo_prefix(self, runner: Runner) -> bool:
-        self.kv.reuses_prefix = False
-        return super().forgo_prefix(runner)
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
         assert self.sequence is not None

@@ -136,7 +136,7 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Truncate the conversation if it would exceed the model's positions in this turn."""
+        """Make the turn fit into the model's positions: truncate the conversation, or rotate the sinks' keys."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
@@ -148,7 +148,6 @@ class Turn(StoredRequest):
             kv.enqueue(kv.all_names())
 
     def _truncate(self) -> None:
-        """If this turn would exceed the model's positions, remove the oldest tokens and warn."""
         history = self.kv.history
         new = len(self._tokens.added) + self.params.max_tokens - self._tokens.dropped
         try:
@@ -181,10 +180,6 @@ class Turn(StoredRequest):
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
         self._undo_prepare()
-
-    def forgo_prefix(self, runner: Runner) -> bool:
-        """Return False: the KV of the session is always reused."""
-        return False
 
     def _undo_prepare(self) -> None:
         """Restore the session to its state before the turn, and park it in the host tier."""

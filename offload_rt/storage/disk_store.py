@@ -155,6 +155,8 @@ class DiskStore:
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
         """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
 
+        Files with the name of a block that contain no block are removed too, such as a document that was renamed.
+
         Args:
             keys: Keys of the blocks to keep.
             space: Digest of the namespace. None is the store's own namespace.
@@ -168,11 +170,12 @@ class DiskStore:
             StoreError: A block cannot be removed.
         """
         own, folder = self._space if space is None else self._folder.path / space, self._folder
-        others = (path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
-        if claimed:
-            return folder.remove(path for path in others if not folder.is_claimed(path))
-        freed = folder.remove(others)
-        folder.disclaim(block_paths(own))
+        paths = set(block_paths(own))
+        kept = {path for path in paths if bytes.fromhex(path.stem) in keys or (claimed and folder.is_claimed(path))}
+        kept -= folder.without_block(kept)
+        freed = folder.remove(paths - kept)
+        if not claimed:
+            folder.disclaim(kept)
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -181,10 +184,7 @@ class DiskStore:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys of the blocks that waiting turns of sessions will use, soonest first.
-
-        They need not be stored.
-        """
+        """Set the blocks that waiting turns will use, soonest first. They are evicted last. They need not exist yet."""
         self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:

@@ -77,7 +77,7 @@ class SummaryCache:
         self._known: dict[Path, tuple[tuple[int, ...], Known]] = {}
 
     def get(self, path: Path, summarise: Summarise) -> Known | None:
-        """Return the cached or new entry of a file, or None if the file is damaged or does not exist."""
+        """Return the entry of a file, which is read again if it has changed. None if the file is damaged or missing."""
         try:
             status = path.lstat()
         except OSError:
@@ -101,7 +101,7 @@ class SummaryCache:
 class DocumentStore:
     """Stores the documents of one namespace in the folder `own`. Thread-safe.
 
-    The name of a document consists of a kind and a digest (`folder.NAME`). It never contains text chosen by a user.
+    The name of a document (`folder.NAME`) is a word such as "session" and a digest, so it contains no text of a user.
     Documents are never evicted. Their size counts towards the limit of the store's `folder`, of `limit` bytes.
     """
 

@@ -8,18 +8,21 @@ import itertools
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from errno import ELOOP
 from pathlib import Path
 
 from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
-from .files import read_claim, read_document, write_claim
+from .files import read_claim, read_document, read_header, write_claim
 from .index import BEFORE, DOCUMENTS, DiskIndex
 from .options import StoreOptions
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
+
+_MANY = 100  # number of files of one size from which on this is the size of full blocks
 
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
@@ -153,10 +156,8 @@ class StoreFolder:
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
         """Rename a completely written and synced temporary file to `path`, and replace an existing file.
 
-        Raises OSError.
-
-        If the existing file is claimed, the new file is claimed too. `claimed` tells whether the temporary file already
-        contains a claim.
+        `claimed` tells whether the temporary file contains a claim. If not, it gets the claim of the replaced file, if
+        there is one. Raises OSError.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
@@ -190,6 +191,25 @@ class StoreFolder:
                 file.claimed = read_claim(path)
                 self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
             return bool(file.claimed)
+
+    def without_block(self, paths: Iterable[Path]) -> set[Path]:
+        """Return the files among the block files `paths` that contain no block.
+
+        Full blocks of a namespace have equal sizes. Files of a size that many files have are therefore not read.
+        """
+        sizes = dict[Path, int]()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[path] = status.st_size
+        found, number = set[Path](), Counter(sizes.values())
+        for path in (path for path, size in sizes.items() if number[size] < _MANY):
+            if read_header(path) is None:
+                found.add(path)
+            elif path in self.index:
+                self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+        return found
 
     def disclaim(self, paths: Iterable[Path]) -> None:
         """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""

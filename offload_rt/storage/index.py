@@ -131,7 +131,7 @@ class DiskIndex:
                 self._order.remove(path)
 
     def set_window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, soonest first (`EvictionOrder.set_window`)."""
+        """Set the files that are evicted last, because waiting requests will use them, soonest first."""
         with self.mutex:
             self._wanted = set(paths)
             for path in self._order.set_window(paths):
@@ -155,8 +155,8 @@ class DiskIndex:
         Args:
             size: Number of bytes needed.
             pinned: Also evict pinned files, if no other files are left.
-            cost: Number of tokens to compute again without the new file, or None for a document. With the policy
-                "lookahead", no file with a higher rank than the new file is evicted, except for a document.
+            cost: Number of tokens to compute again if the new file is lost, or None for a document. With the policy
+                "lookahead", a block file does not evict files with a higher rank than its own.
 
         Returns:
             The files to evict, or None if evicting all of them would not free enough space.
@@ -190,8 +190,8 @@ class DiskIndex:
         return list(gone) if limit is None or used <= limit else None
 
     def _expired(self, horizon: int) -> Iterator[Path]:
-        """Yield the files that were last used before `horizon` and may be evicted. `files` is sorted by last use."""
-        for path, file in self.files.items():
+        """Yield the files that may be evicted and were last used before `horizon` (in nanoseconds since 1970)."""
+        for path, file in self.files.items():  # sorted by last use
             if file.last_used >= horizon:
                 return
             if path.suffix not in _STAYING and not self._pins[path] and not self._order.in_window(path):

@@ -29,9 +29,9 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block with the index in the block table at which it will be loaded (`index`), and its layer group."""
+    """A stored block with its layer group and the index in the block table at which it will be loaded."""
 
-    index: int
+    table_index: int
     block: StoredBlock
     group: int = 0
 
@@ -47,9 +47,9 @@ class DamagedBlockError(Exception):
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
     """Return the number of layers to load before the prefill starts, so that the prefill never waits for loading.
 
-    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the new
-    tokens are computed. A layer has B load_seconds / layers bytes, so the number of layers is k = layers (1 - compute /
-    load). If computing takes longer than loading, k is 1.
+    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new), with the bandwidth B: the bytes that cannot be
+    loaded while the new tokens are computed. A layer has B load_seconds / layers bytes, so the number of layers is k =
+    layers (1 - compute_seconds / load_seconds). If computing takes longer than loading, k is 1.
 
     Args:
         load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
@@ -84,7 +84,8 @@ class BlockLoader:
         self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
         tokens = [
-            range(placed.index * BLOCK_SIZE, placed.index * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
+            range(placed.table_index * BLOCK_SIZE, placed.table_index * BLOCK_SIZE + placed.block.count)
+            for placed in placed_blocks
         ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
@@ -212,7 +213,7 @@ class BlockLoader:
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
     """Let the pool block that contains `span` use the file of a stored block as its extent, so that no KV is copied.
 
-    Return the extent, or None if this is not possible.
+    Return None if the KV must be copied instead, for example because the pool is not on disk.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

@@ -94,9 +94,9 @@ class Saver:
     are saved.
 
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
-    pool writes full blocks directly to that file, and later reads them from it (`kv_cache.disk.extents`):
+    pool writes full blocks directly to that file (*stored extent*, `kv_cache.disk.extents`), and reads them there:
 
-    * A full block without computed KV gets its stored extent in `begin`.
+    * A block whose KV is not computed yet gets its stored extent in `begin`.
     * A block that is complete and still in memory is written to a stored extent after its last layer.
     * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
       pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
@@ -161,9 +161,9 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
-        """Let the pool write a full block directly to a new store file when the KV of the block is computed.
+        """Let the pool write a block directly to a new store file (stored extent) as soon as its KV is computed.
 
-        Return False if this is not possible.
+        Return False if the block must be copied instead, for example because its KV is computed already.
         """
         file, block = self._file, entry.block
         if (
@@ -188,7 +188,7 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
-        """Create a store file that the pool can use as the extent of a block. Return None if this is not possible."""
+        """Create a store file to which the pool can write a block itself. Return None if the store provides none."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:

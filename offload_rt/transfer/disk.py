@@ -35,7 +35,7 @@ class _Open:
     _blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the current block ids."""
+        """Return the block ids as an array. The array is rebuilt only if the block table has changed."""
         if self._listed != self.blocks.ids:
             self._listed = list(self.blocks.ids)
             self._blocks = np.array(self._listed, np.int64)

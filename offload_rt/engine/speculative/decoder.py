@@ -147,9 +147,14 @@ class SpeculativeDecoder:
             matched += 1
         self._learn(draft, matched)
 
+    @property
+    def rejected(self) -> list[Request]:
+        """Running requests whose recurrent state contains rejected tokens until `end_round`."""
+        return [draft.request for draft in self._rejected if draft.request.sequences]
+
     def end_round(self) -> None:
         """Remove rejected draft tokens from the recurrent state of all sequences (hybrid models)."""
-        began, rejected = time.perf_counter(), [draft.sequence for draft in self._rejected if draft.request.sequences]
+        began, rejected = time.perf_counter(), [request.sequences[0] for request in self.rejected]
         if rejected:
             replay(self._runner, rejected)
         seconds = time.perf_counter() - began if rejected else 0.0

@@ -70,10 +70,7 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """Remove rejected tokens from the recurrent state of `sequences`, after a verification pass has computed them.
-
-    For each sequence, these are the tokens from `position` on.
-    """
+    """Remove the rejected tokens of a verification pass, from `position` on, from the sequences' recurrent state."""
     assert runner.marks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

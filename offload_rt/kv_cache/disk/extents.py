@@ -116,9 +116,9 @@ class Extents:
             self._close_released()
 
     def accepts(self, block: int, storage_layer: int) -> bool:
-        """Return whether a storage layer of `block` may be written to the current extent of the block.
+        """Return whether a storage layer of `block` may be written to disk now.
 
-        A stored extent accepts each storage layer once. The extent in the pool's file accepts every write.
+        In a file of a session store, each storage layer is written only once. The pool's own file has no such limit.
         """
         return (entry := self._stored.get(block)) is None or storage_layer not in entry.storage_layers
 

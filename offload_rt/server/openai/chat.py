@@ -65,7 +65,7 @@ class TraceEvents:
         }
 
     def _bins(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the texts of the prompt's bins, or an empty list if `spans` is empty."""
+        """Return the text of each bin of the prompt (see `MAX_BINS`), or an empty list if `spans` is empty."""
         if not spans:
             return []
         cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
@@ -74,7 +74,7 @@ class TraceEvents:
     def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return the event with the changes since the last call, or None if there are none.
 
-        The field "selected" has one count per bin of the prompt: the number of selections of its tokens since the
+        The field "selected" has one count per bin (see `MAX_BINS`): how often its tokens were selected since the
         last event, summed over decode steps, layers and KV heads.
         """
         trace = output.trace
@@ -140,7 +140,7 @@ async def _store_conversation(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Yield `steps` while the session is locked. Store the conversation after the first step and at the end."""
+    """Yield `steps` with the session locked. Store the messages after the first step, and add the answer at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:

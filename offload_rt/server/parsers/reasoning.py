@@ -95,7 +95,7 @@ class Harmony(Scanner):
         text, complete = yield from self.read_until(MESSAGE)
         header = tag + text
         if not complete:
-            show = self._reason if _ANALYSIS.search(header) else self._show
+            show = self._reason if _ANALYSIS.search(header) else self._emit_content
             show(_HEADER.sub("", header) if CHANNEL in header or START in header else header)
             return ""
         recipient = _RECIPIENT.search(header)
@@ -103,7 +103,7 @@ class Harmony(Scanner):
             yield from self.stream_call(recipient[1])
             _, end = yield from self.read_until(*ENDS, START, CHANNEL)
         else:
-            show = self._reason if _ANALYSIS.search(header) and not recipient else self._show
+            show = self._reason if _ANALYSIS.search(header) and not recipient else self._emit_content
             end, _ = yield from self.stream_until(show, *ENDS, START, CHANNEL)
         if end in ENDS:
             end = (yield from self.accept(CHANNEL, START)) or (yield from self.content_until(CHANNEL, START))

@@ -10,7 +10,7 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Base class that converts XML parameters to JSON. Strings are streamed, other values returned when complete."""
+    """Base class that converts XML parameters to JSON. Only strings are streamed before they are complete."""
 
     _count = 0
     """Number of parameters of the current call."""

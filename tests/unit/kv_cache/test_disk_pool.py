@@ -34,7 +34,7 @@ from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.file_layout import DiskTier
 from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merge_reads
-from offload_rt.kv_cache.disk.requests import _merged as merge_plain
+from offload_rt.kv_cache.disk.requests import _merge_with_numpy as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner import prefill as prefill_module

@@ -25,7 +25,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
-from offload_rt.storage.saver import place_block
+from offload_rt.storage.saver import layer_data
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,6 +102,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
         ("half slide", "everything", "host"),
         ("room to spare", "everything", "staged"),
         ("all slide", "full", "staged"),
+        ("narrow rows", "full", "staged"),
     ],
 )
 def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
@@ -305,7 +306,7 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
-        return place_block(*args)
+        return layer_data(*args)
 
     monkeypatch.setattr("offload_rt.storage.saver.layer_data", slow)
     session = make("half slide").session("s", tmp_path)
@@ -405,7 +406,7 @@ def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
     session.close()
     other = make("room to spare")
     session = other.session("s", tmp_path)
-    session.kv.fetch(next_window=True)
+    session.kv.fetch(all_layers=True)
     session.kv.load_all()
     assert session.kv.loader is None
     restored = session.kv.sequence

@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         parts = self.pool.runs(model.blocks, layer, tokens)
         return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
 
-    def compute(self, model: Model, count: int, letter: int, behind: int) -> bool:
+    def compute(self, model: Model, count: int, letter: int, before_window: int) -> bool:
         """Prefill or decode `count` tokens. Return False if the pool is full, and check that the pool is unchanged."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
@@ -124,12 +124,12 @@ class PoolMachine(RuleBasedStateMachine):
             return False
         assert self.groups.sliding or lacking <= 0
         try:
-            self.pool.slide(blocks, start, stop, before_window=behind)
+            self.pool.slide(blocks, start, stop, before_window=before_window)
         except PoolFullError:
             assert blocks.windows == windows
             self.pool.truncate(blocks, start)
             return False
-        assert not self.pool.slides(blocks, start, stop) or behind
+        assert not self.pool.slides(blocks, start, stop) or before_window
         model.extend([letter] * count)
         for layer in range(len(self.windows)):
             kept = self.pool.kept(blocks, layer, range(start, stop))
@@ -141,16 +141,16 @@ class PoolMachine(RuleBasedStateMachine):
         return True
 
     @rule(target=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
-    def start(self, count: int, letter: int, behind: int) -> Model:
+    def start(self, count: int, letter: int, before_window: int) -> Model:
         model = Model(BlockTable())
-        if not self.compute(model, count, letter, behind):
+        if not self.compute(model, count, letter, before_window):
             return multiple()  # type: ignore[return-value]
         self.live.append(model)
         return model
 
     @rule(model=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
-    def prefill(self, model: Model, count: int, letter: int, behind: int) -> None:
-        if self.compute(model, count, letter, behind):
+    def prefill(self, model: Model, count: int, letter: int, before_window: int) -> None:
+        if self.compute(model, count, letter, before_window):
             self.publish(model)
             self.pool.slide(model.blocks, model.blocks.length, model.blocks.length)
             assert len(model.blocks.windows) <= self.groups.window_blocks
