@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the sessions of a store, show or export one as text, delete one, or clear the KV of all other prompts."""
+    """List the sessions of a store, show, export or delete one, or clear the KV of prompts without a session."""
     check_choice("action", args.action, ACTIONS)
     if args.store_ttl is not None and args.action != "list":
         raise InputError(f"--store-ttl applies to sessions list only: remove it from sessions {args.action}")
