@@ -173,7 +173,7 @@ def _generation(case: _Case) -> Iterator[Callable[[str], Iterator[object]]]:
     options: dict[str, Any] = {"policy": first, "missed_mass_every": 0, "enable_prefix_caching": False}
     with ExitStack() as ends:
         if config.interface == "offload":
-            folder = str(find_source(case.model).place)
+            folder = find_source(case.model).name_or_path
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=config.dtype)
             llm = ends.enter_context(offload(model, tokenizer=folder, **options))
         else:
