@@ -191,7 +191,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stages that follow attention layer `layer` on its output `[T, D]`, in pieces like `_layer`."""
+        """Run the `stages` after attention layer `layer` on its output `[T, D]`, in pieces like `_layer`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden
