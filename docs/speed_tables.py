@@ -31,8 +31,6 @@ LENGTHS = {
     "qwen/rows_in_c/long": ("EPYC", "qwen"),
     "cpu/intel/native": ("Xeon", "smollm2"),
     "cpu/intel/avx2": ("Xeon, AVX2 only", "smollm2"),
-    "cpu/intel/qwen": ("Xeon", "qwen"),
-    "cpu/intel/qwen_16k": ("Xeon", "qwen"),
 }
 """Folders of the table of context lengths, with the processor and the model."""
 
@@ -50,6 +48,33 @@ def lengths() -> str:
             rows.append([processor, NAMES[model], f"{context:,}", *prompts, *steps])
     head = ["prompt, s: `DynamicCache`", "`full`", "ms per token: `DynamicCache`", "`full`", "`infinigen`", "`auto`"]
     return table(("processor", "model", "context", *head), rows)
+
+
+def instructions() -> str:
+    """Time of a decode step with random weights, with all instructions of the Xeon and with AVX2 only."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for level in ("avx512_bf16", "avx2", "avx2_float32"):
+        times: dict[tuple[str, int], dict[str, float]] = {}
+        for row in load(f"cpu/intel/steps/{level}/decode_step"):
+            times.setdefault((row["shape"], row["context"]), {})[row["name"]] = row["median"]
+        for case, by in times.items():
+            found.setdefault(case, []).extend(f"{step:.0f}" for step in by.values())
+    rows = [[NAMES[shape.removesuffix("-0.5b")], f"{tokens:,}", *cells] for (shape, tokens), cells in found.items()]
+    head = ["all instructions: `DynamicCache`", "`full`", "`infinigen`"]
+    head += ["AVX2: `DynamicCache`", "`full`", "`infinigen`", "AVX2, float32: `full`", "`infinigen`"]
+    return table(("model", "context", *head), rows)
+
+
+def choosing() -> str:
+    """Wall time per token of `auto` beside the two policies between which it chooses."""
+    rows = []
+    for model in ("smollm2", "qwen"):
+        for context in (2000, 8000, 16000):
+            by = {row["policy"]: row["median"] for row in load(f"cpu/intel/auto/{model}_{context}/threads")}
+            ratio = by["auto"] / min(by["full"], by["infinigen"])
+            cells = [f"{by[policy]:.0f}" for policy in ("full", "infinigen", "auto")]
+            rows.append([NAMES[model], f"{context:,}", *cells, f"{ratio:.2f}"])
+    return table(("model", "context", "`full`", "`infinigen`", "`auto`", "`auto` relative to the faster one"), rows)
 
 
 def selecting() -> str:
