@@ -228,7 +228,7 @@ class _Verification:
         for layer, given in enumerate(arguments):
             strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _has_effect(value))
             window, cap, sinks = given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
-            own = self._adapter.sinks(layer)
+            own = self._adapter.sinks[layer]
             if window is not None and window != geometry.windows[layer]:
                 strange.append(f"sliding_window={window}")
             if (cap or None) != geometry.softcap:

@@ -15,7 +15,7 @@ from offload_rt.core import KVPart
 from offload_rt.kernels import causal_cpu, decode_attention, team
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
-from offload_rt.model_runner.attention import attend, group_weights, scores_lse
+from offload_rt.kernels.decode_attention import attend, group_weights, scores_lse
 
 
 def plain(
