@@ -114,8 +114,7 @@ class ModelAdapter(ABC):
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Return cached keys k `[Hkv, n, d]`, rotated to positions `offset` higher. Only for relative positions (RoPE).
 
-        The rotation is computed in float32, with angles in float64. Attention factors that are part of the keys are
-        kept.
+        The rotation is computed in float32, with angles in float64. A factor that scales the keys (YaRN) is kept.
 
         Raises:
             ModelError: The model uses absolute positions.

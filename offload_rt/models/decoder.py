@@ -295,7 +295,7 @@ def _row_shapes(
     """Return the row shape of full-attention layers, and that of sliding-window layers if it differs (else None).
 
     If the head dimension of full-attention layers is not a multiple of that of sliding-window layers, all vectors are
-    padded to the larger one. Raise ModelError if layers of the same kind have different row shapes.
+    padded to the larger one. Raise ModelError if either type of layer has several row shapes.
     """
     found: dict[bool, set[RowShape]] = {False: set(), True: set()}
     for own, length in zip(projections, windows, strict=True):
@@ -331,7 +331,7 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a configuration entry, or None if the configuration's class does not define it, as in transformers."""
+    """Return a configuration entry, or None if its class does not define it (transformers ignores it then)."""
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 

@@ -225,7 +225,7 @@ class Projections:
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
         self.default_scale = self._key_dim**-0.5
-        """Factor of q·k of an attention module that states none."""
+        """Attention scale of an attention module that does not state one."""
         self._output: nn.Module = first_of(attention, ("o_proj", "dense", "out_proj"))
         used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
         self._gate: nn.Module | None = getattr(attention, "g_proj", None)
@@ -310,7 +310,7 @@ class Projections:
         return out
 
     def _padded(self, by_head: Norm) -> Norm:
-        """Return `by_head`, followed by padding with zeros to `head_dim` if a width differs from it."""
+        """Return a function that applies `by_head` and pads vectors with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
             return by_head
 

@@ -192,7 +192,7 @@ class RecurrentState:
             self._finished(layer)
 
     def _of(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the state `[B, ...]` of a layer. It may be modified in place before `finish`."""
+        """Return the "conv" or "recurrent" state `[B, ...]` of a layer. It may be modified in place until `finish`."""
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:

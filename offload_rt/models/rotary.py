@@ -42,7 +42,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class HalfSplit:
-    """Layout that pairs dimension i with dimension i + w/2 (NeoX), as in Llama and most other models."""
+    """Layout of w rotated dimensions that pairs i with i + w/2 (NeoX), as in Llama and most other models."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class HalfSplit:
 
 
 class Interleaved:
-    """Layout that pairs dimension 2i with dimension 2i + 1 (GPT-J), as in Cohere and GLM."""
+    """Layout of rotated dimensions that pairs 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -146,10 +146,7 @@ class Rotary:
             self._detect(used[0], attentions[0])
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the model's rotation, and the layout of the rotary module's tables.
-
-        `kind`: see `_inverse`.
-        """
+        """Detect the layout of the model's rotation, and the layout of the rotary module's tables for `kind`."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -207,7 +204,7 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of the set `kind` of frequencies."""
+        """Return the inverse frequencies `[w/2]` of `kind`, the name of a set of frequencies."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
