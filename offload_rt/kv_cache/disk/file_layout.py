@@ -29,7 +29,7 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-# bytes per staging buffer: space for a few requests at least, and for more than a full request queue at most
+# Limits on the size in bytes of a staging buffer: a few requests fit in the least, a full request queue in the most.
 LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
