@@ -147,8 +147,8 @@ class MemoryBudget:
             pending writes.
         block_buffers: Maximum number of buffers for partly filled blocks.
         blocks: Total size in bytes of these buffers.
-        slots: Number of KV entries that the cache can store.
-        slot_bytes: Size in bytes of a cache slot, including metadata.
+        slots: Number of KV entries in the row cache, which keeps copies of entries of the file in host memory.
+        slot_bytes: Size in bytes of a slot of the row cache, including metadata.
     """
 
     staged: int
