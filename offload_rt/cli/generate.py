@@ -143,7 +143,7 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
     if wanted is None:
         if available < 1:
             raise InputError(
-                f"--max-new-tokens {max_tokens} leaves no room for a prompt: the context "
+                f"--max-new-tokens {max_tokens} leaves no tokens for a prompt: the context "
                 f"length of {llm.name} is {llm.geometry.max_positions:,} tokens"
             )
         return shortened(ids, available, args.truncate, args.prompt_file or "the prompt")

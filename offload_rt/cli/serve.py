@@ -99,7 +99,7 @@ def _store(args: argparse.Namespace) -> _Store:
     options = store_options(args)
     if args.no_store:
         if args.store:
-            raise ConfigError("--store and --no-store exclude each other: remove one of them")
+            raise ConfigError("--store and --no-store cannot be combined: remove one of them")
         return _Store(None, options, True)
     if args.store:
         return _Store(Path(args.store).expanduser().resolve(), options, True)

@@ -69,8 +69,7 @@ class SlotState:
     def fill(self, tokens: range, step: int, recent: int) -> None:
         """Record that token t of `tokens` was written to slot t in every layer.
 
-        `step` is the first decode step that can select the tokens. The last `recent` of them are in the recent window,
-        and each can be selected only after it has left the window.
+        A token can be selected from decode step `step` on, but not while it is in the window of `recent` newest tokens.
         """
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at
@@ -95,10 +94,7 @@ class SlotState:
         self.counter.scatter_(1, index, 0)
 
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
-        """Record that a layer selected `slots` in decode step `step`. `slots` is int64 of any shape.
-
-        A slot that occurs several times is counted once.
-        """
+        """Record that a layer selected `slots` (int64 of any shape; duplicates count once) in decode step `step`."""
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
         counter = self.counter[layer] + used
@@ -106,9 +102,9 @@ class SlotState:
 
 
 def _used_share(state: SlotState, step: int) -> torch.Tensor:
-    """Return the selection rate of each token in units of 2^-16: selections per step since it left the recent window.
+    """Return the selections of each token per decode step since the token left the recent window, in units of 2^-16.
 
-    As a prior, one selection in `PRIOR_STEPS` steps is added to the counts of each token.
+    As a prior, each token gets one more selection and `PRIOR_STEPS` more steps.
     """
     steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
     return ((state.counter.to(torch.int64) + 1) << 16) // steps
@@ -124,8 +120,8 @@ RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
 """Functions (state, step) -> sort keys `[L, slots]`, by eviction policy. The token with the smallest key is evicted
 first. Among equal keys, the token with the lowest position is evicted first.
 
-"counter" divides the selection count by the number of steps. The paper compares the counts themselves. A token that
-leaves the recent window would then start at zero and be evicted before it can be selected. Perplexity of each policy:
+"counter" divides the selection count by the number of steps. If the counts themselves were compared, as in the paper, a
+token that leaves the recent window would have the count zero and be evicted before it can be selected. Perplexity:
 `make paper`, table `perplexity_with_a_bounded_pool.md`.
 """
 

@@ -11,16 +11,16 @@ from ..core import BLOCK_SIZE, ModelGeometry
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Assignment of a model's layers to groups of at most `layers` layers. A block has 64 tokens of one group.
+    """Assignment of a model's layers to groups. A block has the KV of 64 tokens in the layers of one group.
 
     Group 0 contains the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form
     the groups 1 to `sliding`. Each of these groups has one block per 64 tokens inside a window. Blocks of the last
     group may have unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If
-    all layers use sliding windows, group 0 has no layers, and its block ids have no memory.
+    all layers use sliding windows, group 0 has no layers, and no memory belongs to its block ids.
 
     A block consists of `layers` *storage layers*, each with the size of the KV of a full-attention layer. A
-    full-attention layer takes one storage layer. A sliding-window layer with another row shape takes several
-    consecutive ones (`ArenaLayout.window_part`).
+    full-attention layer takes one storage layer. A sliding-window layer with another row shape takes one
+    or several consecutive ones (`ArenaLayout.window_part`).
 
     Attributes:
         layers: Number of storage layers per block. Without sliding windows, this is the number of layers of the model.
@@ -70,7 +70,7 @@ class LayerGroups:
         return range(first, first + (self.window_storage_layers if self.group[layer] else 1))
 
     def used_storage_layers(self, group: int) -> int:
-        """Return how many storage layers of a block of `group` belong to a layer. These are the first ones."""
+        """Return how many storage layers of a block of `group` are used. The unused ones come last."""
         return max(self.storage_layers(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
@@ -91,10 +91,10 @@ class LayerGroups:
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
 
     def prefill_ends(self, start: int, stop: int, floor: int = 0) -> Iterator[int]:
-        """Yield ends of the first part of a prefill of the tokens [start, stop), the longest part first.
+        """Yield token positions at which the first part of a prefill of [start, stop) may end, the largest first.
 
-        A prefill after earlier tokens needs the windows at both of its ends at once. A shorter part needs fewer window
-        blocks. The shortest part needs no more of them than decode steps need, and so do the parts after it.
+        A part after earlier tokens needs the windows at both of its ends at once, so a shorter part needs fewer window
+        blocks. The shortest part, and the parts after it, need no more of them than decode steps need.
         """
         yield stop
         end = stop

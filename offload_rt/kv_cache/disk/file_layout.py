@@ -29,7 +29,7 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-# bytes per staging buffer: space for a few requests at least, and for more than a full request queue at most
+# Limits on the size in bytes of a staging buffer: a few requests fit in the least, a full request queue in the most.
 LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
@@ -80,7 +80,7 @@ class FileLayout:
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
         """Return the layout of a file of at most `limit` bytes. Raises MemoryLimitError if not even one block fits.
 
-        `geometry` has stored elements per vector in place of the head dimensions (`stored_geometry`).
+        The head dimensions in `geometry` must be the numbers of stored elements per vector (`stored_geometry`).
         """
         own = BLOCK_SIZE * geometry.full_rows.bytes(format.storage)
         rows = limit * own // round_up_to_page(own)
@@ -147,8 +147,8 @@ class MemoryBudget:
             pending writes.
         block_buffers: Maximum number of buffers for partly filled blocks.
         blocks: Total size in bytes of these buffers.
-        slots: Number of KV entries that the cache can store.
-        slot_bytes: Size in bytes of a cache slot, including metadata.
+        slots: Number of KV entries in the row cache, which keeps copies of entries of the file in host memory.
+        slot_bytes: Size in bytes of a slot of the row cache, including metadata.
     """
 
     staged: int
