@@ -51,14 +51,14 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Policies configured to attend to all tokens."""
 
 STRESS = os.environ.get("OFFLOAD_RT_CELLS") == "1"
-"""Whether to run every policy with every architecture. By default each architecture runs with `full` and, in
-rotation, one other policy."""
+"""Whether to run every policy with every architecture. By default each architecture runs with one, in rotation."""
 
 
 def cells() -> list[tuple[str, str]]:
-    others = [policy for policy in POLICIES if policy != "full"]
-    each = [(name, (others if STRESS else [others[i % len(others)]])) for i, name in enumerate(RUNS)]
-    return [(name, policy) for name, chosen in each for policy in ["full", *chosen]]
+    chosen = list(POLICIES)
+    return [
+        (name, policy) for i, name in enumerate(RUNS) for policy in (chosen if STRESS else [chosen[i % len(chosen)]])
+    ]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

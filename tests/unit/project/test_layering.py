@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,22 @@ ORDER = (
 )  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms.split()}
 LINKED = {"kernels", "skewing", "eval"}  # top-level folders that must not be imported by these names
+BARE = re.compile(r"\b(from|import)\s.*\b(kernels|skewing|eval)\b")
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node. Walking its expressions too takes ten times as long."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, name, ()):
+            yield child
+            yield from statements(child)
 
 
 @functools.cache
 def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the absolute name of every module imported in `source`, as parts. `package` contains the code."""
     found: list[tuple[str, ...]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -37,7 +48,9 @@ def imported(source: str, package: tuple[str, ...]) -> list[tuple[str, ...]]:
 def violations(source: str, path: Path) -> list[str]:
     """Return the forbidden imports in `source`, the text of the file `path` (relative to the repository)."""
     room = path.with_suffix("").parts[1] if path.parts[0] == "offload_rt" else None
-    found = []
+    found: list[str] = []
+    if room is None and not BARE.search(source):
+        return found
     for name in imported(source, path.parent.parts):
         if name[0] in LINKED:
             found.append(f"{path}: bare import of {name[0]}; it is offload_rt.{name[0]}")
