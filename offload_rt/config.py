@@ -87,17 +87,17 @@ class DraftOptions:
 
     @property
     def looks_up(self) -> bool:
-        """Whether prompt lookup is one of the sources."""
+        """Whether prompt lookup proposes draft tokens."""
         return self.method in ("lookup", "both", "lookup+model")
 
     @property
     def by_policy(self) -> bool:
-        """Whether decoding with the policy is one of the sources."""
+        """Whether the policy decodes draft tokens (sparse attention)."""
         return self.method in ("sparse", "both")
 
     @property
     def decodes(self) -> bool:
-        """Whether one of the sources decodes draft tokens, with the policy or with a draft model."""
+        """Whether draft tokens are decoded, by the policy or by a draft model."""
         return self.method != "lookup"
 
 

@@ -161,6 +161,15 @@ class ModelGeometry:
         """Return the index of an attention layer among the decoder layers."""
         return self.attention_at[layer] if self.attention_at else layer
 
+    def between(self, layer: int) -> int:
+        """Return the number of decoder layers between attention layer `layer` - 1 and attention layer `layer`."""
+        return self.decoder_layer(layer) - self.decoder_layer(layer - 1) - 1 if layer else 0
+
+    @cached_property
+    def most_between(self) -> int:
+        """Largest number of decoder layers between two attention layers."""
+        return max(self.between(layer) for layer in range(self.layers))
+
     def keeps_state(self, layer: int) -> bool:
         """Return whether a layer from attention layer `layer` up to the next attention layer has recurrent state."""
         return any(state.after == layer for state in self.states)

@@ -37,7 +37,7 @@ def offload(
     model: PreTrainedModel,
     config: EngineConfig | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
     **fields: Any,
 ) -> Iterator[LLM]:
     """Context in which `model.generate` keeps its KV cache in host memory and decodes with the policy.
@@ -297,12 +297,7 @@ class OffloadedCache(Cache):
     def _all_logits(self, row: Sequence) -> torch.Tensor:
         """Prefill the n tokens of a row whose KV is not computed yet. Return their float32 logits `[n, V]`."""
         found: list[torch.Tensor] = []
-        stop = len(row.tokens)
-        prefill = self._runner.begin_prefill(
-            row, stop, want_logits=False, every_logits=lambda _, logits: found.append(logits)
-        )
-        while not prefill.done:
-            self._runner.advance_prefill(prefill)
+        self._runner.prefill(row, len(row.tokens), every_logits=lambda _, logits: found.append(logits))
         return torch.cat(found)
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:

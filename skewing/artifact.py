@@ -32,7 +32,8 @@ _TENSORS: Final = ("query", "key", "key_mean", "key_std", "slope", "offset")
 def artifact_bytes(geometry: ModelGeometry) -> int:
     """Return the size in bytes of bases and corrections for a model of `geometry`."""
     bases = geometry.kv_heads * geometry.head_dim**2
-    return 2 * geometry.layers * (bases + geometry.hidden * len(SOURCES)) * torch.float32.itemsize
+    corrections = geometry.hidden * (len(SOURCES) + geometry.most_between)
+    return 2 * geometry.layers * (bases + corrections) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +177,8 @@ def _inconsistency(tensors: dict[str, torch.Tensor]) -> str:
     shape = tensors["query"].shape
     if len(shape) != 4 or shape[-1] != shape[-2]:
         return f"query has shape {tuple(shape)}, expected [L, Hkv, d, d]"
-    channels = (len(SOURCES), shape[0], tensors["slope"].shape[-1])
+    slope = tensors["slope"].shape  # hybrid models have more sources
+    channels = (max(slope[0], len(SOURCES)), shape[0], slope[-1])
     for name, expected in zip(_TENSORS, (shape, shape, shape[:3], shape[:3], channels, channels), strict=True):
         tensor = tensors[name]
         if tensor.shape != expected or tensor.dtype != torch.float32:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ..config import SkewMethod
+from ..config import SkewMethod, Source
 from ..core import KVPart
 from ..errors import ArtifactError, InputError, ModelError
 from ..models.adapter import ModelAdapter
@@ -24,6 +24,7 @@ from ..models.loading import LoadedModel
 from ..utils.native_code import cache_folder
 from .artifact import VERSION, SkewArtifact
 from .guess import SOURCES, Correction, GuessSums, guessed_input
+from .guess_quality import GuessQuality
 from .rotation import BASES, Moments
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ SLICE: Final = 512
 
 Progress = Callable[[int, int], None]
 """Callback with (completed layers, total layers). A layer counts once for each segment of the text."""
+
+Guesses = Callable[[int, Mapping[Source | int, torch.Tensor], torch.Tensor], None]
+"""Callback with a layer, its predicted attention inputs `[m, D]` by source, and its true inputs `[m, D]`."""
 
 _log = logging.getLogger(__name__)
 
@@ -129,9 +133,9 @@ def measure(
     square = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     query, key = torch.zeros(square, dtype=torch.float64), torch.zeros(square, dtype=torch.float64)
     key_sum = torch.zeros(square[:-1], dtype=torch.float64)
-    guesses = GuessSums(geometry.layers, geometry.hidden)
+    guesses = GuessSums(geometry.layers, geometry.hidden, geometry.most_between)
     for number, segment in enumerate(segments):
-        for layer, sums in enumerate(_segment_sums(adapter, segment, limit, guesses)):
+        for layer, sums in enumerate(_segment_sums(adapter, segment, limit, guesses.add)):
             for total, part in zip((query, key, key_sum), sums, strict=True):
                 total[layer] += part.cpu()
             if progress is not None:
@@ -140,6 +144,19 @@ def measure(
         raise ModelError(f"the model's queries or keys are not finite in {adapter.dtype}; load it with dtype='float32'")
     count = len(tokens)
     return Moments(query / (count * geometry.group), key / count, key_sum / count), guesses.fit()
+
+
+@torch.no_grad()
+def guess_quality(adapter: ModelAdapter, token_ids: Sequence[int], correction: Correction) -> dict[Source | int, float]:
+    """Return how well predicted queries find important tokens, by source (`GuessQuality`).
+
+    `token_ids` are one text, of at most as many tokens as the model has positions.
+    """
+    quality = GuessQuality(adapter, correction)
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
+    for _ in _segment_sums(adapter, tokens, len(token_ids), quality.add):
+        pass
+    return quality.shares()
 
 
 def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
@@ -157,12 +174,12 @@ def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
 
 
 def _segment_sums(
-    adapter: ModelAdapter, tokens: torch.Tensor, limit: int, guesses: GuessSums
+    adapter: ModelAdapter, tokens: torch.Tensor, limit: int, guesses: Guesses
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield the moment sums of each layer: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
 
     The sums are over `tokens` `[T]`, at positions that are spread over [0, `limit`). The predicted attention inputs of
-    all layers except the first are added to `guesses`.
+    all layers except the first are passed to `guesses`.
     """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
@@ -182,11 +199,14 @@ def _segment_sums(
         for s, at in zip(slices, natural, strict=True):
             own = adapter.attention_input(layer, hidden[s])
             residual = residual_after_attention(adapter, layer, hidden[s], adapter.query(layer, own, at), kv, s.stop)
-            guessed = {source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES}
+            guessed: dict[Source | int, torch.Tensor] = {
+                source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES
+            }
             left = adapter.mlp(layer, residual)
             for stage in adapter.stages(layer):
+                guessed[geometry.decoder_layer(after) - stage.layer] = adapter.attention_input(after, left)
                 left = stage.run(left)
-            guesses.add(after, guessed, adapter.attention_input(after, left))
+            guesses(after, guessed, adapter.attention_input(after, left))
             hidden[s] = left  # assigned last, because a predicted attention input may be a view of `hidden`
 
 
@@ -288,5 +308,7 @@ def cache_path(loaded: LoadedModel, method: SkewMethod) -> Path:
     token count, positions and format version.
     """
     text = "text" if loaded.tokenizer is not None else "random"
-    limit = loaded.adapter.geometry.max_positions
-    return cache_folder() / "skew" / f"{loaded.fingerprint}-{method}-{text}{TOKENS}-{limit}-v{VERSION}.safetensors"
+    geometry = loaded.adapter.geometry
+    between = f"-{geometry.most_between}" if geometry.most_between else ""  # number of additional corrections
+    name = f"{loaded.fingerprint}-{method}-{text}{TOKENS}-{geometry.max_positions}{between}-v{VERSION}.safetensors"
+    return cache_folder() / "skew" / name

@@ -24,21 +24,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import DType, SkewMethod
+from ..config import DType, SkewMethod, Source
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
 from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
 from ..models.linear import refuse_packed
 from ..models.loading import LoadedModel, load_model
 from ..models.source import find_source
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, measure, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, fit, guess_quality, measure, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
 """Fraction of the columns whose energy the report states (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Number of tokens for the measurements of the report."""
+"""Number of tokens for the measurements of the report, except those of predicted queries."""
+
+_GUESS_PROBE: Final = 1024
+"""Number of tokens for measuring predicted queries."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
 """Weight `[H * d, D]` (outputs first) and bias `[H * d]` of a projection, as views of the parameters."""
@@ -134,6 +137,8 @@ class SkewReport:
         energy_kept_skewed: The same fraction with skewing.
         logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
             logit. None if there is no folded model.
+        guesses: Quality of predicted queries by source (`guess_quality.GuessQuality`). Integers are values of option
+            `ahead` of policy "infinigen" (hybrid models).
     """
 
     artifact: Path
@@ -144,6 +149,7 @@ class SkewReport:
     energy_kept_plain: float
     energy_kept_skewed: float
     logit_difference: float | None
+    guesses: dict[Source | int, float]
 
 
 def skew_model(
@@ -187,7 +193,7 @@ def skew_model(
     name = f"{name} at positions below {loaded.adapter.geometry.max_positions}"
     artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
-    probe = _probe_tokens(loaded, calibration_tokens)
+    probe = _probe_tokens(loaded, calibration_tokens, _PROBE)
     on_probe, _ = measure(loaded.adapter, probe)
     plain = _energy(on_probe, plain_basis(moments))
     skewed = _energy(on_probe, SkewBasis(artifact.query.double(), artifact.key.double()))
@@ -204,6 +210,7 @@ def skew_model(
         energy_kept_plain=plain,
         energy_kept_skewed=skewed,
         logit_difference=difference,
+        guesses=guess_quality(loaded.adapter, _probe_tokens(loaded, calibration_tokens, _GUESS_PROBE), correction),
     )
 
 
@@ -223,9 +230,9 @@ def _calibration_tokens(loaded: LoadedModel, text: str | None, count: int) -> tu
     return text_tokens(loaded.tokenizer, text, count, "a given text")
 
 
-def _probe_tokens(loaded: LoadedModel, calibrated: int) -> list[int]:
-    """Return the tokens after the calibration tokens, or the last tokens of the text if it is too short."""
-    count = min(_PROBE, loaded.adapter.geometry.max_positions)
+def _probe_tokens(loaded: LoadedModel, calibrated: int, count: int) -> list[int]:
+    """Return `count` tokens after the calibration tokens, or the last tokens of the text if it is too short."""
+    count = min(count, loaded.adapter.geometry.max_positions)
     ids, _ = default_tokens(loaded.tokenizer, loaded.adapter.geometry.vocab, calibrated + count)
     return ids[-count:]
 

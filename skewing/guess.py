@@ -20,16 +20,24 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Sources of predicted queries, in the order of the first axis of a `Correction`."""
+"""Sources of predicted queries in the layer before, in the order of the first axis of a `Correction`."""
+
+
+def source_index(source: Source | int) -> int:
+    """Return the index of a source on the first axis of a `Correction`.
+
+    An integer n is the input of the n-th decoder layer before the predicted layer (hybrid models).
+    """
+    return len(SOURCES) + source - 1 if isinstance(source, int) else SOURCES.index(source)
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
     """Linear correction of predicted attention inputs.
 
-    `slope` and `offset` are float32 `[S, L, D]` for S sources (`guessed_input`). The attention input g `[..., D]` of
+    `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The attention input g `[..., D]` of
     layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layer 0 is never predicted, so its
-    correction is the identity.
+    correction is the identity. So are those of integers larger than the number of layers without attention before l.
     """
 
     slope: torch.Tensor
@@ -45,18 +53,19 @@ class Correction:
 class GuessSums:
     """Sums over predicted inputs g and true inputs t for each source, layer and channel, in float64 on the CPU."""
 
-    def __init__(self, layers: int, hidden: int) -> None:
+    def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
+        """Create sums of 0. `between` is the largest number of decoder layers between two attention layers."""
         # Sums of g, t, g^2 and g t, and the number of tokens.
-        self._sums = torch.zeros(5, len(SOURCES), layers, hidden, dtype=torch.float64)
+        self._sums = torch.zeros(5, len(SOURCES) + between, layers, hidden, dtype=torch.float64)
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 
-    def add(self, layer: int, guesses: Mapping[Source, torch.Tensor], truth: torch.Tensor) -> None:
+    def add(self, layer: int, guesses: Mapping[Source | int, torch.Tensor], truth: torch.Tensor) -> None:
         """Add the predicted inputs `[m, D]` of a layer from each source, and its true inputs `truth` `[m, D]`."""
         t = truth.double()
-        for s, source in enumerate(SOURCES):
-            g = guesses[source].double()
+        for source, guess in guesses.items():
+            g = guess.double()
             found = torch.stack((g.sum(0), t.sum(0), (g * g).sum(0), (g * t).sum(0), torch.full_like(g[0], len(g))))
-            self._sums[:, s, layer] += found.cpu()
+            self._sums[:, source_index(source), layer] += found.cpu()
 
     def fit(self) -> Correction:
         """Return the least-squares fit of each channel. The slope is 1 if a channel's predicted inputs are constant."""

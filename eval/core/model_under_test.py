@@ -89,7 +89,7 @@ class ModelUnderTest:
         """Return the policy options of the variant. Options that the variant does not set have their tuned values."""
         skew, fingerprint = self._settings["skew"], self.loaded.fingerprint
         options = dict(default_options(skew, variant.policy, variant.options, fingerprint))
-        if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper":
+        if variant.policy in ("infinigen", "auto") and options.get("preset") != "paper" and "ahead" not in options:
             # On a CPU, the default is to select with the true query of the layer. Use a predicted query as on an
             # accelerator, so that results on a CPU also hold for accelerators.
             options.setdefault("source", "attention_input")

@@ -13,7 +13,7 @@ from ...policies.registry import policy_names
 from ...utils.config_fields import check_choice
 from .rival_options import register_rivals
 
-ENGINE = ("host_memory", "eviction", "kv_cache_dtype")
+ENGINE = ("host_memory", "eviction", "kv_cache_dtype", "quantize")
 """Settings that are passed to `LLM` and not to the policy."""
 
 

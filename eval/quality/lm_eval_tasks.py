@@ -146,7 +146,7 @@ class Models:
 
         identity = self._tested.identity
         settings = {"dtype": identity["dtype"], "device": identity["device"]}
-        return HFLM(pretrained=find_source(self._tested.model).place, batch_size=8, **settings)
+        return HFLM(pretrained=find_source(self._tested.model).name_or_path, batch_size=8, **settings)
 
 
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
@@ -206,7 +206,7 @@ def _task_manager(*folders: str, length: int | None, tokenizer: str, limit: int 
 
     from ...models.source import find_source
 
-    about = {"max_seq_lengths": [length], "tokenizer": find_source(tokenizer).place}
+    about = {"max_seq_lengths": [length], "tokenizer": find_source(tokenizer).name_or_path}
     metadata = None if length is None else about | ({} if limit is None else {"samples": limit})
     return TaskManager(include_path=list(folders), metadata=metadata)
 

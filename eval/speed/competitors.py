@@ -61,7 +61,7 @@ def _theirs(cache: str, model: str, config: SpeedConfig) -> Ask:
     from transformers.models.auto import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        find_source(model).place, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
+        find_source(model).name_or_path, dtype=getattr(torch, config.dtype), attn_implementation="sdpa"
     )
     press = _press(config.compression) if cache == "kvpress" else None
 

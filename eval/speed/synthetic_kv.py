@@ -61,7 +61,8 @@ class SyntheticKV:
     def draw(
         cls, geometry: ModelGeometry, length: int, fraction: float, spread: float = 0.0, seed: int = 0
     ) -> SyntheticKV:
-        """Draw directions and planted tokens for a context of `length` tokens."""
+        """Draw directions and planted tokens for a context of `length` tokens. No layer may have a sliding window."""
+        assert not geometry.sliding, "planted tokens outside a sliding window would get no attention"
         generator = torch.Generator().manual_seed(seed)
         layers, kv_heads, d = geometry.layers, geometry.kv_heads, geometry.head_dim
         directions = torch.randn(layers, kv_heads, d, generator=generator)

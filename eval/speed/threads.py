@@ -1,7 +1,8 @@
 """Measure the wall time per token by number of threads, on an idle machine and while another process is busy.
 
-Each case runs in its own process, in the environment of a normal user: torch and transformers are imported before this
-package, and no OpenMP variable is set. The policies of a case take turns, three tokens each.
+Each load of the machine is measured in its own process, in the environment of a normal user: torch and transformers are
+imported before this package, and no OpenMP variable is set. All policies and numbers of threads take turns, three
+tokens each, because the speed of a machine may change within a minute.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...errors import InputError
-from ...utils.config_fields import option
+from ...utils.config_fields import check_choice, option
 from ...utils.openmp import WAIT_VARIABLES
 from ..core.report import Column, Report, Row, Say
 
@@ -65,28 +66,31 @@ class ThreadsConfig:
     busy: tuple[float, ...] = option((0.0, 0.5, 1.0), help="fraction of a core that another process uses", metavar="F")
     policies: tuple[str, ...] = option(("full", "infinigen", "auto"), help="the first is the baseline", metavar="A,B")
     dtype: str = option("auto", help="data type", metavar="auto|bfloat16|float32")
+    interface: str = option("llm", help="LLM, or a transformers model in `offload`", metavar="llm|offload")
+
+    def __post_init__(self) -> None:
+        check_choice("interface", self.interface, ("llm", "offload"))
 
 
 @dataclass(frozen=True)
 class _Case:
     model: str
     text: str
-    threads: int
     config: ThreadsConfig
 
 
 def run_threads(model: str, text: str, config: ThreadsConfig, say: Say) -> Report:
     """Measure every combination of `config`. Raise InputError if a case fails."""
     rows = list[Row]()
-    for busy, threads in product(config.busy, config.threads):
-        say(f"{threads} threads, another process uses {busy:.0%} of a processor")
+    for busy in config.busy:
+        say(f"another process uses {busy:.0%} of a processor")
         with _busy_process(busy):
-            found = _in_a_process(_Case(model, text, threads, config))
-        rows += [{"busy": busy, "threads": threads} | row for row in found]
+            rows += [{"busy": busy} | row for row in _in_a_process(_Case(model, text, config))]
     for row in rows:
         row["to_full"] = row["median"] / _median(rows, row, policy=config.policies[0])
         row["to_one"] = row["median"] / _median(rows, row, threads=config.threads[0])
     about = {"model": Path(model).name, "context": config.context, "timed_tokens": config.tokens, "dtype": config.dtype}
+    about["interface"] = config.interface
     about |= {"processors": len(os.sched_getaffinity(0)), "load": f"{os.getloadavg()[0]:.1f} at the end"}
     return Report("threads", "Wall time of a token by number of threads", about, COLUMNS, rows)
 
@@ -119,7 +123,7 @@ def _in_a_process(case: _Case) -> list[Row]:
         [sys.executable, "-c", _CASE], input=json.dumps(asdict(case)), env=environment, capture_output=True, text=True
     )
     if done.returncode:
-        raise InputError(f"the measurement with {case.threads} threads failed: {done.stderr.strip()[-2000:]}")
+        raise InputError(f"the measurement failed: {done.stderr.strip()[-2000:]}")
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
 
@@ -131,35 +135,73 @@ def run_case() -> None:
 
 
 def measure_case(case: _Case) -> list[Row]:
-    """Measure one case in this process."""
-    from ...llm import LLM
-    from ...sampling_params import SamplingParams
-
-    config = case.config
-    torch.set_num_threads(case.threads)
-    # Do not share prefixes, so that each policy has its own contiguous KV, as if it ran alone.
-    llm = LLM(
-        case.model, policy=config.policies[0], dtype=config.dtype, missed_mass_every=0, enable_prefix_caching=False
-    )
-    prompt = llm.encode(case.text)[: config.context]
-    if len(prompt) < config.context:
-        raise InputError(f"the text has {len(prompt):,} tokens, and {config.context:,} are needed: give a longer one")
-    params = SamplingParams(max_tokens=config.tokens + WARM_UP * TURN + 1, temperature=0, ignore_eos=True)
-    streams, rows = {}, list[Row]()
-    for policy in config.policies:
-        steps = iter((llm if policy == config.policies[0] else llm.under(policy)).stream(list(prompt), params))
-        began = time.perf_counter()
-        next(steps)
-        streams[policy] = steps
-        rows.append({"policy": policy, "first": time.perf_counter() - began})
-    turns: dict[str, list[float]] = {policy: [] for policy in streams}
-    for _ in range(WARM_UP + config.tokens // TURN):
-        for policy, steps in streams.items():
-            turns[policy].append(_turn(steps))
-    for row in rows:
-        counted = turns[row["policy"]][WARM_UP:]
+    """Measure all policies and numbers of threads in this process."""
+    config, rows, streams = case.config, list[Row](), list[Iterator[object]]()
+    with ExitStack() as ends:
+        for threads in config.threads:
+            torch.set_num_threads(threads)
+            start = ends.enter_context(_generation(case))
+            for policy in config.policies:
+                steps = start(policy)
+                began = time.perf_counter()
+                next(steps)
+                streams.append(steps)
+                rows.append({"threads": threads, "policy": policy, "first": time.perf_counter() - began})
+        turns: list[list[float]] = [[] for _ in rows]
+        for _ in range(WARM_UP + config.tokens // TURN):
+            for row, steps, times in zip(rows, streams, turns, strict=True):
+                torch.set_num_threads(row["threads"])
+                times.append(_turn(steps))
+    for row, times in zip(rows, turns, strict=True):
+        counted = times[WARM_UP:]
         row |= {"median": statistics.median(counted), "least": min(counted), "most": max(counted)}
     return rows
+
+
+@contextmanager
+def _generation(case: _Case) -> Iterator[Callable[[str], Iterator[object]]]:
+    """Load the model. Yield a function that returns an iterator over generated tokens for a policy."""
+    from transformers.models.auto import AutoModelForCausalLM
+
+    from ...drop_in import OffloadedCache, offload
+    from ...llm import LLM
+    from ...models.source import find_source
+    from ...sampling_params import SamplingParams
+
+    config, (first, *_) = case.config, case.config.policies
+    # Do not share prefixes, so that each policy has its own contiguous KV, as if it ran alone.
+    options: dict[str, Any] = {"policy": first, "missed_mass_every": 0, "enable_prefix_caching": False}
+    with ExitStack() as ends:
+        if config.interface == "offload":
+            folder = find_source(case.model).name_or_path
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=config.dtype)
+            llm = ends.enter_context(offload(model, tokenizer=folder, **options))
+        else:
+            llm = LLM(case.model, dtype=config.dtype, **options)
+        prompt = llm.encode(case.text)[: config.context]
+        if len(prompt) < config.context:
+            raise InputError(
+                f"the text has {len(prompt):,} tokens, and {config.context:,} are needed: give a longer one"
+            )
+        params = SamplingParams(max_tokens=config.tokens + WARM_UP * TURN + 1, temperature=0, ignore_eos=True)
+
+        def start(policy: str) -> Iterator[object]:
+            used = llm if policy == first else llm.under(policy)
+            if config.interface == "offload":
+                return _forward_steps(model, OffloadedCache(used), prompt)
+            return iter(used.stream(list(prompt), params))
+
+        yield start
+
+
+@torch.inference_mode()
+def _forward_steps(model: Any, cache: Any, prompt: Sequence[int]) -> Iterator[int]:
+    """Generate greedy tokens with the forward of a transformers model."""
+    given = torch.tensor([prompt])
+    while True:
+        logits = model(input_ids=given, past_key_values=cache, logits_to_keep=1).logits
+        given = logits[:, -1:].argmax(-1)
+        yield int(given)
 
 
 def _turn(steps: Iterator[object]) -> float:

@@ -6,13 +6,16 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..utils.config_fields import check_choice
 from ..utils.texts import check_writable
 from ..utils.units import format_duration, format_size, parse_duration
 from .common import add_command, default_store, print_list, printable, write_file
+
+if TYPE_CHECKING:
+    from ..sessions.deletion import Removed
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,15 +95,17 @@ def _delete(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import delete_stored
 
     gone = delete_stored(folder, args.name, args.model)
-    freed = f"{format_size(gone.removed.bytes)} freed"
-    note = f"; {gone.removed.note}" if gone.removed.note else ""
-    print(f"deleted {printable(gone.name)} ({gone.model}): {freed}{note}", file=sys.stderr)
+    print(f"deleted {printable(gone.name)} ({gone.model}): {_result(gone.removed)}", file=sys.stderr)
 
 
 def _clear(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import clear_prompts
 
-    print(f"KV of prompts without a session was deleted: {format_size(clear_prompts(folder))} freed", file=sys.stderr)
+    print(f"KV of prompts without a session was deleted: {_result(clear_prompts(folder))}", file=sys.stderr)
+
+
+def _result(removed: Removed) -> str:
+    return f"{format_size(removed.bytes)} freed{removed.note and f'; {removed.note}'}"
 
 
 ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete, "clear": _clear}

@@ -1,4 +1,4 @@
-"""Clients of `AsyncLLM`, the mailboxes that pass outputs to their event loops, and the load of the engine."""
+"""Clients of `AsyncLLM`, mailboxes that pass outputs to the clients' event loops, and counters of the engine's load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class EngineLoad:
-    """Totals of an engine since its start, and its load at one moment. Sizes are in bytes.
+    """Load of an engine at one moment, and totals since the engine's start. Sizes are in bytes.
 
     Attributes:
         waiting: Number of queued prompts.
@@ -60,9 +60,10 @@ class EngineLoad:
     store_bytes: int = 0
 
     def add(self, request: Request, *, stored: bool) -> None:
-        """Add a request that has ended.
+        """Add a finished request to the totals.
 
-        If `stored`, a session store counts where its cached tokens were found, so `host_hit_tokens` does not change.
+        `stored` tells whether the engine has a session store. The store then counts host hits and disk hits itself, so
+        `host_hit_tokens` does not change.
         """
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
@@ -71,13 +72,16 @@ class EngineLoad:
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return these totals with the current load of `engine`. `arriving` counts prompts not in its queue yet."""
+        """Return a copy with these totals and the current load of `engine`.
+
+        `arriving` is the number of prompts that are not in the engine's queue yet. They count as waiting.
+        """
         scheduler, pool = engine.scheduler, engine.runner.pool
         return replace(
             self,
             waiting=arriving + len(scheduler.waiting),
             running=len(scheduler.running) + (scheduler.prefilling is not None),
-            pool_used_bytes=pool.bytes_held,
+            pool_used_bytes=pool.sequence_bytes,
             pool_limit_bytes=pool.limit_bytes,
             weight_bytes=engine.runner.model.weight_bytes,
             kept_bytes=pool.idle_blocks * pool.block_bytes,
@@ -111,10 +115,9 @@ async def call_in_thread(post: Callable[[Callable[[], None]], None], function: C
 
 
 class Mailbox:
-    """Pass the latest output of a request to the event loop of its client.
+    """Passes the outputs of a request to the event loop of its client. It stores only the latest output.
 
-    Each output contains the text of all earlier outputs. A slow client therefore receives only the latest output, and
-    no queue can grow.
+    Each output contains the text of all earlier outputs, so a slow client may skip some, and no queue can grow.
     """
 
     def __init__(self) -> None:
@@ -142,7 +145,7 @@ class Mailbox:
 
 
 class RequestTracer:
-    """Collect the trace of the first completion of a prompt, if its client requested one."""
+    """Counts how often the first completion of a request selects each prompt token, for the trace of the request."""
 
     def __init__(self, prompt_tokens: int, layers: int) -> None:
         self._selected = np.zeros(prompt_tokens, np.int64)
@@ -150,13 +153,13 @@ class RequestTracer:
         self._trace: Trace | None = None
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count how often prompt tokens were selected. `tokens` `[Hkv, n]` are the tokens that `layer` selected."""
+        """Count the selected prompt tokens of one layer. `tokens` `[Hkv, n]` are the tokens that `layer` selected."""
         found = tokens.detach().cpu().numpy().ravel()
         size = len(self._selected)
         self._selected += np.bincount(found[found < size], minlength=size)
 
     def trace(self, request: Request) -> RequestTrace:
-        """Return the trace up to now. This may wait for the device."""
+        """Return the trace of the request up to now. This may wait for the device."""
         for sequence in request.sequences[:1]:  # before its start and after its end, a request has no sequence
             self._trace = sequence.trace
         trace = self._trace

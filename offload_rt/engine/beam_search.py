@@ -1,7 +1,7 @@
 """Beam search: beams are forks of one sequence and share its full blocks.
 
-`Beams` is the search itself. Its scores and tokens equal the results of transformers' `generate(num_beams=...)`.
-`BeamSearchRequest` forks and frees the sequences that hold the KV of the beams.
+`Beams` searches over token ids only. Its scores and tokens equal the results of transformers'
+`generate(num_beams=...)`. `BeamSearchRequest` forks and frees the sequences that have the KV of the beams.
 """
 
 from __future__ import annotations
@@ -61,9 +61,14 @@ class Beams:
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
         """Advance the search by one token, from logits `[num_beams, V]` of the running beams.
 
-        Returns the new running beams, best first, each as (beam it continues, token). `done` is set if no running beam
-        can become better than the finished beams. Raises InputError if the constraints leave no token, and LogitsError
-        if the logits are NaN.
+        Sets `done` if no running beam can become better than the finished beams.
+
+        Returns:
+            The new running beams, best first, each as a pair (index of the beam it continues, token).
+
+        Raises:
+            InputError: The constraints leave no token.
+            LogitsError: The logits are NaN.
         """
         params, width = self._params, self._params.num_beams
         check_logits(logits)
@@ -80,9 +85,9 @@ class Beams:
         grown = [[*self.running[parent], token] for parent, token in zip(parents, tokens, strict=True)]
         ends = torch.tensor([self._ended(candidate)[0] is not None for candidate in grown])
         self._finish(grown, scores, ends)
-        going_on = scores + ends.float() * _NEVER
-        best = torch.topk(going_on, width).indices.tolist()
-        self.running, self._scores = [grown[i] for i in best], going_on[best]
+        continuing = scores + ends.float() * _NEVER
+        best = torch.topk(continuing, width).indices.tolist()
+        self.running, self._scores = [grown[i] for i in best], continuing[best]
         self._improvable &= self._could_improve(len(grown[0]))
         full = params.early_stopping is True and bool(self._is_finished.all())
         self.done = not self._improvable or full or bool(ends.all())
@@ -94,7 +99,11 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Merge the ending candidates among the first `num_beams` into the finished continuations."""
+        """Add the candidates that end to the finished continuations, and keep the best `num_beams` of these.
+
+        `grown` are the candidates, best first, with `scores` and the flags `ends`. Only the first `num_beams` of them
+        can finish.
+        """
         params, width = self._params, self._params.num_beams
         ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden
         penalised = scores / len(grown[0]) ** params.length_penalty
@@ -145,7 +154,7 @@ class BeamSearchRequest(Request):
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width - 1))
         self.cached_tokens = self.cached_tokens or sequence.trace.reused_tokens
         self.recomputed_tokens = self.recomputed_tokens or sequence.trace.recomputed_tokens
-        return runner.begin_prefill(sequence, len(prompt), want_logits=True)
+        return self._begin_prefill(runner, len(prompt))
 
     def reserve(self, runner: Runner) -> None:
         """Reserve a slot for the next token of every beam.
@@ -234,7 +243,7 @@ class BeamSearchRequest(Request):
         return added_text(known_texts(self._tokenizer, self._context, special=special), both)
 
     def _text(self, tokens: list[int]) -> str:
-        """Return the generated text up to the first stop string."""
+        """Return the text of generated `tokens` up to the first stop string."""
         keep = self.params.include_stop_str_in_output
         text = self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends and not keep else tokens)
         at, stop = min(self._stops(tokens), default=(len(text), ""))

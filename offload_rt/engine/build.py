@@ -1,4 +1,4 @@
-"""Build a runner: memory plan, weights, policy, KV cache and transfers."""
+"""Build a runner from a configuration: memory plan, weights, policy, KV cache and transfers."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
-    """Return a runner of the draft model, and its fraction of the memory for KV.
+    """Return a runner of the draft model, and the fraction of the configured memory that its KV cache gets.
 
-    Without a draft model in `config`, the runner is None. With the returned fraction, the KV caches of both models hold
-    the same number of tokens. Raises ConfigError if the tokenizers differ, and the errors of `load_model`.
+    The fraction is such that the KV caches of both models store the same number of tokens. Without a draft model in
+    `config`, the result is (None, 0). Raises ConfigError if the tokenizers differ, and the errors of `load_model`.
     """
     assert config.exact is not None
     if config.exact.model is None:
@@ -136,7 +136,7 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 
 
 def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
-    """Return a runner with another policy that uses the model and the KV cache of `runner`.
+    """Return a second runner with another policy, which shares the model and the KV cache of `runner`.
 
     Prefill is exact under every policy, so both runners share cached prefixes. If `exact` is not None, it replaces the
     option `exact` of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
@@ -159,7 +159,7 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
 
 
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the device memory plan, computed from the model's dimensions alone, and the placement of the weights.
+    """Return the device memory plan and the placement of the weights, from the model's dimensions alone.
 
     The plan is None without `device_memory`. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
     """
@@ -187,10 +187,16 @@ def build_policy(
 ) -> Policy:
     """Return the policy `name` for a loaded model.
 
-    `artifact` is called to load the skew artifact if the policy needs it. `idle` is a context in which no engine of the
-    process computes, for measurements of speed.
+    Args:
+        loaded: The model.
+        name: Name of the policy.
+        options: Options of the policy.
+        artifact: Called to load the skew artifact if the policy needs it.
+        keys_on_host: Keep the scoring keys in host memory.
+        idle: Context in which no engine of the process computes, for measurements of speed.
 
-    Raises ConfigError for unknown names, and for options that do not fit the model.
+    Raises:
+        ConfigError: The name is unknown, or the options do not fit the model.
     """
     adapter = loaded.adapter
     measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype, idle=idle)
@@ -207,9 +213,10 @@ def build_policy(
 
 
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
-    """Return a function that loads the skew artifact at `config.skew`, or calibrates the model once and caches it.
+    """Return a function that loads the skew artifact at `config.skew`, or calibrates the model if no path is set.
 
-    Calibration always shows a progress bar, because it takes long and happens only once per model.
+    The result of a calibration is cached. Calibration always shows a progress bar, because it takes long and happens
+    only once per model.
     """
 
     def load(method: SkewMethod) -> SkewArtifact:
@@ -222,7 +229,10 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method that the options or the preset name. None means that the artifact determines it."""
+    """Return the skewing method that the policy's options or its preset specify.
+
+    None means that the method of the loaded artifact is used.
+    """
     found: SkewMethod | None = options_class(policy).given(options).get("skew")
     return found
 
@@ -243,7 +253,7 @@ def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device
 
 
 def _reads_in_place(pool: HostPool) -> bool:
-    """Return whether kernels can read host memory directly. Warn if not, because steps are slower then."""
+    """Return whether kernels can read the pool's host memory directly. Warn if not, because steps are slower then."""
     found = not pool.pins or read_in_place()
     if not found:
         warnings.warn(
@@ -257,7 +267,8 @@ def _reads_in_place(pool: HostPool) -> bool:
 def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
     """Create the streams that copy weights from host memory to the device, as `placement` requires.
 
-    Return the model and the streams. The streams are None if all weights are on the device.
+    Return the model, whose adapter then waits for the copies, and the streams. The streams are None if all weights are
+    on the device.
     """
     if not placement:
         return loaded, None

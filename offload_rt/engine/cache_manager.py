@@ -1,4 +1,4 @@
-"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and free unused memory."""
+"""Allocate KV cache blocks for the sequences of one runner, share cached prefixes, and reclaim unused memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..utils.units import format_size
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key for `cache_salt`: "" for the empty salt, which all requests share.
+    """Return the part of a KV provenance key that separates requests by cache salt. "" if the salt is empty.
 
-    The result contains a digest of the salt. The salt itself could look like another part of the key ("+cut-...").
+    It contains a digest, because the salt itself could look like another part of the key ("+cut-...").
     """
     if not cache_salt:
         return ""
@@ -33,17 +33,17 @@ def salt_provenance(cache_salt: str) -> str:
     return f"+salt-{hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
 
-SHARED_BEHIND = 512
-"""Number of tokens before a sliding window whose KV a prompt also keeps, if there is room.
+KEPT_BEFORE_WINDOW = 512
+"""Number of tokens before the sliding window whose KV is also kept after a prefill, if blocks are free.
 
 Another prompt can then reuse the prefix if both prompts differ in at most this many tokens at the end.
 """
 
 
 class CacheManager:
-    """Allocate blocks for the sequences of one policy and configuration.
+    """Allocates blocks for the sequences of one policy and configuration.
 
-    The block tables belong to the sequences; this class only changes them.
+    Each sequence owns its block table. This class only changes block tables and stores none.
     """
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
@@ -61,13 +61,15 @@ class CacheManager:
 
     @property
     def evicts(self) -> bool:
-        """Whether sequences overwrite KV of their own tokens if the pool is full."""
+        """Whether a sequence overwrites KV of its own earlier tokens if the pool is full (token eviction)."""
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raise PoolFullError if a sequence can never fit, even in an empty pool.
+        """Raise PoolFullError if a sequence does not fit even in an empty pool.
 
-        Without eviction, the pool must hold all `total` tokens, and with eviction `prompt + 1` tokens.
+        Args:
+            prompt: Number of prompt tokens.
+            total: Final number of tokens. With eviction, only `prompt + 1` tokens must fit.
         """
         if not self.evicts:
             self._pool.check_fits(total)
@@ -82,8 +84,8 @@ class CacheManager:
     def slots_for(self, computed: int, total: int) -> int:
         """Return the number of slots to reserve for a sequence.
 
-        Without eviction this is `total`, the final number of tokens. With eviction it is `computed + 1`, because later
-        tokens overwrite earlier ones.
+        Without eviction this is `total`, the final number of tokens. With eviction it is `computed + 1`, where
+        `computed` is the current number of tokens, because later tokens overwrite earlier ones.
         """
         return computed + 1 if self.evicts else total
 
@@ -93,9 +95,10 @@ class CacheManager:
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
-        """Return the index of the first token that is not cached under `provenance`.
+        """Return the index of the first token whose exact KV is not cached, or None if there is none.
 
-        Return None if all tokens are cached, or if prefixes are not shared.
+        It is also None if prefixes are not shared. `provenance` is the end of the KV provenance key, which depends on
+        the cache salt (`salt_provenance`).
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -103,47 +106,51 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a block table with slots for `capacity` tokens.
+        """Return a new block table with slots for `capacity` tokens. It begins with the cached blocks of `known`.
 
-        The block table begins with the cached blocks of the tokens `known`.
-
-        Sliding layers get slots only for the tokens before `stop`. Raises PoolFullError.
+        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). For `provenance`, see
+        `first_uncached`. Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
             blocks = self._pool.match(known, EXACT + provenance)
         if not blocks.length:
             blocks = self._pool.new_block_table(capacity)
-        return self.reserved(blocks, capacity, blocks.length, stop)
+        return self.reserve_slots(blocks, capacity, blocks.length, stop)
 
-    def reserved(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
+    def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
         """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
 
-        Sliding layers get slots only for the tokens [start, stop). If PoolFullError is raised, `blocks` is released.
+        Sliding layers get slots for the shortest first part of a prefill of the tokens [start, stop). `begin_prefill`
+        reserves more if there is room. If PoolFullError is raised, all blocks of the table are released.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
-            self._pool.slide(blocks, start, stop, whole=self.evicts)
+            *_, end = self._pool.groups.prefill_ends(start, stop, blocks.floor)
+            self._pool.slide(blocks, start, end, next_window=self.evicts)
         return blocks
 
     @contextmanager
     def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
-        """Release `blocks` if the body of the `with` statement raises. No sequence may own `blocks` yet."""
+        """Release `blocks` if the body of the `with` statement raises. No sequence may own the block table yet."""
         try:
             yield
         except BaseException:
             self._pool.release(blocks)
             raise
 
-    def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, behind: int = 0) -> None:
-        """Move the windows of sliding layers to the tokens [position, stop).
+    def slide(self, sequence: Sequence, storage: KVStorage, stop: int, *, before_window: int = 0) -> None:
+        """Move the windows of sliding layers to the tokens [position, stop) of a sequence.
 
         Slots are reserved for the new tokens, and blocks that have left the windows are freed. Draft tokens do not move
-        the windows. If a session will continue after the last full block, later tokens do not move them either. Raises
-        PoolFullError.
+        the windows, because they may be rejected. Tokens after the last full block do not move them either if a later
+        turn will continue after this block (`Sequence.keeps_decoded`). Raises PoolFullError.
 
         Args:
-            behind: Maximum number of new tokens before the last window that get slots too, if blocks are free.
+            sequence: The sequence.
+            storage: Device storage of the runner's sequences.
+            stop: End of the tokens to compute next.
+            before_window: Maximum number of new tokens before the last window that get slots too, if blocks are free.
         """
         # Freed blocks are not in use: `settle` waits for their write-back, decode steps read windows on the device,
         # and the first token after a prefill is sampled before another sequence gets blocks.
@@ -151,12 +158,12 @@ class CacheManager:
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
         if sequence.keeps_decoded:
             position = position // BLOCK_SIZE * BLOCK_SIZE
-        if behind or self._pool.slides(blocks, position, stop, whole=self.evicts):
+        if before_window or self._pool.slides(blocks, position, stop, next_window=self.evicts):
             storage.settle(blocks)
-            self._pool.slide(blocks, position, stop, whole=self.evicts, behind=behind)
+            self._pool.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
 
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
-        """Move blocks from the longest sequence of the batch to sequences that need one, if the pool is full.
+        """Move blocks from the longest sequence of `batch` to sequences that need one, if the pool is full.
 
         Used only with eviction. A sequence is shrunk only while it is at least as long as all others. A sequence that
         gets no block overwrites its own tokens.
@@ -187,12 +194,12 @@ class CacheManager:
         storage.open(blocks, policy.sinks, policy.recent)
 
 
-NAMED = 8  # maximum number of holdings listed in an error message
+MAX_LISTED = 8  # maximum number of users listed in an error message
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Host memory that cannot be reclaimed, for error messages.
+class MemoryUse:
+    """Host memory of one session or request that cannot be reclaimed now. Used in error messages.
 
     Attributes:
         name: Name of the session or request that uses the memory.
@@ -206,21 +213,21 @@ class Holding:
 
 
 class Reclaimable(Protocol):
-    """An object that keeps memory between requests and can free it, such as a session store."""
+    """An object that keeps memory between requests and can free it on demand, such as a session store."""
 
     def reclaim(self) -> bool:
         """Free some memory without losing data. Return False if no memory can be freed."""
         ...
 
-    def holdings(self) -> list[Holding]:
-        """Return the memory that cannot be freed now."""
+    def memory_in_use(self) -> list[MemoryUse]:
+        """Return which sessions or requests use memory that cannot be freed now."""
         ...
 
 
-def describe_holdings(holdings: list[Holding]) -> str:
-    """Return a part of an error message that lists the largest `holdings`."""
-    holdings = sorted(holdings, key=lambda own: -own.bytes)
-    total = sum(one.bytes for one in holdings)
-    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in holdings[:NAMED])
-    others = f" and {len(holdings) - NAMED} more" if len(holdings) > NAMED else ""
-    return f"sessions hold {format_size(total)} of it: {named}{others}; close some, or finish their turns first"
+def describe_memory_use(uses: list[MemoryUse]) -> str:
+    """Return the end of an error message that lists the largest `uses`."""
+    uses = sorted(uses, key=lambda own: -own.bytes)
+    total = sum(one.bytes for one in uses)
+    named = ", ".join(f"{one.name!r} {format_size(one.bytes)} ({one.reason})" for one in uses[:MAX_LISTED])
+    others = f" and {len(uses) - MAX_LISTED} more" if len(uses) > MAX_LISTED else ""
+    return f"sessions use {format_size(total)} of it: {named}{others}; close some, or finish their turns first"

@@ -116,12 +116,12 @@ def check_int(name: str, value: object, least: int) -> int:
 
 
 def check_int_or_none(name: str, value: object, least: int) -> int | None:
-    """Return None if `value` is None, and the result of `check_int` otherwise."""
+    """Return the result of `check_int`, or None if `value` is None."""
     return None if value is None else check_int(name, value, least)
 
 
 def check_salt(cache_salt: object) -> str:
-    """Return `cache_salt` of a request. Raise InputError if it is not a string."""
+    """Return the cache salt of a request. Raise InputError if it is not a string."""
     if not isinstance(cache_salt, str):
         raise InputError(
             f"cache_salt={describe_value(cache_salt)}; it must be a string; an empty one shares KV with all requests"
@@ -151,7 +151,7 @@ def sampling_params_per_prompt(given: object, prompts: int, default: SamplingPar
 
 
 def check_folder_path(name: str, value: object) -> Path:
-    """Return a folder as a path with "~" expanded. Raise InputError if it is not a path."""
+    """Return `value` as a path with "~" expanded. Raise InputError if it is not a path."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
         raise InputError(f"{name}={describe_value(value)}; it must be a path")
@@ -163,7 +163,7 @@ def check_folder_path(name: str, value: object) -> Path:
 
 
 def check_prompt_list(name: str, value: object) -> Sequence[object]:
-    """Return a list of prompts. Raise InputError for a single text and for other types."""
+    """Return `value` as a list of prompts. Raise InputError for a single text and for other types."""
     if isinstance(value, (str, bytes)):
         raise InputError(f"{name} is a single text: pass a list of texts")
     if hasattr(value, "tolist"):

@@ -14,7 +14,7 @@ CONTEXT_TOKENS = 6
 _INCOMPLETE = 3
 """Maximum number of bytes, and of tokens, in an incomplete UTF-8 character."""
 
-_MAX_HELD = 8
+_MAX_HELD_BACK = 8
 """If this many tokens are held back, they cannot all belong to one incomplete character."""
 
 _LONGEST_WINDOW = 32
@@ -46,10 +46,10 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | N
 
 
 def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of `prompt`, without special tokens, that affect the text of the next token.
+    """Return the last tokens of `prompt` that affect the text of the next token, without special tokens.
 
-    SentencePiece strips a leading space, so the context must start with a token that has text. It must also start at a
-    character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.
+    SentencePiece strips a leading space, so these tokens must begin with a token that has text. They must also begin at
+    a character boundary, because byte fallback decodes every byte of an incomplete UTF-8 sequence to U+FFFD.
     """
     if tokenizer is None:
         return []
@@ -66,13 +66,13 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
 
 
 def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
-    """Return the index of the token that begins the first whole character of the text, or 0 if there is none.
+    """Return the index of the first token at which a whole character begins, or 0 if there is none.
 
-    The last character of the text may be incomplete.
+    The last character of the text of `tokens` may be incomplete.
     """
     counts = range(_INCOMPLETE + 1)
-    places = ((start, len(tokens) - missing) for missing in counts for start in counts)
-    whole = (start for start, stop in places if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
+    ranges = ((start, len(tokens) - missing) for missing in counts for start in counts)
+    whole = (start for start, stop in ranges if not decode(tokenizer, tokens[start:stop]).startswith(_PENDING))
     return next(whole, 0)
 
 
@@ -87,10 +87,10 @@ def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
 def known_texts(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False
 ) -> list[str]:
-    """Return the text of `tokens` in a list.
+    """Return the possible texts of `tokens` at the start of a longer text, for `added_text`.
 
-    If the text ends in an incomplete character, the texts without the last 1 to 3 tokens follow, because `added_text`
-    needs these shorter texts. `special` tells whether special tokens have text.
+    The last character may be incomplete until more tokens follow. The texts without the last 1 to 3 tokens are then
+    included. `special` tells whether special tokens have text.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
@@ -100,24 +100,26 @@ def known_texts(
 def added_text(known: Sequence[str], both: str) -> str:
     """Return the text that later tokens add to the text of earlier tokens.
 
-    `both` is the text of the earlier and later tokens. `known` contains the possible texts of the earlier tokens
-    (`known_texts`). The first of these texts with which `both` begins is removed from it.
+    `both` is the text of the earlier and later tokens together. `known` contains possible texts of the earlier tokens
+    (`known_texts`). The first of them that is a prefix of `both` is removed.
     """
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
 
 
 class TextStream:
-    """Convert the generated tokens of one sequence to text, in constant time per token.
+    """Converts the generated tokens of one sequence to text, in constant time per token.
 
     `push` returns only text that can no longer change. An incomplete UTF-8 character and a possible beginning of a stop
     string are held back until the next tokens complete them, or until `flush`. Without a tokenizer, the text is empty
     and no stop string is found.
 
     Args:
-        prompt: Prompt tokens, which precede the generated tokens.
+        tokenizer: Tokenizer of the model, or None.
+        stop: Stop strings.
         keep_stop: Include the stop string in the text.
         special: Include special tokens in the text.
+        prompt: Prompt tokens, which precede the generated tokens.
     """
 
     def __init__(
@@ -135,55 +137,52 @@ class TextStream:
         # (spaces, bytes of one character). `_known` is the text of the first `_shown` tokens; it has been returned.
         self._window = decoding_context(tokenizer, prompt)
         self._shown, self._known = len(self._window), self._texts(self._window)
-        self._held = ""
+        self._held_back = ""
         self.stopped: str | None = None
         """The stop string that was found, or None."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Add a token. Return the text that can no longer change and was not returned before.
+        """Add a token. Return the new text that can no longer change.
 
-        If `may_stop` is True and the text contains a stop string, set `stopped`.
+        If `may_stop` is True and the text contains a stop string, set `stopped` and cut the text there.
         """
         fresh = self._completed(token)
-        return self._release(self._held + fresh) if may_stop else fresh
+        return self._release(self._held_back + fresh) if may_stop else fresh
 
     def flush(self) -> str:
         """Return the text that is still held back. Call this after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
-        held, self._held = self._held + tail, ""
-        return held if self.stopped is None else ""
+        held_back, self._held_back = self._held_back + tail, ""
+        return held_back if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
-        """Append `token` to the window and return the text that can no longer change."""
+        """Append `token` to the window (tokens decoded together). Return the new text that can no longer change."""
         window = self._window
         window.append(token)
         text = self._decode(window)
-        held = self._incomplete_tokens(text)
+        held_back = self._incomplete_tokens(text)
         fresh = ""
-        if len(window) - held > self._shown:
-            certain = self._decode(window[: len(window) - held]) if held else text
+        if len(window) - held_back > self._shown:
+            certain = self._decode(window[: len(window) - held_back]) if held_back else text
             fresh = added_text(self._known, certain)
         if fresh:
             if not self._known[0].endswith(_PENDING) or len(window) > _LONGEST_WINDOW:  # not within a character
                 del window[: self._shown]
-            self._shown = len(window) - held
+            self._shown = len(window) - held_back
             self._known = self._texts(window[: self._shown])
         elif not _has_text(self._tokenizer, token):  # a special token: many of them must not fill the window
             window.pop()
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return the number of tokens at the end of the window that may form an incomplete character.
-
-        `text` is the text of the window.
-        """
+        """Return how many tokens at the end of the window, which has this `text`, may form an incomplete character."""
         if not text.endswith(_PENDING):
             return 0
         window = self._window
-        held = len(window) - self._shown
-        if held < _MAX_HELD:
-            return held
+        held_back = len(window) - self._shown
+        if held_back < _MAX_HELD_BACK:
+            return held_back
         counts = range(_INCOMPLETE, 0, -1)
         apart = (n for n in counts if self._decode(window[:-n]) + self._decode(window[-n:]) == text)
         return next(apart, 0)
@@ -197,10 +196,10 @@ class TextStream:
     def _release(self, text: str) -> str:
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            (at, self.stopped), self._held = min(found), ""
+            (at, self.stopped), self._held_back = min(found), ""
             return text[: at + len(self.stopped) * self._keep_stop]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
+        self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 

@@ -40,6 +40,8 @@ class Engine:
     exception in one request ends only this request.
 
     Args:
+        runner: Computes the logits.
+        max_num_seqs: Maximum number of sequences that are decoded together.
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
         swap: Writes the KV cache of preempted requests to disk.
         on_failure: Called with a failed request and its error. Without it, `step` raises the error.
@@ -65,7 +67,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return a new id for a request that the caller creates itself and passes to `submit`."""
+        """Return a new id for a request that the caller creates and passes to `submit`."""
         return next(self._ids)
 
     def add(
@@ -74,6 +76,8 @@ class Engine:
         """Queue a prompt of at least one token, and return its request.
 
         Args:
+            token_ids: Tokens of the prompt.
+            params: Sampling parameters.
             recorder: Receives the tokens that each layer selects for the first completion. Unused for beam search.
             cache_salt: The prompt shares KV only with prompts of the same salt.
 
@@ -105,7 +109,9 @@ class Engine:
     def run_all(
         self, prompts: Seq[list[int]], params: Seq[SamplingParams], cache_salt: str, progress: Progress
     ) -> list[Request]:
-        """Run one request for each prompt, with its parameters, and return the ended requests in order.
+        """Run one request for each prompt, with its parameters, until all have ended.
+
+        Return them in the order of `prompts`.
 
         Raises:
             InputError, ModelError, PoolFullError: A request failed. All others were cancelled.
@@ -133,9 +139,13 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Run one decode step for all running requests, and some layers of the prefill of at most one request.
 
-        Engines on different threads can share a pool. Each locks the pool for one step at a time, and waits briefly if
-        the pool has no room for any of its requests. Requests that end are written to disk before their last output is
-        returned. The pool is not locked during writing, so a slow disk delays only this engine.
+        Engines on different threads can share a pool. Each locks the pool for one step at a time. If the pool has no
+        free memory for any of the engine's requests, the call waits briefly. Requests that end are written to disk
+        before their last output is returned. The pool is not locked during writing, so a slow disk delays only this
+        engine.
+
+        Returns:
+            The new output tokens of all requests.
 
         Raises:
             OffloadError: A request has failed, and there is no `on_failure`. The failed request has left the queue, and
@@ -189,7 +199,7 @@ class Engine:
             raise error
 
     def _decode(self) -> list[TokenOutput]:
-        """Decode all running requests together.
+        """Run one decode step for all running requests and return their outputs.
 
         After a failed step, the requests of this step are decoded one at a time (see `Suspects`).
         """
@@ -209,18 +219,19 @@ class Engine:
         return events
 
     def _end_round(self, group: list[Request]) -> None:
-        """Take rejected draft tokens out of the recurrent state of the requests in `group` that still run."""
+        """Remove rejected draft tokens from the recurrent state of the requests in `group` that still run."""
         if self._speculative is not None:
             try:
                 self._speculative.end_round()
             except Exception as error:
-                self._decode_failed([request for request in group if request in self.scheduler.running], error)
+                self._decode_failed(group, error, self._speculative.rejected)
 
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
-        """Return the logits of each request in `group`.
+        """Compute the next logits of each request in `group`.
 
-        With speculative decoding, a request has the logits of several tokens, otherwise those of one token. The most
-        likely tokens of all requests are copied to the host together, so that the host waits for the device only once.
+        With speculative decoding, the result contains the logits of several tokens per request, otherwise those of one
+        token. The most likely tokens of all requests are copied to the host together, so that the host waits for the
+        device only once.
         """
         if self._speculative is not None:
             speculative = self._speculative
@@ -229,17 +240,18 @@ class Engine:
         best, rows = iter(best_tokens(logits)), logits.split([len(request.sequences) for request in group])
         return [(request, [(one, list(islice(best, len(one))))]) for request, one in zip(group, rows, strict=True)]
 
-    def _decode_failed(self, group: list[Request], error: Exception) -> None:
-        """Handle an exception of a decode step. If only one request ran, fail this request.
+    def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
+        """Handle an exception of a decode step of the requests in `group`. If there is only one request, it fails.
 
-        If several requests ran, any of them may be the cause. All of them start again, and each is decoded alone until
-        it has passed the position at which the step failed.
+        If there are several, any of them may be the cause. The requests `lost`, whose state is incomplete, start again
+        (None: all). Each of them is decoded alone until it has passed the position at which the step failed.
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
             return
-        logger.warning("a decode step of %d requests failed: they are decoded alone", len(group), exc_info=error)
-        for request in reversed(group):
+        lost = group if lost is None else lost
+        logger.warning("a decode step of %d requests failed: they are decoded alone", len(lost), exc_info=error)
+        for request in reversed(lost):
             self._suspects.add(request)
             # In some layers, resident KV and policy state may already include the next token. Such a sequence cannot be
             # swapped to disk.
@@ -268,16 +280,13 @@ class Engine:
                 assert prefill.logits is not None
                 answer = prefill.logits, best_tokens(prefill.logits)
                 return [event for one in scheduler.prefilled() for event in self._accept_all((one, [answer]))]
-            spent += prefill.tokens / self.runner.adapter.geometry.layers
+            spent += prefill.tokens / prefill.layers
             if self._waited_for() or (scheduler.running and spent >= self.runner.config.max_num_batched_tokens):
                 break
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample a token from each of its logits.
-
-        Return the outputs. If an error occurs, return the outputs up to the error.
-        """
+        """Let a request sample a token from each of its logits. Return the outputs, after an error the earlier ones."""
         request, each = step
         events: list[TokenOutput] = []
         try:
@@ -289,14 +298,14 @@ class Engine:
                     self.scheduler.failed.append((request, failure(request, error)))
                     break
                 events += accepted
-        except PoolFullError as error:  # no room to fork beams: the beam search starts again later
+        except PoolFullError as error:  # no memory to fork beams: the beam search starts again later
             self.scheduler.retry_later(request, error)
         except Exception as error:
             self.scheduler.fail(request, error)
         return events
 
     def _retire(self, request: Request) -> Exception | None:
-        """Remove an ended request from the queues and free its memory. Return the error if freeing fails, else None."""
+        """Remove an ended request from the queues and free its memory. Return the error if this fails, else None."""
         request.metrics.finished_time = time.time()
         return self.scheduler.finish(request)
 
@@ -320,7 +329,10 @@ class Suspects:
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Split the `running` requests into groups to decode together."""
+        """Split the `running` requests into groups that are decoded together.
+
+        If a suspect is among them, each request is a group.
+        """
         if any(request in self._positions for request in running):
             return [[request] for request in running]
         return [list(running)] if running else []

@@ -58,7 +58,7 @@ class GuidedDecoder:
             grammar = _grammar(spec, library)
         except ValueError as error:
             raise InputError(f"structured_outputs are invalid: {error}") from error
-        self._matcher: LLMatcher = _understood(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
+        self._matcher: LLMatcher = _compiled(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
     def copy(self) -> GuidedDecoder:
         twin = object.__new__(GuidedDecoder)
@@ -71,21 +71,18 @@ class GuidedDecoder:
         return self._matcher.is_stopped()
 
     def allowed(self) -> torch.Tensor:
-        """Return the allowed next tokens, bool `[V]`. Raise InputError if the grammar is too complex."""
+        """Return which tokens may follow, bool `[V]`. Raise InputError if the grammar is too complex."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check("structured_outputs cannot be followed")
+        _raise_error(self._matcher, "structured_outputs cannot be followed")
         found = np.zeros(self._vocab, dtype=bool)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab]
         found[: len(allowed)] = allowed
         return torch.from_numpy(found)
 
-    def take(self, token: int) -> None:
+    def advance(self, token: int) -> None:
         """Advance the state by `token`, which must be allowed."""
         self._matcher.consume_token(token)
-        self._check("structured_outputs cannot be followed")
-
-    def _check(self, what: str) -> None:
-        _raise_error(self._matcher, what)
+        _raise_error(self._matcher, "structured_outputs cannot be followed")
 
 
 def _library() -> Any:
@@ -147,10 +144,8 @@ def _nesting(schema: Any) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _understood(
-    tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
-) -> LLMatcher:
-    """Return the compiled grammar. The result is cached, so callers must copy it before advancing it."""
+def _compiled(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
+    """Return a compiled grammar. The result is cached, so callers must copy it before they advance it."""
     what, table = "structured_outputs are invalid", _table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)

@@ -1,4 +1,4 @@
-"""Build the logits processors of a request. They run before temperature and sampling filters.
+"""Build the logits processors of a request, and apply them. They run before temperature and sampling filters.
 
 Most are transformers' logits processors, applied in the order of transformers.
 """
@@ -64,8 +64,11 @@ def logits_processors(
     """Return the logits processors of a request, except the one for structured outputs.
 
     Args:
+        params: Sampling parameters of the request.
         prompt: Number of prompt tokens.
         ends: Tokens that end the text.
+        tokenizer: Tokenizer of the model. Needed only for `bad_words`.
+        device: Device of the logits.
     """
     found = LogitsProcessorList()
     if params.logit_bias:
@@ -95,7 +98,7 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Apply `processors` to logits `scores` `[B, V]`. `history` holds the earlier tokens `[B, T]`.
+    """Return logits `scores` `[B, V]` after `processors`. `history` contains the earlier tokens `[B, T]`.
 
     Raises InputError if a user's processor returns anything but logits of this shape.
     """
@@ -104,7 +107,7 @@ def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, sco
         found = processor(cast(torch.LongTensor, history), found)
         if not _is_logits(found, scores.shape):
             raise InputError(
-                f"the logits processor {type(processor).__name__} returned {_described(found)}; it must return "
+                f"the logits processor {type(processor).__name__} returned {_describe_result(found)}; it must return "
                 f"floating-point logits of shape {tuple(scores.shape)}"
             )
     return cast(torch.Tensor, found.to(scores))
@@ -116,7 +119,7 @@ def _is_logits(value: Any, shape: torch.Size) -> bool:
     return value.layout == torch.strided and not value.is_meta
 
 
-def _described(value: Any) -> str:
+def _describe_result(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return "None" if value is None else f"a {type(value).__name__}"
     return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, layout {value.layout} on {value.device}"

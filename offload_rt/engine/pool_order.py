@@ -1,7 +1,7 @@
 """Order the requests of engines that share a KV pool, so that engines never wait for each other in a cycle.
 
 All requests of a pool are ordered by the time they were added. If an engine runs out of memory, it preempts its
-requests and waits until engines with older requests free some. The engine with the oldest request keeps its memory.
+requests and waits until engines with older requests free memory. The engine with the oldest request keeps its memory.
 While this engine waits, no other engine admits requests. Therefore the oldest request always finishes.
 """
 
@@ -40,7 +40,7 @@ class PoolOrder:
         self._mutex = threading.Lock()
         self._arrivals = itertools.count()
         self.changed = threading.Condition()
-        self.frees = self.ends = 0
+        self.times_freed = self.requests_ended = 0
         self.broken: EngineError | None = None
         """Reason why no engine of the pool can continue, or None."""
         self.reclaimables: list[Reclaimable] = []
@@ -51,7 +51,7 @@ class PoolOrder:
             self._members.add(member)
 
     def arrival(self) -> int:
-        """Return the arrival number of a new request. Lower numbers are older."""
+        """Return the arrival number of a new request. An older request has a lower number."""
         return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
@@ -65,13 +65,13 @@ class PoolOrder:
         `ended` tells whether the request has ended; otherwise it was preempted.
         """
         with self.changed:
-            self.frees += 1
-            self.ends += ended
+            self.times_freed += 1
+            self.requests_ended += ended
             self.changed.notify_all()
 
 
 class PoolMember(ABC):
-    """One engine of a shared pool. `Scheduler` is the subclass.
+    """An engine that shares a KV pool with other engines. `Scheduler` is the only subclass.
 
     Callers must hold the pool's lock for all methods except `stepping` and `wait`.
     """
@@ -97,7 +97,7 @@ class PoolMember(ABC):
 
     @property
     @abstractmethod
-    def holds(self) -> bool:
+    def uses_memory(self) -> bool:
         """Whether a request of this engine has started and therefore uses memory of the pool."""
 
     @property
@@ -107,21 +107,24 @@ class PoolMember(ABC):
 
     @property
     def claims(self) -> bool:
-        """Whether this engine's oldest request has reserved the pool: no other engine admits requests until it ends."""
+        """Whether this engine's oldest request has reserved the pool.
+
+        If so, no other engine admits requests until it ends.
+        """
         return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
 
     def wait_for_others(self) -> bool:
-        """Return whether another engine may free memory, and prepare to wait for it.
+        """Return whether another engine may free memory. If so, the next `wait` waits for it.
 
-        If this engine has the oldest request of the pool, reserve the pool for this request (see `claims`).
+        If this engine has the oldest request of the pool, the pool is reserved for this request (see `claims`).
         """
-        others = self._driven_others()
+        others = self._active_others()
         older = self._older(others)
-        if not older and not any(other.holds for other in others):
+        if not older and not any(other.uses_memory for other in others):
             return False
         if not older:
             self._claim = self.oldest
-        self._seen = self.order.frees
+        self._seen = self.order.times_freed
         return True
 
     def give_way(self) -> None:
@@ -129,42 +132,42 @@ class PoolMember(ABC):
 
         A request that is admitted earlier would only be preempted again.
         """
-        self._gave_way_at, self._seen = self.order.ends, self.order.frees
+        self._gave_way_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
         """Return whether this engine may admit requests.
 
         The result is False after `give_way`, and while an older request of another engine has reserved the pool.
         """
-        older = self._older(self._driven_others())
-        waits = older and self._gave_way_at == self.order.ends
+        older = self._older(self._active_others())
+        waits = older and self._gave_way_at == self.order.requests_ended
         if waits or any(other.claims for other in older):
-            self._seen = None if self.holds else self.order.frees
+            self._seen = None if self.uses_memory else self.order.times_freed
             return False
         self._gave_way_at = None
         return True
 
     def describe(self, error: PoolFullError) -> PoolFullError:
-        """Return `error` with a hint if abandoned engines hold memory."""
-        holding = sum(one is not self and one.holds for one in self.order.members())
-        if not holding:
+        """Return `error`, with a hint in its message if other engines use memory of the pool."""
+        users = sum(one is not self and one.uses_memory for one in self.order.members())
+        if not users:
             return error
         return type(error)(
-            f"{error}; {holding} unfinished streams or calls on this runtime hold memory and are not being read: read "
+            f"{error}; {users} unfinished streams or calls on this runtime use memory and are not being read: read "
             "them to the end or close them"
         )
 
     def wait(self) -> None:
-        """Wait until another engine frees memory. Return immediately if the last step did not run out of memory.
+        """Wait until another engine frees memory, or `RECHECK_SECONDS`. Call this without the pool's lock.
 
-        Call this without the pool's lock.
+        Returns immediately if the last step did not run out of memory.
         """
         if (seen := self._seen) is not None:
             with self.order.changed:
-                self.order.changed.wait_for(lambda: self.order.frees != seen, RECHECK_SECONDS)
+                self.order.changed.wait_for(lambda: self.order.times_freed != seen, RECHECK_SECONDS)
 
-    def _driven_others(self) -> list[PoolMember]:
-        """Return the engines that run on other threads and are not abandoned."""
+    def _active_others(self) -> list[PoolMember]:
+        """Return the engines of other threads that are not abandoned (`PATIENCE`)."""
         now, thread = time.monotonic(), threading.get_ident()
         return [
             one
@@ -174,5 +177,5 @@ class PoolMember(ABC):
 
     def _older(self, others: list[PoolMember]) -> list[PoolMember]:
         """Return the engines in `others` whose oldest request is older than the oldest request of this engine."""
-        mine = self.oldest
-        return [one for one in others if mine is not None and one.oldest is not None and one.oldest < mine]
+        own = self.oldest
+        return [one for one in others if own is not None and one.oldest is not None and one.oldest < own]

@@ -29,7 +29,7 @@ WANTED = "pass a text, or token ids (a list, tensor or array of integers, or a t
 
 
 def one_prompt(prompt: object) -> str | list[int]:
-    """Return the text or the token ids of one prompt. Raise InputError for other types and for several prompts."""
+    """Return one prompt as a text or token ids. Raise InputError for other types and for several prompts."""
     found = each_prompt(prompt)
     if len(found) != 1:
         raise InputError(f"{len(found)} prompts instead of one: {WANTED}")
@@ -37,11 +37,11 @@ def one_prompt(prompt: object) -> str | list[int]:
 
 
 def each_prompt(prompts: object) -> list[str | list[int]]:
-    """Return the texts or token ids of one prompt or several.
+    """Return one or several prompts as a list of texts or token ids.
 
     One prompt is a text, token ids `[T]`, or a tokenizer's output for one text. Several prompts are a list of these,
-    token ids `[B, T]`, or a tokenizer's output for several texts. The attention mask of a tokenizer's output tells
-    which tokens are padding; they are removed.
+    token ids `[B, T]`, or a tokenizer's output for several texts. Padding, which the attention mask of a tokenizer's
+    output marks, is removed.
 
     Raises:
         InputError: `prompts` has another type.
@@ -52,10 +52,10 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
         raise InputError(f"a prompt is {type(prompts).__name__}: decode it to text, or {WANTED}")
     if _encoding(prompts):
         return [list(ids) for ids in _unpadded(prompts)]
-    values = _plain(prompts)
+    values = _as_list(prompts)
     if not isinstance(values, list):
         raise InputError(f"a prompt is {prompts!r:.80}, of type {type(prompts).__name__}: {WANTED}")
-    if not values or _whole(values[0]):
+    if not values or _is_integer(values[0]):
         return [_ids(values)]
     try:
         return [one_prompt(value) for value in values]
@@ -64,17 +64,19 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return the token ids of one prompt. Raise InputError for a text, other types and several prompts."""
+    """Return one prompt as token ids. Raise InputError for a text, other types and several prompts."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
     return found
 
 
-def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) -> list[int]:
-    """Return token ids, shortened to `room` tokens if there are more.
+def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: str) -> list[int]:
+    """Return token ids, cut to `max_tokens` tokens if there are more.
 
     Args:
+        ids: Token ids.
+        max_tokens: Maximum number of tokens.
         truncate: Part to remove: "head", "tail" or "middle" ("middle" keeps equal parts of beginning and end). With
             None, the text is not shortened.
         what: Name of the text for error messages.
@@ -82,16 +84,16 @@ def shortened(ids: Sequence[int], room: int, truncate: str | None, what: str) ->
     Raises:
         InputError: The text is too long and `truncate` is None, or nothing would remain.
     """
-    if len(ids) <= room:
+    if len(ids) <= max_tokens:
         return list(ids)
-    if truncate is None or room < 1:
+    if truncate is None or max_tokens < 1:
         raise InputError(
-            f"{what} has {len(ids):,} tokens, and {max(0, room):,} fit together with the new tokens: use --truncate "
-            "tail to drop its end, head to drop its beginning, or middle"
+            f"{what} has {len(ids):,} tokens, and {max(0, max_tokens):,} fit together with the new tokens: use "
+            "--truncate tail to drop its end, head to drop its beginning, or middle"
         )
     check_choice("truncate", truncate, TRUNCATE)
-    first = {"head": 0, "tail": room, "middle": room // 2}[truncate]
-    return [*ids[:first], *ids[len(ids) - (room - first) :]]
+    first = {"head": 0, "tail": max_tokens, "middle": max_tokens // 2}[truncate]
+    return [*ids[:first], *ids[len(ids) - (max_tokens - first) :]]
 
 
 def _encoding(prompts: Any) -> bool:
@@ -110,7 +112,7 @@ def _unpadded(encoding: Any) -> list[list[int]]:
     rows = _rows(encoding["input_ids"])
     if encoding.get("attention_mask") is None:
         return rows
-    given = _plain(encoding["attention_mask"])
+    given = _as_list(encoding["attention_mask"])
     masks = given if given and isinstance(given, list) and isinstance(given[0], list) else [given]
     shapes = [len(mask) if isinstance(mask, list) else None for mask in masks]
     if shapes != [len(row) for row in rows]:
@@ -119,15 +121,15 @@ def _unpadded(encoding: Any) -> list[list[int]]:
 
 
 def _rows(values: Any) -> list[list[int]]:
-    """Return integers `[T]` as `[1][T]`, and integers `[B][T]` unchanged."""
-    plain = _plain(values)
+    """Convert integers `[T]` to a list of one row, and integers `[B, T]` to a list of B rows."""
+    plain = _as_list(values)
     if not isinstance(plain, list):
         raise InputError(f"input_ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
-    nested = plain and not _whole(plain[0])
-    return [_ids(_plain(row)) for row in plain] if nested else [_ids(plain)]
+    nested = plain and not _is_integer(plain[0])
+    return [_ids(_as_list(row)) for row in plain] if nested else [_ids(plain)]
 
 
-def _plain(values: Any) -> Any:
+def _as_list(values: Any) -> Any:
     """Convert a tensor or an array to nested lists, and another sequence to a list. Return other values unchanged."""
     if hasattr(values, "tolist"):
         try:
@@ -142,11 +144,11 @@ def _plain(values: Any) -> Any:
 def _ids(values: Any) -> list[int]:
     if not isinstance(values, list):
         raise InputError(f"token ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
-    for wrong in (value for value in values if not _whole(value)):
+    for wrong in (value for value in values if not _is_integer(value)):
         raise InputError(f"token ids contain {wrong!r:.80}, of type {type(wrong).__name__}: {WANTED}")
     return [index(value) for value in values]
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     """Return whether `value` is an integer, but not a bool."""
     return hasattr(type(value), "__index__") and not isinstance(value, bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -33,16 +34,18 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """A prefill cannot continue, but its request can start again immediately.
+    """Raised if a prefill cannot continue, but its request can start again immediately.
 
     The engine frees the request's sequences and puts the request at the head of the queue.
     """
 
 
 class Request(ABC):
-    """A prompt, its sampling parameters and its progress: it waits, is prefilled, is decoded, or has ended.
+    """A prompt with its sampling parameters, from the time it is queued to its end.
 
-    A request owns its sequences from the call of `start` to the call of `drop` or `finish`. After `drop`, it can start
+    Subclasses decide how tokens are chosen.
+
+    A request owns sequences from the call of `start` to the call of `drop` or `finish`. After `drop`, it can start
     again without losing generated tokens.
 
     Attributes:
@@ -51,7 +54,6 @@ class Request(ABC):
         recomputed_tokens: Number of prompt tokens that were computed although their KV was cached (hybrid models, see
             `Stats.recomputed_tokens`).
         prompt_logprobs: Log-probabilities of the prompt's tokens, or None if not requested.
-        reuses_prefix: Whether a start may reuse the KV of a cached prefix.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Request(ABC):
         self.cached_tokens = self.recomputed_tokens = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.metrics = RequestMetrics()
-        self.reuses_prefix = True
+        self._start = self._stop = 0
+        self._every_logits: Callable[[int, torch.Tensor], None] | None = None
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
@@ -75,7 +78,7 @@ class Request(ABC):
 
     @property
     def samples(self) -> list[Request]:
-        """All completions of the prompt as requests, this one first."""
+        """One request per completion of the prompt, beginning with this request."""
         return [self]
 
     @property
@@ -90,7 +93,7 @@ class Request(ABC):
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and generated tokens, or None if they are not the whole state of the request.
+        """Prompt and generated tokens, if the request can continue from these tokens alone, else None.
 
         Beam search, for example, has several sequences.
         """
@@ -98,62 +101,60 @@ class Request(ABC):
 
     @abstractmethod
     def start(self, runner: Runner) -> Prefill:
-        """Create the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError."""
+        """Create the sequence and return its prefill. Raise PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
-        """Begin the next part of the prefill, or return None if the last part is complete.
+        """Return the next part of the prefill after one part is complete, or None if it was the last part.
 
         Raises PoolFullError.
         """
-        return None
+        return None if self.sequences[0].position == self._stop else self._begin_part(runner)
+
+    def _begin_prefill(
+        self, runner: Runner, stop: int, every_logits: Callable[[int, torch.Tensor], None] | None = None
+    ) -> Prefill:
+        """Begin the prefill of the first sequence up to token `stop`. Its parts call `every_logits`, if given."""
+        self._start, self._stop, self._every_logits = self.sequences[0].position, stop, every_logits
+        return self._begin_part(runner)
+
+    def _begin_part(self, runner: Runner) -> Prefill:
+        return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, every_logits=self._every_logits)
 
     def layers_prefilled(self, prefill: Prefill) -> int:
-        """Return how many layers of the whole prefill are done. `prefill` is the part that runs now."""
-        return prefill.layer
+        """Return how many layers of the whole prefill are complete. `prefill` is the part that runs now."""
+        position = prefill.sequence.position
+        done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.layer
+        return done // (self._stop - self._start)
 
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
         runner.check_fits(self.expected_tokens)
         provenance = salt_provenance(self.prompt.cache_salt)
-        reuse = reuse if self.reuses_prefix else 0
         return runner.retry_after_reclaim(
             lambda: runner.new_sequence(tokens, len(tokens) + 1, reuse=reuse, provenance=provenance)
         )
-
-    def forgo_prefix(self, runner: Runner) -> bool:
-        """Reuse no cached prefix in later starts. Return whether a start may need less memory because of it.
-
-        With a prefix, sliding-window layers need the windows at its end and at the end of the prompt at the same time.
-        Without it, they only need the latter.
-        """
-        changes = self.reuses_prefix and runner.pool.groups.sliding > 0
-        self.reuses_prefix = False
-        return changes
 
     def resume(self, sequence: Sequence) -> None:
         """Continue with `sequence`, whose KV was restored from disk. Called only if `tokens` is not None."""
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that must be forked from this one after its prefill.
-
-        A second call returns an empty list.
-        """
+        """Return the completions that must be forked from this one after its prefill. A second call returns none."""
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the slots that the next decode step needs. Raise PoolFullError."""
+        """Reserve the KV slots that the next decode step needs. Raise PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
     @property
-    def draft_room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens that speculative decoding may propose in the next step."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the request's sampler to choose draft tokens with.
+        """Return a copy of the request's sampler, which chooses draft tokens.
 
-        Called only if `draft_room` is positive.
+        Called only if `max_draft_tokens` is positive.
         """
         raise NotImplementedError
 
@@ -166,13 +167,13 @@ class Request(ABC):
         """
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequences of a preempted request, which can start again later."""
+        """Free the sequences of the request, for example after a preemption. It can start again later."""
         while self.sequences:
             runner.free(self.sequences[-1])
             self.sequences.pop()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """Free the sequences of a request that ends. `reason` is used as finish reason if none is set yet."""
+        """End the request and free its sequences. `reason` is used as finish reason if none is set yet."""
         self.finish_reason = self.finish_reason or reason
         self._final = self.stats(runner)
         self.drop(runner)
@@ -189,13 +190,14 @@ class Request(ABC):
 
     @abstractmethod
     def completions(self) -> list[CompletionOutput]:
-        """Return the results up to now, one per completion, in order."""
+        """Return the completions up to now, in order."""
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """Return the output of a request up to now.
 
     Args:
+        request: The request.
         ids: Token ids of the prompt. The outputs of all steps share this list.
         text: Text of the prompt, or None if the prompt was given as token ids.
         name: Request id in the output. None uses the request's number.
@@ -217,8 +219,8 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
-    The first completion prefills the prompt. The other completions (`pending`) fork its sequence. Each completion has
-    its own random numbers, and can be preempted and started again independently.
+    The first completion prefills the prompt, and the other completions fork its sequence. Each completion has its own
+    random numbers, and can be preempted and started again independently.
     """
 
     def __init__(
@@ -263,7 +265,7 @@ class SampledRequest(Request):
 
     @property
     def samples(self) -> list[Request]:
-        """This completion, followed by all other completions of the prompt if it is the first one."""
+        """This completion. If it is the first one, all other completions of the prompt follow."""
         return [self, *self._others]
 
     @property
@@ -288,9 +290,9 @@ class SampledRequest(Request):
         collected = None if self.new_tokens else self._prompt_logprobs()
         self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
         sequence.trace.prompt_tokens = prompt
-        self._count_on(sequence)
+        self._continue_statistics(sequence)
         every_logits = None if collected is None else collected.add
-        return runner.begin_prefill(sequence, stop, want_logits=True, every_logits=every_logits)
+        return self._begin_prefill(runner, stop, every_logits)
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:
@@ -299,7 +301,7 @@ class SampledRequest(Request):
         self.prompt_logprobs = collected.logprobs
         return collected
 
-    def _count_on(self, sequence: Sequence) -> None:
+    def _continue_statistics(self, sequence: Sequence) -> None:
         if self._trace is None:
             sequence.trace.recorder = self._recorder
             self.cached_tokens = sequence.trace.reused_tokens
@@ -321,11 +323,11 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start with a fork of the sequence `first`. Raise PoolFullError."""
+        """Start with a fork of `first`, the prefilled sequence of the first completion. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property
-    def draft_room(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens in the next step.
 
         It is 0 while generated tokens are decoded again after a preemption. It is also 0 with the user's own logits
@@ -341,7 +343,8 @@ class SampledRequest(Request):
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from logits `[1, V]`.
 
-        While tokens are decoded again after a preemption, the next token is known and nothing is sampled.
+        While tokens are decoded again after a preemption, the next token is known, so nothing is sampled and the result
+        is empty.
         """
         assert self.sequence is not None and self.finish_reason is None
         if self.sequence.position < len(self.sequence.tokens):
@@ -376,13 +379,13 @@ class SampledRequest(Request):
         return found
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. Tokens and statistics are kept."""
+        """Free the sequence. The generated tokens and the statistics are kept."""
         if self.sequence is not None:
             self._trace = self.sequence.trace
         super().drop(runner)
 
     def completion(self) -> CompletionOutput:
-        """Return the result up to now."""
+        """Return this completion up to now."""
         pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
             index=self.sample,

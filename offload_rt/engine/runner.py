@@ -1,6 +1,6 @@
-"""Run sequences of one model with one policy: prefill and decode steps.
+"""Runs sequences of one model with one policy: prefill and decode steps.
 
-The engine (`engine.py`) queues requests and samples tokens; the runner only computes logits.
+The engine (`engine.py`) queues requests and samples tokens. The runner only computes logits.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 
 from ..config import EngineConfig
-from ..errors import EngineError
+from ..errors import EngineError, PoolFullError
 from ..kernels.team import engine_threads
 from ..kv_cache.pool import HostPool
 from ..model_runner.batch import DecodeBatch
@@ -25,17 +26,17 @@ from ..models.loading import LoadedModel
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy
 from ..transfer.base import Transfer
-from ..transfer.streams import device_guard
+from ..transfer.streams import device_guard, on_device
 from ..transfer.weights.host_weights import NOTHING_USED, HostWeights, WeightUse
 from ..utils.allocator import give_back
-from .cache_manager import SHARED_BEHIND
+from .cache_manager import KEPT_BEFORE_WINDOW
 from .pool_order import PoolOrder
 from .sequence_manager import SequenceManager
 from .thread_choice import ThreadChoice
 
 
 class Runner(SequenceManager):
-    """Run prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
+    """Runs prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
 
     def __init__(
         self,
@@ -85,8 +86,6 @@ class Runner(SequenceManager):
         self.eager.release()
         super().free(sequence)
 
-    @device_guard
-    @torch.inference_mode()
     def begin_prefill(
         self,
         sequence: Sequence,
@@ -96,40 +95,66 @@ class Runner(SequenceManager):
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        reclaim: Callable[[Callable[[], None]], None] | None = None,
     ) -> Prefill:
-        """Begin a prefill of tokens [position, stop). `advance_prefill` runs it layer by layer.
+        """Create a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
+
+        If memory is short, sliding-window layers get slots only for a first part of the tokens (`Prefill.stop`). The
+        caller then begins another prefill when this one is done. Raises PoolFullError.
 
         Args:
-            want_logits: Compute the logits of the last token.
-            before_layer: Called with the index of a layer before the layer runs. Returns when the layer's KV of earlier
-                tokens is in the pool.
+            sequence: The sequence.
+            stop: End of the tokens to compute.
+            want_logits: Compute the logits of the token before `stop`.
+            before_layer: Called with the index of a layer before the layer runs. Must return only when the layer's KV
+                of earlier tokens is in the pool.
             after_layer: Called with the index of a layer after the layer has run.
             every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
                 part, until all tokens of the prefill are covered.
+            reclaim: Calls a function that reserves memory, again after other memory is reclaimed. None is
+                `retry_after_reclaim`.
         """
+        end = self._slide_to_prefill(sequence, stop, reclaim or self.retry_after_reclaim)
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
-        if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
-            sequence.share_state(self._open.values())
-        behind = SHARED_BEHIND if self.cache_manager.shares else 0
-        self.cache_manager.slide(sequence, self.transfer.storage, stop, behind=behind)
-        return Prefill(
-            sequence,
-            stop,
-            self.adapter,
-            self.transfer.storage,
-            slice_tokens=self.slice_tokens,
-            logits_of=int(want_logits),
-            segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self.slice_tokens),
-            before_layer=before_layer,
-            after_layer=after_layer,
-            every_logits=every_logits,
-            capture=None if self.snapshots is None else self.snapshots.capture(sequence, stop),
-        )
+        with on_device(self.adapter.device), torch.inference_mode():
+            if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
+                sequence.share_state(self._open.values())
+            return Prefill(
+                sequence,
+                end,
+                self.adapter,
+                self.transfer.storage,
+                slice_tokens=self.slice_tokens,
+                logits_of=int(want_logits and end == stop),
+                segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self.slice_tokens),
+                before_layer=before_layer,
+                after_layer=after_layer,
+                every_logits=every_logits,
+                capture=None if self.snapshots is None else self.snapshots.capture(sequence, end),
+            )
+
+    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], None]], None]) -> int:
+        """Reserve slots in sliding-window layers to prefill the tokens [position, stop), or a first part of them.
+
+        Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part has room.
+        """
+        before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
+        for end in self.pool.groups.prefill_ends(sequence.position, stop, sequence.blocks.floor):
+            slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, end, before_window=before_window)
+            try:
+                reclaim(slide)
+                return end
+            except PoolFullError as error:
+                full = error
+        raise full
 
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run the next layer of a prefill. After the last layer, commit the tokens."""
+        """Run the next layer of a prefill.
+
+        After the last layer, mark the tokens as computed, and add full blocks to the prefix tree.
+        """
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
             prefill.run_layer()
@@ -149,22 +174,32 @@ class Runner(SequenceManager):
         if prefill.layer:
             prefill.after_layer(prefill.layer - 1)
 
-    def prefill(self, sequence: Sequence, stop: int, *, want_logits: bool = False) -> torch.Tensor | None:
-        """Prefill tokens [position, stop) in one call.
+    def prefill(
+        self,
+        sequence: Sequence,
+        stop: int,
+        *,
+        want_logits: bool = False,
+        every_logits: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
+        """Prefill the tokens [position, stop) of a sequence in one call.
 
-        With `want_logits`, return the logits `[V]` of the last token.
+        With `want_logits`, return the logits `[V]` of the last token, else None. For `every_logits`, see
+        `begin_prefill`.
         """
-        prefill = self.begin_prefill(sequence, stop, want_logits=want_logits)
-        while not prefill.done:
-            self.advance_prefill(prefill)
-        return None if prefill.logits is None else prefill.logits[0]
+        while True:
+            prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, every_logits=every_logits)
+            while not prefill.done:
+                self.advance_prefill(prefill)
+            if prefill.stop == stop:
+                return None if prefill.logits is None else prefill.logits[0]
 
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Run one decode step for `batch`: compute and commit `tokens[position]` of each sequence.
+        """Run one decode step: compute token `tokens[position]` of each sequence in `batch`, and advance its position.
 
-        Returns float32 logits `[B, V]`.
+        Returns float32 logits `[B, V]` of the next tokens.
         """
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
@@ -197,7 +232,7 @@ class Runner(SequenceManager):
 
     @property
     def weight_use(self) -> WeightUse:
-        """Transfer counters of weights that are not on the device."""
+        """Counters of the weights that were copied from host memory to the device."""
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:

@@ -35,7 +35,7 @@ Answer = tuple[torch.Tensor, list[int]]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`, with a single wait for the device.
+    """Return the most likely token of each row of logits `[B, V]`. The host waits for the device only once.
 
     For rows that `check_logits` would reject, the token is `INVALID`.
     """
@@ -46,7 +46,7 @@ def best_tokens(logits: torch.Tensor) -> list[int]:
 
 
 class Sampler:
-    """Choose the next tokens of one sequence.
+    """Chooses the next tokens of one sequence.
 
     The random numbers for a token depend only on the seed and on the absolute position of the token. A seed therefore
     gives the same text on every device and in every batch. The text is also the same after a preemption, or if another
@@ -54,6 +54,8 @@ class Sampler:
     are derived from it.
 
     Args:
+        params: Sampling parameters of the request.
+        sample: Index of the completion.
         ends: Tokens that end the output.
         tokenizer: Tokenizer of the model. Only needed for parameters given as text, such as `bad_words`.
     """
@@ -93,11 +95,11 @@ class Sampler:
 
         Args:
             logits: Logits `[V]` of the next token, float32.
-            best: Most likely token, if the caller has called `best_tokens` for a whole batch, else None.
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text. The position of the next token is
                 `shift + len(tokens)`.
+            best: Most likely token, if the caller has called `best_tokens` for a whole batch, else None.
 
         Raises:
             InputError: The constraints allow no token.
@@ -113,7 +115,7 @@ class Sampler:
         else:
             token = self._draw(scores, shift + len(tokens))
         if self._guided is not None:
-            self._guided.take(token)
+            self._guided.advance(token)
         return token
 
     @property
@@ -134,7 +136,7 @@ class Sampler:
             ) from error
 
     def _constrained(self, scores: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
-        """Apply the request's logits processors to `scores`. Return logits `[1, V]`."""
+        """Return the logits `[1, V]` after the request's logits processors. `prompt` is the number of prompt tokens."""
         if self._processors is None:
             self._begin(scores, prompt)
         assert self._processors is not None
@@ -191,20 +193,20 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Logprobs]:
-    """Return the log-probabilities at each position of `tokens`, from logits `[n, V]`.
+    """Return the log-probabilities at n positions, from logits `[n, V]`. `tokens` `[n]` are the chosen tokens.
 
-    Each result contains the token's own log-probability and the `count` largest log-probabilities (-1: all).
+    Each result contains the log-probability of the chosen token and the `count` largest log-probabilities (-1: all).
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    there = torch.tensor(tokens, device=logprobs.device)[:, None]
-    mine = logprobs.gather(1, there)
-    ranks = (logprobs > mine).sum(dim=-1) + 1
+    chosen = torch.tensor(tokens, device=logprobs.device)[:, None]
+    own = logprobs.gather(1, chosen)
+    ranks = (logprobs > own).sum(dim=-1) + 1
     values, ids = logprobs.topk(logprobs.shape[1] if count < 0 else min(count, logprobs.shape[1]), dim=-1)
-    every = zip(tokens, mine[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [_place(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
+    every = zip(tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [_logprobs(token, own, rank, best, tops, tokenizer) for token, own, rank, best, tops in every]
 
 
-def _place(
+def _logprobs(
     token: int,
     logprob: float,
     rank: int,
@@ -213,22 +215,22 @@ def _place(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Logprobs:
     found = {token: Logprob(logprob, rank, token_text(tokenizer, token))}
-    for place, (one, value) in enumerate(zip(best, values, strict=True)):
+    for i, (one, value) in enumerate(zip(best, values, strict=True)):
         if one != token:
-            found[one] = Logprob(value, place + 1, token_text(tokenizer, one))
+            found[one] = Logprob(value, i + 1, token_text(tokenizer, one))
     return found
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, collected during prefill. The first token has no log-probability."""
+    """Collects the log-probabilities of a prompt's tokens during prefill. The first token has no log-probability."""
 
     def __init__(self, tokens: Sequence[int], count: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokens, self._count, self._tokenizer = tokens, count, tokenizer
         self.logprobs: list[Logprobs | None] = [None]
 
     def add(self, first: int, logits: torch.Tensor) -> None:
-        """Add the logits `[n, V]` of positions [first, first + n). The caller must add positions in order."""
+        """Add the logits `[n, V]` of positions [first, first + n). Calls must be in the order of the positions."""
         assert first == len(self.logprobs) - 1
         check_logits(logits)
-        behind = self._tokens[first + 1 : first + 1 + len(logits)]
-        self.logprobs += logprobs_of(logits[: len(behind)], behind, self._count, self._tokenizer)
+        following = self._tokens[first + 1 : first + 1 + len(logits)]
+        self.logprobs += logprobs_of(logits[: len(following)], following, self._count, self._tokenizer)

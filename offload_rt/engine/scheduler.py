@@ -1,4 +1,4 @@
-"""Queues of waiting, prefilling and decoding requests."""
+"""Queues of waiting, prefilling and decoding requests, and the decisions which of them run, wait or are preempted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler(PoolMember):
-    """Decide which requests prefill, decode, wait or are preempted. Requests are served first come, first served.
+    """Decides which requests prefill, decode, wait or are preempted. Requests are served first come, first served.
 
-    A request is admitted if the pool has room for its prompt and for one more block per running sequence. After that,
+    A request is admitted if the pool has memory for its prompt and for one more block per running sequence. After that,
     its KV grows block by block. If the pool runs out of memory, the youngest request is preempted: it keeps its tokens,
-    loses its KV and goes back to the head of the queue. When there is room again, its KV cache is read from disk if it
-    was swapped out (`swap`), and is computed again otherwise. The oldest request is never preempted for a younger one,
-    so every request ends. A request that does not fit in an empty pool fails immediately. `PoolOrder` orders the
-    requests of engines on other threads that use the same pool.
+    loses its KV and goes back to the head of the queue. When enough memory is free again, its KV cache is read from
+    disk if it was swapped out (`swap`), and is computed again otherwise. The oldest request is never preempted for a
+    younger one, so every request ends. A request that does not fit in an empty pool fails immediately. `PoolOrder`
+    orders the requests of engines on other threads that use the same pool.
 
     An exception in one request fails only this request. A failed request and its error are in `failed` until the engine
     reports them. If the memory of a failed request cannot be freed, all engines of the pool stop.
@@ -38,7 +38,7 @@ class Scheduler(PoolMember):
         super().__init__(runner.order)
         self._runner, self._max_num_seqs, self._swap = runner, max_num_seqs, swap
         self._swapped_out: dict[Request, SwappedSequence] = {}
-        self._stay: WeakSet[Request] = WeakSet()
+        self._unswappable: WeakSet[Request] = WeakSet()
         self._arrivals: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self.waiting: deque[Request] = deque()
         self.prefilling: tuple[Request, Prefill] | None = None
@@ -57,7 +57,7 @@ class Scheduler(PoolMember):
         return [*self.running, *(self.prefilling or ())[:1], *self.waiting]
 
     @property
-    def holds(self) -> bool:
+    def uses_memory(self) -> bool:
         return bool(self.prefilling or self.running)
 
     @property
@@ -67,12 +67,13 @@ class Scheduler(PoolMember):
     @property
     def idle(self) -> bool:
         """Whether there are no requests."""
-        return not (self.waiting or self.holds)
+        return not (self.waiting or self.uses_memory)
 
     def add(self, request: Request, *, swaps: bool = True) -> None:
-        """Queue a request. Raises EngineError if the pool is broken.
+        """Queue a request. Raises EngineError if an earlier failure left the pool inconsistent.
 
         Args:
+            request: The request.
             swaps: Whether the request's KV cache may be swapped to disk if it is preempted. Pass False if a session
                 owns the KV cache.
         """
@@ -81,10 +82,10 @@ class Scheduler(PoolMember):
         self._arrivals[request] = self.order.arrival()
         self.waiting.append(request)
         if not swaps:
-            self._stay.add(request)
+            self._unswappable.add(request)
 
     def admit(self) -> None:
-        """Start the prefill of the next waiting request if there is room and no other prefill is running.
+        """Start the prefill of the next waiting request, if memory allows it and no other prefill is running.
 
         A request whose KV cache is restored from disk needs no prefill and runs immediately.
         """
@@ -114,10 +115,9 @@ class Scheduler(PoolMember):
             self.prefilling = request, prefill
 
     def _not_started(self, request: Request, error: Exception) -> None:
-        """Handle an error of `Request.start`.
+        """Handle an `error` that `Request.start` raised.
 
-        If the pool is full and other requests will free memory, the request waits. Otherwise it starts again without a
-        cached prefix if this may need less memory, or fails.
+        If the pool is full and other requests will free memory, the request waits. Otherwise it fails.
         """
         try:
             request.drop(self._runner)
@@ -127,14 +127,14 @@ class Scheduler(PoolMember):
             self.fail(request, error)
         elif self.running:
             self._full = True  # until a request leaves the pool; trying again in every step would be slow
-        elif not self.wait_for_others() and not request.forgo_prefix(self._runner):
+        elif not self.wait_for_others():
             self.fail(request, self.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
         """Restore the KV cache of a preempted request from disk. Return whether it was restored.
 
-        Return False if the KV cache was not swapped out, or if the file is damaged. Raise PoolFullError if there is no
-        room.
+        The result is False if the KV cache was not swapped out, or if the file is damaged. `width` is the number of
+        running sequences; the pool must keep one free block for each. Raise PoolFullError if it cannot.
         """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
@@ -148,14 +148,13 @@ class Scheduler(PoolMember):
         return True
 
     def _discard_swapped(self, request: Request) -> None:
-        """Remove the swapped KV cache of a request from disk, if there is one."""
         if self._swap is not None and (swapped := self._swapped_out.pop(request, None)) is not None:
             self._swap.discard(swapped)
 
     def prefilled(self) -> list[Request]:
-        """Move the request whose prefill is complete to `running`, together with the completions that fork from it.
+        """Move the request whose prefill is complete to `running`, with the completions that fork from it.
 
-        Completions whose fork finds no room go to `waiting`. Return all requests that begin to run.
+        A completion goes to `waiting` if there is no memory for its fork. Return all requests that begin to run.
         """
         assert self.prefilling is not None and self.prefilling[1].done
         request, prefill = self.prefilling
@@ -198,6 +197,8 @@ class Scheduler(PoolMember):
         If no other engine has memory to free, the request fails with `error`.
 
         Args:
+            request: The request.
+            error: The error that the full pool has raised.
             keep: If True and the request is the oldest of the pool, it keeps its memory while it waits. Otherwise the
                 request is preempted.
         """
@@ -211,7 +212,7 @@ class Scheduler(PoolMember):
                 self.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
-        """Preempt a request that ran out of memory in the middle of a step. It starts again later."""
+        """Preempt a request that ran out of memory in the middle of a step (`error`). It starts again later."""
         if self.running in ([], [request]):
             self.stall(request, error, keep=False)
         else:
@@ -280,7 +281,7 @@ class Scheduler(PoolMember):
 
         Return None if it was not written.
         """
-        if self._swap is None or request in self._stay or request not in self.running or request.tokens is None:
+        if self._swap is None or request in self._unswappable or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
         try:
@@ -333,9 +334,9 @@ def failure(request: Request, error: Exception) -> OffloadError:
     if isinstance(error, OffloadError):
         return error
     logger.error("request %s failed", request.prompt.id, exc_info=error)
-    told = EngineError(
+    wrapped = EngineError(
         f"request {request.prompt.id} failed with {type(error).__name__}: {error}. Other requests are not affected. "
         "The traceback is in the log"
     )
-    told.__cause__ = error
-    return told
+    wrapped.__cause__ = error
+    return wrapped

@@ -86,6 +86,9 @@ def score(
             log-probabilities `[V]` of the whole vocabulary on the model's device.
         recorder: Receives the tokens that each layer selects in decode steps. Allowed only for a single continuation.
 
+    Returns:
+        One score per continuation, in order.
+
     Raises:
         PoolFullError: A single sequence does not fit in the pool.
     """
@@ -107,10 +110,7 @@ def score(
 
 
 class _Batches:
-    """Group prefilled sequences and decode each group together.
-
-    A group is decoded when it is full or memory runs out.
-    """
+    """Collects prefilled sequences, and decodes them together when a batch is full or memory runs out."""
 
     def __init__(
         self, runner: Runner, size: int, on_done: Callable[[], None], recorder: Recorder | None = None
@@ -121,9 +121,9 @@ class _Batches:
         self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
-        """Prefill `prefix` once, and create a sequence for each of `members`.
+        """Prefill `prefix` once, and add a sequence for each of the tasks `members`.
 
-        The last member uses the prefilled sequence itself. For all other members, this sequence is forked.
+        The last task uses the prefilled sequence itself. For all other tasks, this sequence is forked.
         """
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))
@@ -143,7 +143,8 @@ class _Batches:
         If the pool is full, decode and free the pending sequences first.
         """
         pool = self._runner.pool
-        crowded = self._sliding + blocks > pool.free_blocks + pool.idle_blocks if self._groups.sliding else False
+        available = pool.free_blocks + pool.idle_blocks
+        crowded = self._groups.sliding > 0 and self._window_blocks_needed + blocks > available
         if self._pending and (crowded or len(self._pending) >= self._size):
             self.decode()
         try:
@@ -155,22 +156,26 @@ class _Batches:
             return self._runner.retry_after_reclaim(make)
 
     @property
-    def _sliding(self) -> int:
+    def _window_blocks_needed(self) -> int:
         """Number of blocks that sliding windows of pending sequences may still need. These blocks are not reserved."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
-        held = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
+        windows = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
             self._groups.blocks(task.computed) - self._groups.full * blocks_for(task.computed) for _, task in waiting
         )
-        return most - self._groups.sliding * len(held)
+        return most - self._groups.sliding * len(windows)
 
     def _prefilled(self, prefix: tuple[int, ...], task: _Task) -> Sequence:
         self._runner.check_fits(task.computed)
         sequence = self._runner.new_sequence(task.tokens, max(1, len(prefix)), reuse=len(prefix))
         sequence.trace.prompt_tokens, sequence.trace.recorder = len(prefix), self._recorder
-        self._runner.expect(sequence, task.computed)
-        if prefix:
-            self._runner.prefill(sequence, len(prefix))
+        try:
+            self._runner.expect(sequence, task.computed)
+            if prefix:
+                self._runner.prefill(sequence, len(prefix))
+        except BaseException:
+            self._runner.free(sequence)
+            raise
         return sequence
 
     def _grown(self, origin: Sequence, task: _Task) -> Sequence:
@@ -220,7 +225,7 @@ class _Batches:
             self._on_done()
 
     def close(self) -> None:
-        """Free all sequences that are still pending because of an error."""
+        """Free all sequences that are pending because of an error."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         for sequence, task in waiting:
             if task.score is None:

@@ -120,7 +120,7 @@ def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) 
 
 
 def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
-    """Return the length at which full attention and selection take equal time, rounded.
+    """Return the context length at which full attention and selection take equal time, rounded to `ROUNDED_TO`.
 
     `measured` has two entries, each with a context length, the seconds of full attention and the seconds of selection.
     If selection never becomes faster, the result is very large.
@@ -170,11 +170,11 @@ def layer_seconds(
             runner.decode([sequence])
     runner.free(sequence)
     full, selecting = adapter.steps[2::2], adapter.steps[3::2]
-    return _typical(full), _typical(selecting)
+    return _median_over_layers(full), _median_over_layers(selecting)
 
 
-def _typical(steps: Sequence[Sequence[float]]) -> float:
-    """Return the median over the layers of the least time in `steps`, which contain one time per layer."""
+def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
+    """Return the median over the layers of each layer's fastest time. `steps` contains one time per layer and step."""
     return float(median(map(min, zip(*steps, strict=True))))
 
 

@@ -25,7 +25,7 @@ from ..planning.device_plan import DevicePlan
 from ..policies.base import Policy
 from ..transfer.base import Transfer
 from ..transfer.streams import device_guard
-from .cache_manager import CacheManager, Reclaimable, describe_holdings
+from .cache_manager import CacheManager, Reclaimable, describe_memory_use
 from .checks import check_drafts, check_evictable, check_positions, check_token_ids
 from .snapshot_keeper import SnapshotKeeper
 
@@ -35,7 +35,7 @@ MISSED_MASS_EVERY = 16  # decode steps between measurements; default on a CPU if
 
 
 class SequenceManager:
-    """The sequences of one model and policy, with their KV cache, recurrent state and transfers.
+    """Creates, forks and frees the sequences of one model and policy, with their KV cache and recurrent state.
 
     The caller must call `free` for every sequence. Between calls, the block table, the resident KV and the policy state
     of a sequence describe the same tokens.
@@ -50,7 +50,7 @@ class SequenceManager:
         config: EngineConfig,
         plan: DevicePlan | None = None,
     ) -> None:
-        """`plan` contains limits on device memory. None means no limits."""
+        """Create a manager without sequences. `plan` contains limits on device memory. None means no limits."""
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.adapter = plan, model.adapter
         self.reclaimables: list[Reclaimable] = []
@@ -72,7 +72,10 @@ class SequenceManager:
 
     @property
     def approximates(self) -> bool:
-        """Whether decoding a token gives other KV than its prefill, because of the policy or the KV cache format."""
+        """Whether a decoded token gets other KV than the same token in a prefill.
+
+        This is so with a policy that does not attend to all tokens, and with a quantised KV cache.
+        """
         return self.provenance_key != EXACT or not self.pool.format.exact
 
     @property
@@ -81,10 +84,10 @@ class SequenceManager:
         return self.policy.provenance_key if self.config.exact is None else EXACT
 
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
-        """Return a sequence of `tokens` with room for `capacity` tokens.
+        """Return a sequence of `tokens`, with KV slots for `capacity` tokens.
 
-        The first `reuse` tokens use cached blocks if an exact prefill with the same `provenance` computed these blocks.
-        The last of the `reuse` tokens is always computed again.
+        The first `reuse` tokens use cached blocks of exact KV with the same `provenance` (`salt_provenance`). The last
+        of the `reuse` tokens is always computed again.
 
         Raises:
             InputError: A token id is not in the vocabulary.
@@ -123,8 +126,8 @@ class SequenceManager:
                 stores = tuple(self.reclaimables)
                 if any(one.reclaim() for one in stores):
                     continue
-                if holdings := [own for one in stores for own in one.holdings()]:
-                    raise type(error)(f"{error}; {describe_holdings(holdings)}") from error
+                if uses := [use for store in stores for use in store.memory_in_use()]:
+                    raise type(error)(f"{error}; {describe_memory_use(uses)}") from error
                 raise
 
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
@@ -159,7 +162,7 @@ class SequenceManager:
     @device_guard
     @torch.inference_mode()
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
-        """Return a sequence that shares the computed tokens of `sequence`, with room for `capacity` tokens.
+        """Return a sequence that shares the computed tokens of `sequence`, with KV slots for `capacity` tokens.
 
         Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics of the fork
         continue those of `sequence`. Otherwise the fork's statistics start at zero and count the shared tokens as
@@ -169,7 +172,7 @@ class SequenceManager:
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
-        blocks = self.cache_manager.reserved(shared, capacity, position, min(capacity, position + 1))
+        blocks = self.cache_manager.reserve_slots(shared, capacity, position, min(capacity, position + 1))
         sequence.forks = max(0, sequence.forks - 1)
         with self.cache_manager.released_on_error(blocks):
             keys = key_reader(self.pool, self.transfer.storage, blocks)
@@ -215,9 +218,11 @@ class SequenceManager:
 
         `blocks` contains the KV of the first `blocks.length` tokens. The KV of all tokens up to `known` was computed
         before; the caller loads the missing part before the next prefill reaches the layer it belongs to. If
-        PoolFullError is raised, `blocks` is released.
+        PoolFullError is raised, all blocks of the table are released.
 
         Args:
+            tokens: Tokens of the sequence.
+            blocks: Block table.
             capacity: Number of tokens to reserve slots for.
             known: Number of tokens whose KV was computed before.
             exact: Number of tokens at the start whose KV an exact prefill computed.
@@ -226,7 +231,7 @@ class SequenceManager:
             snapshot: Slot of a snapshot of the recurrent state after the known tokens. The state is copied from it.
                 None if a snapshot is cached with the blocks, or if the model has no recurrent state.
         """
-        self.cache_manager.reserved(blocks, capacity, known, max(known, min(capacity, len(tokens))))
+        self.cache_manager.reserve_slots(blocks, capacity, known, max(known, min(capacity, len(tokens))))
         with self.cache_manager.released_on_error(blocks):
             self.pool.commit(blocks, known)
         return self._create(
@@ -234,16 +239,17 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence can continue without computing tokens again.
+        """Return whether an idle sequence of a session can continue without computing its tokens again.
 
         Its KV must be readable, and its recurrent state must be on the device.
         """
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence at the end of a turn. Its full blocks and their snapshots stay cached.
+        """Free the device's copy of a sequence's recurrent state at the end of a turn.
 
-        The KV of tokens after the last full block is discarded, because there is no snapshot after these tokens.
+        Its full blocks and their snapshots stay cached. The KV of tokens after the last full block is discarded,
+        because there is no snapshot after these tokens.
         """
         assert self.states is not None
         self.transfer.storage.settle(sequence.blocks)
@@ -255,7 +261,9 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy resident KV from the pool to the device again, after other code has overwritten KV in the pool."""
+        """Copy the resident KV of a sequence from the pool to the device again, after the KV in the pool has
+        changed.
+        """
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
@@ -296,7 +304,7 @@ class SequenceManager:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
-        """Open the device storage of a sequence. If `origin` is not None, copy the storage of this sequence.
+        """Open the device storage of a new sequence. If it is a fork, copy the storage of the sequence `origin`.
 
         On an error, the storage is closed again.
         """
@@ -369,8 +377,8 @@ class SequenceManager:
         self.transfer.check_integrity()
         for sequence in self._open.values():
             sequence.check_integrity()
-        held = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
+        slots = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
         if self.states is not None and self.marks is not None:
             self.states.check_integrity()
-            assert self.states.used == len(held) == len(set(held))
+            assert self.states.used == len(slots) == len(set(slots))
             self.marks.check_integrity(self._open.values())

@@ -5,18 +5,19 @@ from __future__ import annotations
 from ..core import BLOCK_SIZE
 from ..errors import MemoryLimitError
 from ..kv_cache.pool import HostPool
-from ..kv_cache.snapshot_table import needed_places
+from ..kv_cache.snapshot_table import needed_positions
 from ..model_runner.prefill import StateCapture
 from ..model_runner.sequence import Sequence
 from ..models.recurrent import StateSlots
 
 
 class SnapshotKeeper:
-    """Snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
+    """Takes snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
 
-    `needed_places` determines after which tokens a sequence takes a snapshot. A sequence takes another one at the point
-    where its text differs from an earlier text, because further texts may differ there too. When blocks of a sequence
-    are added to the prefix tree, their snapshots are kept with them. All runners of the pool share the snapshots.
+    The position of a snapshot is the number of tokens before it. `needed_positions` determines at which positions a
+    sequence takes snapshots. It takes another one where its text begins to differ from an earlier text, because further
+    texts may differ there too. When blocks of a sequence are added to the prefix tree, their snapshots are kept with
+    them. All runners of the pool share the snapshots.
 
     Args:
         slots: Recurrent state of the runner's sequences on the device.
@@ -44,20 +45,33 @@ class SnapshotKeeper:
             self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
             seen[sequence.state_slot] = sequence.position
 
-    def find(self, sequence: Sequence | None, place: int) -> int | None:
-        """Return the slot of the snapshot after the first `place` tokens of a sequence (a multiple of 64), or None."""
-        if sequence is None or not 0 < place <= sequence.blocks.length:
+    def find(self, sequence: Sequence | None, position: int) -> int | None:
+        """Return the slot of a sequence's snapshot at `position` (a multiple of 64), or None if there is none."""
+        if sequence is None or not 0 < position <= sequence.blocks.length:
             return None
-        assert place % BLOCK_SIZE == 0
-        return sequence.snapshots.get(place, self._table.slot_of(sequence.blocks.ids[place // BLOCK_SIZE - 1]))
+        assert position % BLOCK_SIZE == 0
+        return sequence.snapshots.get(position, self._table.slot_of(sequence.blocks.ids[position // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve a slot for a snapshot that will be read from disk. Return None if none can be used."""
-        return self._reserve()
+        """Reserve a slot and page-lock it. Return None if all slots are in use or the slot cannot be page-locked.
+
+        The slot is locked now, because an error in the first `save` would be too late: a slot that was never written
+        could be published, and the requests of the step would fail although a snapshot is optional.
+        """
+        if (slot := self._table.take()) is None:
+            return None
+        try:
+            self._states.lock(slot)
+        except BaseException as error:
+            self._table.release(slot)
+            if isinstance(error, MemoryLimitError):
+                return None
+            raise
+        return slot
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a slot and return the slot. Return None if none can be used."""
-        if (slot := self._reserve()) is not None:
+        """Copy the current state of a sequence to a slot and return the slot, or None if no slot can be used."""
+        if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
             except BaseException:
@@ -76,16 +90,18 @@ class SnapshotKeeper:
         free. If there are few free slots, the snapshot at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
-        for place in [place for place in sequence.snapshots if place > start]:  # left by a cancelled prefill
-            self._table.release(sequence.snapshots.pop(place))
+        # left by a cancelled prefill
+        for position in [position for position in sequence.snapshots if position > start]:
+            self._table.release(sequence.snapshots.pop(position))
         ahead = range(start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, stop + 1, BLOCK_SIZE)
-        wanted = [place for place in needed_places(stop, [*self._table.places(path), *ahead]) if place > start]
+        needed = needed_positions(stop, [*self._table.positions(path), *ahead])
+        wanted = [position for position in needed if position > start]
         if start < sequence.shared_tokens < stop and sequence.shared_tokens not in wanted:
             wanted.insert(1, sequence.shared_tokens)
         self._touch(path, stop)  # before other snapshots are evicted
-        for place in wanted:
-            self._take(sequence, place)
-        targets = {place: slot for place, slot in sequence.snapshots.items() if start < place <= stop}
+        for position in wanted:
+            self._reserve_at(sequence, position)
+        targets = {position: slot for position, slot in sequence.snapshots.items() if start < position <= stop}
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
@@ -93,20 +109,21 @@ class SnapshotKeeper:
 
         Snapshots of the sequence that are no longer needed are freed.
         """
-        place = sequence.position
-        if place % BLOCK_SIZE or place != sequence.blocks.length:
+        position = sequence.position
+        if position % BLOCK_SIZE or position != sequence.blocks.length:
             return
-        needed = needed_places(place, {*self._table.places(self._path(sequence)), *sequence.snapshots, place})
+        known = self._table.positions(self._path(sequence))
+        needed = needed_positions(position, {*known, *sequence.snapshots, position})
         for other in sequence.snapshots.keys() - needed:
             self._table.release(sequence.snapshots.pop(other))
-        if self._take(sequence, place):
-            self._save(sequence, sequence.snapshots[place])
+        if self._reserve_at(sequence, position):
+            self._save(sequence, sequence.snapshots[position])
 
     def publish(self, sequence: Sequence) -> None:
         """Keep the snapshots of a sequence together with its blocks in the prefix tree."""
         path = self._path(sequence)
-        for place in [place for place in sequence.snapshots if place <= sequence.blocks.length]:
-            slot, block = sequence.snapshots.pop(place), path[place // BLOCK_SIZE - 1]
+        for position in [position for position in sequence.snapshots if position <= sequence.blocks.length]:
+            slot, block = sequence.snapshots.pop(position), path[position // BLOCK_SIZE - 1]
             if block in self._cached:
                 self._table.keep(block, slot)
             else:
@@ -114,7 +131,7 @@ class SnapshotKeeper:
         self._touch(path, sequence.blocks.length)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the snapshots of a sequence that were not kept by `publish`."""
+        """Free the snapshots of a sequence that `publish` did not keep."""
         while sequence.snapshots:
             self._table.release(sequence.snapshots.popitem()[1])
 
@@ -122,36 +139,16 @@ class SnapshotKeeper:
         return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
 
     def _touch(self, path: list[int], tokens: int) -> None:
-        """Mark the snapshots that a text of `tokens` tokens needs as used now.
-
-        The last one is marked as the most recently used.
-        """
-        needed = needed_places(tokens, self._table.places(path))
-        self._table.touch(path[place // BLOCK_SIZE - 1] for place in reversed(needed))
+        """Mark the snapshots that a text of `tokens` tokens (blocks `path`) needs as used, ending with the last one."""
+        needed = needed_positions(tokens, self._table.positions(path))
+        self._table.touch(path[position // BLOCK_SIZE - 1] for position in reversed(needed))
 
     def _save(self, sequence: Sequence, slot: int) -> None:
         for layer in self._slots.seen:
             self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
 
-    def _take(self, sequence: Sequence, place: int) -> bool:
-        """Reserve a snapshot after `place` tokens. Return False if no slot can be used."""
-        if place not in sequence.snapshots and (slot := self._reserve()) is not None:
-            sequence.snapshots[place] = slot
-        return place in sequence.snapshots
-
-    def _reserve(self) -> int | None:
-        """Reserve a slot and page-lock it. Return None if all slots are in use or the slot cannot be page-locked.
-
-        The slot is locked before it is entered anywhere. If the lock failed later, in the first `save`, an unwritten
-        slot could be published, and the requests of the step would fail although a snapshot is optional.
-        """
-        if (slot := self._table.take()) is None:
-            return None
-        try:
-            self._states.lock(slot)
-        except BaseException as error:
-            self._table.release(slot)
-            if isinstance(error, MemoryLimitError):
-                return None
-            raise
-        return slot
+    def _reserve_at(self, sequence: Sequence, position: int) -> bool:
+        """Reserve a slot for a snapshot at `position`. Return False if no slot can be used."""
+        if position not in sequence.snapshots and (slot := self.take()) is not None:
+            sequence.snapshots[position] = slot
+        return position in sequence.snapshots

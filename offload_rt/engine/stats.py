@@ -25,7 +25,7 @@ def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the missed attention mass: the mean over all sparse layers, and the largest value of a sparse layer.
+    """Return the mean and the largest missed attention mass of the sparse layers.
 
     Both values are None if the missed attention mass was not measured.
     """
@@ -38,11 +38,11 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context that were copied to the device or attended exactly, as means over layers and tokens.
+    """Fractions of the context that were copied to the device or attended to exactly, as means over layers and tokens.
 
     Attributes:
         fetched: Fraction of the context whose KV was copied to the device.
-        attended: Fraction of the context that was attended with full-precision KV.
+        attended: Fraction of the context that was attended to with full-precision KV.
         sparse_fetched: `fetched` as a mean over the sparse layers only.
         sparse_attended: `attended` as a mean over the sparse layers only.
     """
@@ -66,7 +66,7 @@ class Fractions:
 
 
 def _memory(runner: Runner) -> tuple[int, int, int]:
-    """Return the sizes of all weights, of the weights on the device, and of the peak use of device memory, in bytes."""
+    """Return three sizes in bytes: all weights, the weights on the device, and the peak use of device memory."""
     draft, weights, device = runner.draft, runner.weights, runner.adapter.device
     total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
     on_device = total if weights is None else total - weights.host_bytes + weights.device_bytes
@@ -77,10 +77,10 @@ def _memory(runner: Runner) -> tuple[int, int, int]:
 
 def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
     """Return the size in bytes of a sequence's KV in the pool, including the KV of the draft model."""
-    held = runner.pool.bytes_of(sequence.blocks)
+    kv_bytes = runner.pool.bytes_of(sequence.blocks)
     if runner.draft is not None and sequence.drafter is not None:
-        held += runner.draft.pool.bytes_of(sequence.drafter.blocks)
-    return held
+        kv_bytes += runner.draft.pool.bytes_of(sequence.drafter.blocks)
+    return kv_bytes
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
@@ -90,7 +90,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     shares = Fractions.of(trace, dense)
     missed, worst = layer_means(trace, dense)
     weight_bytes, on_device, peak = _memory(runner)
-    held, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
+    kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
     estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(
@@ -111,7 +111,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         d2h_bytes=trace.bytes_to_host,
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,
-        kv_bytes_host=held if file is None else file.host_bytes,
+        kv_bytes_host=kv_bytes if file is None else file.host_bytes,
         kv_bytes_device=runner.transfer.device_bytes,
         scoring_bytes_device=sequence.state.device_bytes,
         scoring_bytes_host=sequence.state.host_bytes,
@@ -137,7 +137,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         draft_speedup=trace.draft_speedup,
         attended_by_step=trace.attended,
         missed_by_step=trace.missed,
-        kv_bytes_disk=0 if file is None else held,
+        kv_bytes_disk=0 if file is None else kv_bytes,
         disk_bytes_read=used.bytes_read,
         disk_bytes_written=used.bytes_written,
         expert_hit_rate=steps.found / steps.chosen if steps.chosen else None,

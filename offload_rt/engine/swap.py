@@ -74,12 +74,12 @@ class Swap:
 
     def __init__(self, runner: Runner, folder: Path, options: StoreOptions | None = None) -> None:
         self._runner = runner
-        model, place = runner.model, folder / FOLDER
+        model, own_folder = runner.model, folder / FOLDER
         namespace = f"{model.fingerprint} {runner.adapter.dtype} {runner.pool.format.name} {FOLDER}"
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, BLOCK_SIZE)
-        self._disk = SwapFile(place, namespace, layers, slot, None if options is None else options.limit)
-        for space in spaces(place):  # version 0.1 used named files, which remained if the process was killed
+        self._disk = SwapFile(own_folder, namespace, layers, slot, None if options is None else options.limit)
+        for space in spaces(own_folder):  # version 0.1 used named files, which remained if the process was killed
             shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
@@ -96,7 +96,7 @@ class Swap:
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
         """Write the KV of a sequence to disk if restoring it is estimated to be faster than computing it again.
 
-        Return None if the KV was not written, so that the sequence must be computed again. `batch` is the number of
+        Return None if the KV was not written. The sequence must then be computed again. `batch` is the number of
         sequences that decode together, including this one.
         """
         if not self._restorable(sequence):
@@ -132,7 +132,7 @@ class Swap:
         return swapped
 
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
-        """Read a sequence's KV from disk. Return the sequence, with room for one more token.
+        """Read a sequence's KV from disk. Return the sequence, with a KV slot for one more token.
 
         Blocks that are still in the prefix cache are not read. Return None if the file is damaged. Raise PoolFullError
         before reading if fewer than `spare` blocks would remain free.
@@ -181,7 +181,7 @@ class Swap:
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        """Return the estimated seconds for computing a sequence again without cached blocks."""
+        """Return the estimated seconds for computing a sequence again if no block of it is cached."""
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
@@ -192,7 +192,7 @@ class Swap:
         return sequence.exact * (self._prefill_seconds_per_token or step) + decoded * step / batch
 
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
-        """Return the description of a sequence to write to disk.
+        """Return the description of a sequence that will be written to disk.
 
         The description names all blocks of full-attention layers, and the blocks of sliding layers that the next token
         attends to. Blocks with exact KV are named by their tokens. The names of other blocks are unique to this
@@ -242,7 +242,7 @@ class Swap:
 
     @torch.inference_mode()
     def _learn(self, sequence: Sequence) -> None:
-        """Rebuild the policy's state from KV."""
+        """Rebuild the policy state of a sequence from its KV in the pool."""
         runner = self._runner
         for layer in range(runner.adapter.geometry.layers):
             if layer not in runner.policy.dense_layers:

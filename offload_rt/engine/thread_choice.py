@@ -6,20 +6,21 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from ..kernels import team
 
-KEPT = 5  # number of step times kept per mode
+KEPT = 8  # number of step times kept per mode
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 16, 256  # steps between two trials of the slower mode
-TRIED = 2  # steps per trial
+TRIED = 4  # steps per trial
+GAIN = 1.05  # several threads must be faster by this factor: they use more processor time, and vary more
 CHANGED = 1.3  # if step times change by this factor, the machine's load has changed
 
 
 class ThreadChoice:
-    """Run decode steps with all threads or with one, depending on which has been faster recently.
+    """Runs decode steps with all threads or with one, depending on which has been faster recently.
 
     If another process is busy, several threads can make a step slower: with more threads than processors, the main
     thread loses its processor at times. Only the time of a whole step shows this, so the choice is made per step and
@@ -28,7 +29,7 @@ class ThreadChoice:
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
-        """Create the object. If `fixed`, all threads are always used."""
+        """Begin with all threads. If `fixed`, always use all threads."""
         self._fixed, self._batch = fixed, 0
         self._begin()
 
@@ -38,7 +39,9 @@ class ThreadChoice:
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
-        """Run one decode step of `batch` sequences, the body of the `with` statement, in the chosen mode."""
+        """Run one decode step of `batch` sequences, the body of the `with` statement, with the chosen number of
+        threads.
+        """
         if device.type != "cpu":
             yield
             return
@@ -53,7 +56,7 @@ class ThreadChoice:
             self.took(several, time.perf_counter() - began)
 
     def took(self, several: bool, seconds: float) -> None:
-        """Record the time of a step, and choose the mode of the next step.
+        """Record the duration of a step in seconds, and choose the mode of the next step.
 
         `several` tells whether the step used several threads.
         """
@@ -71,8 +74,9 @@ class ThreadChoice:
             self._times[not self._several].clear()
 
     def _compare(self) -> None:
-        own, other = (median(self._times[mode]) for mode in (self._several, not self._several))
-        if other < own:
+        # Use means, because the time of a few steps that lose their processor counts too.
+        several, one = (fmean(self._times[mode]) for mode in (True, False))
+        if (GAIN * several < one) != self._several:
             self._several, self._interval = not self._several, SHORTEST_INTERVAL
         else:
             self._interval = min(LONGEST_INTERVAL, 2 * self._interval)

@@ -54,24 +54,24 @@ class Arena:
             page_lock(slab, self)
         self.active += 1
 
-    def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return views of K and V `[Hkv, size, width]` for `size` slots of a slab, from slot `offset` on.
+    def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
+        """Return views of K and V `[Hkv, size, width]` of one storage layer.
 
-        `place` is the index of the layer within a block.
+        The views have `size` slots of a slab, from slot `offset` on.
         """
-        planes = self.planes[slab, place].narrow(2, offset, size)
+        planes = self.planes[slab, storage_layer].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 
-    def planes_of(self, slab: int, places: range, offset: int, size: int) -> torch.Tensor:
-        """Return a view `[p, size, width]` of all planes of consecutive places, for `size` slots from `offset` on."""
-        return self.planes[slab, places.start : places.stop].flatten(0, 2).narrow(1, offset, size)
+    def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
+        """Return a view `[p, size, width]` of all planes of storage layers, for `size` slots from slot `offset` on."""
+        return self.planes[slab, storage_layers.start : storage_layers.stop].flatten(0, 2).narrow(1, offset, size)
 
-    def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n slots of one place of a slab, from slot `offset` on.
+    def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write encoded k and v `[Hkv, n, width]` to n slots of one storage layer of a slab, from slot `offset` on.
 
         Return when the copy is complete.
         """
-        planes = self.planes[slab, place].narrow(2, offset, k.shape[1])
+        planes = self.planes[slab, storage_layer].narrow(2, offset, k.shape[1])
         planes[:, 0].copy_(k)
         planes[:, 1].copy_(v)
 

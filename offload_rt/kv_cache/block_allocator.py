@@ -1,4 +1,4 @@
-"""Block allocator: reference counts and contiguous free runs of block ids."""
+"""Block allocator: assigns block ids in runs of consecutive ids, and counts the references to each block."""
 
 from __future__ import annotations
 
@@ -67,22 +67,25 @@ class BlockAllocator:
         while len(taken) < count:
             wanted = min(count - len(taken), self.largest_run)
             _, start = self._by_size[bisect_left(self._by_size, (wanted, -1))]
-            taken += self._take(start, wanted)
+            taken += self._take_run(start, wanted)
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` blocks with the ids directly after `last` in the same slab. Return their ids."""
+        """Allocate up to `count` blocks whose ids directly follow `last` in its slab, as far as they are free.
+
+        Return their ids.
+        """
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
-        return self._take(start, min(count, self._size.get(start, 0)))
+        return self._take_run(start, min(count, self._size.get(start, 0)))
 
-    def roomy(self, count: int) -> list[int]:
+    def worst_fit(self, count: int) -> list[int]:
         """Allocate `count` blocks with free ids after them, for sequences that keep growing.
 
-        The blocks are taken from the middle of the longest free run, or from its start if no sequence can grow into
-        that run. Sequences that grow at the same time, one block each, thus get long runs instead of interleaved
-        blocks.
+        The blocks are taken from the middle of the longest free run. They are taken from its start if the run begins at
+        a slab boundary or is too short to be split. Sequences that grow at the same time, one block each, thus get long
+        runs instead of interleaved blocks.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []
@@ -90,7 +93,7 @@ class BlockAllocator:
             wanted = min(count - len(taken), self.largest_run)
             size, start = self._by_size[bisect_left(self._by_size, (self.largest_run, -1))]
             gap = 0 if start % self.slab_blocks == 0 else min(size // 2, max(size - 2 * wanted, 0))
-            taken += self._take(start + gap, wanted)
+            taken += self._take_run(start + gap, wanted)
         return taken
 
     def incref(self, blocks: Iterable[int]) -> None:
@@ -113,7 +116,7 @@ class BlockAllocator:
         first = 0
         for i in range(1, len(freed) + 1):
             if i == len(freed) or freed[i] != freed[i - 1] + 1 or freed[i] % self.slab_blocks == 0:
-                self._give(freed[first], i - first)
+                self._free_run(freed[first], i - first)
                 first = i
         return freed
 
@@ -128,7 +131,7 @@ class BlockAllocator:
             assert start // self.slab_blocks == (start + size - 1) // self.slab_blocks, "a run spans two slabs"
             assert (start + size) % self.slab_blocks == 0 or start + size not in self._size, "two runs touch"
 
-    def _take(self, start: int, count: int) -> list[int]:
+    def _take_run(self, start: int, count: int) -> list[int]:
         if count == 0:
             return []
         first = self._starts[bisect_right(self._starts, start) - 1]
@@ -142,11 +145,11 @@ class BlockAllocator:
         self.free -= count
         return list(range(start, start + count))
 
-    def _give(self, start: int, count: int) -> None:
+    def _free_run(self, start: int, count: int) -> None:
         self.free += count
-        behind = start + count
-        if behind in self._size and behind % self.slab_blocks:
-            count += self._remove(behind)
+        end = start + count
+        if end in self._size and end % self.slab_blocks:
+            count += self._remove(end)
         at = bisect_left(self._starts, start) - 1
         if at >= 0 and start % self.slab_blocks:
             before = self._starts[at]

@@ -1,4 +1,4 @@
-"""Supply of blocks for the KV pool: memory of the arena, free and evictable blocks, and checks of the capacity."""
+"""Supply of blocks for the KV pool: activates memory of the arena, evicts cached blocks, and checks the capacity."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .system_memory import memory_limit, pool_full
 
 MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
 
-# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `NAMES` ids at a
-# time. When there are `MOST_NAMES` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
-NAMES, MOST_NAMES = 1 << 10, 1 << 16
+# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `IDS_AT_ONCE`
+# ids at a time. When there are `MOST_IDS` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
+IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 
 
 class ProcessLock:
@@ -95,12 +95,13 @@ class BlockSupply(StoredRows):
         self.bytes_peak = 0
         self.pins = pin and disk is None
         """Whether the slabs are page-locked."""
-        self._held = BlockAllocator(self.layout.slab_blocks, *(() if self.file is None else (self.file.discard,)))
-        # Blocks of group 0. They have memory in the arena, unless all layers use sliding windows.
-        self._blocks = self._held if self.groups.full else BlockAllocator(NAMES)
+        on_free = () if self.file is None else (self.file.discard,)
+        self._memory_blocks = BlockAllocator(self.layout.slab_blocks, *on_free)
+        # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
+        self._blocks = self._memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
         self.states = states
         slots = None if not geometry.states else 0 if states is None else states.slots
-        self.cached = PrefixCache(self._blocks, self._held, self.groups, slots)
+        self.cached = PrefixCache(self._blocks, self._memory_blocks, self.groups, slots)
         self.lock = ProcessLock()
         self._claimed: set[int] = set()
 
@@ -114,7 +115,7 @@ class BlockSupply(StoredRows):
 
     @property
     def free_blocks(self) -> int:
-        return self.block_count - self._held.used
+        return self.block_count - self._memory_blocks.used
 
     @property
     def idle_blocks(self) -> int:
@@ -123,32 +124,35 @@ class BlockSupply(StoredRows):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a sequence can continue after a cached prefix.
+        """Whether a new sequence can start from a cached prefix.
 
-        False for models with recurrent state if there are no snapshots.
+        This is False for models with recurrent state if the pool has no memory for snapshots.
         """
         return self.cached.snapshots is None or self.cached.snapshots.slots > 0
 
     @property
     def grows(self) -> bool:
-        """Whether one sequence can grow by 64 tokens."""
+        """Whether there is space for another 64 tokens of one sequence, including space that eviction would free."""
         return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
-        """Size in bytes of all referenced blocks, at most `limit_bytes`. Each shared block counts once."""
-        return self._held.used * self.block_bytes
+        """Size in bytes of all blocks that sequences or the prefix cache use, at most `limit_bytes`.
+
+        Shared blocks count once.
+        """
+        return self._memory_blocks.used * self.block_bytes
 
     @property
-    def bytes_held(self) -> int:
-        """Size in bytes of all blocks in block tables. Each shared block counts once."""
-        return (self._held.used - self.idle_blocks) * self.block_bytes
+    def sequence_bytes(self) -> int:
+        """Size in bytes of all blocks that sequences use. Each shared block counts once."""
+        return (self._memory_blocks.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the maximum size in bytes of the KV of a sequence with `tokens` tokens."""
+        """Return the largest size in bytes that the KV of a sequence of `tokens` tokens can have."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
@@ -161,16 +165,19 @@ class BlockSupply(StoredRows):
             self._activate(self.groups.blocks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise PoolFullError if a sequence of `tokens` tokens would not even fit in an empty pool."""
+        """Raise PoolFullError if a sequence of `tokens` tokens does not fit even in an empty pool."""
         if (count := self.groups.blocks(tokens)) > self.block_count:
             raise self._full(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError if there is no space for `blocks` times 64 additional tokens."""
+        """Raise PoolFullError unless there is space for `blocks` times 64 additional tokens."""
         self._check_free(blocks * self.groups.blocks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens with space left for `spare` times 64 more."""
+        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens.
+
+        The pool must also have space left for `spare` times 64 more tokens.
+        """
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
         self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
 
@@ -179,17 +186,17 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Make sure that `count` blocks of group 0 are free, contiguous if possible. Raises PoolFullError."""
+        """Make `count` ids of group 0 (full-attention layers) free, in one run if possible. Raises PoolFullError."""
         if self.groups.full:
-            self._provide_held(count)
+            self._provide_memory_blocks(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))
         elif (missing := count - self._blocks.free) > 0:
-            if self._blocks.slabs * NAMES >= MOST_NAMES:
+            if self._blocks.slabs * IDS_AT_ONCE >= MOST_IDS:
                 self.cached.evict(missing)
             while self._blocks.free < count:
                 self._blocks.add_slab()
 
-    def _provide_held(self, count: int) -> None:
+    def _provide_memory_blocks(self, count: int) -> None:
         """Evict idle blocks until `count` blocks are free. If there are too few, evict none and raise PoolFullError."""
         self._check_free(count)
         while (missing := count - self.free_blocks) > 0:
@@ -198,18 +205,19 @@ class BlockSupply(StoredRows):
 
     def _activate(self, count: int, run: int) -> None:
         """Activate slabs until `count` blocks are free, `run` of them contiguous, or no slab is left."""
-        while self._arena.active < self.layout.slabs and (self._held.free < count or self._held.largest_run < run):
+        blocks = self._memory_blocks
+        while self._arena.active < self.layout.slabs and (blocks.free < count or blocks.largest_run < run):
             try:
                 self._arena.activate()
             except PoolFullError:
-                if self._held.free < count:
+                if blocks.free < count:
                     raise
                 return
-            self._held.add_slab()
+            blocks.add_slab()
 
     def _record_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)
 
     def _full(self, count: int, missing: int) -> PoolFullError:
-        room, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
-        return pool_full(count, missing, free, room, self.limit_bytes, disk=self.file is not None)
+        capacity, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
+        return pool_full(count, missing, free, capacity, self.limit_bytes, disk=self.file is not None)

@@ -17,7 +17,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class SlotState:
-    """Eviction state of one sequence: tensors `[L, slots]`, modified in place.
+    """Eviction state of one sequence: tensors `[L, slots]`, modified in place. A slot stores the KV of one token.
 
     After evictions, the same slot may contain different tokens in different layers.
 
@@ -83,7 +83,7 @@ class SlotState:
         for table in self._tables():
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
-    def place(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
+    def record_write(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
         """Record that the token at `position` was written in decode step `step`, to slot `slots[l]` of each layer l.
 
         `slots` is int64 `[L]`. The token can be selected `recent` steps later, when it has left the recent window.
@@ -97,7 +97,7 @@ class SlotState:
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
         """Record that a layer selected `slots` in decode step `step`. `slots` is int64 of any shape.
 
-        Repeated slots count once per step.
+        A slot that occurs several times is counted once.
         """
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
@@ -108,7 +108,7 @@ class SlotState:
 def _used_share(state: SlotState, step: int) -> torch.Tensor:
     """Return the selection rate of each token in units of 2^-16: selections per step since it left the recent window.
 
-    As a prior, each token starts with one selection in `PRIOR_STEPS` steps.
+    As a prior, one selection in `PRIOR_STEPS` steps is added to the counts of each token.
     """
     steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
     return ((state.counter.to(torch.int64) + 1) << 16) // steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..core import BLOCK_SIZE, ModelGeometry
@@ -17,39 +18,40 @@ class LayerGroups:
     group may have unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If
     all layers use sliding windows, group 0 has no layers, and its block ids have no memory.
 
-    A block has `layers` places, each with the size of a full-attention layer. A sliding-window layer with another row
-    shape takes several consecutive places (`ArenaLayout.window_part`).
+    A block consists of `layers` *storage layers*, each with the size of the KV of a full-attention layer. A
+    full-attention layer takes one storage layer. A sliding-window layer with another row shape takes several
+    consecutive ones (`ArenaLayout.window_part`).
 
     Attributes:
-        layers: Number of places per block. Without sliding windows, this is the number of layers of the model.
+        layers: Number of storage layers per block. Without sliding windows, this is the number of layers of the model.
         group: Group number of each layer, `[L]`.
-        place: Index of the first place of each layer within its blocks, `[L]`.
+        storage_layer: Index of the first storage layer of each layer, `[L]`.
         sliding: Number of groups of sliding-window layers.
         window: Length in tokens of the longest sliding window; 0 if there is none.
-        window_places: Number of places of a sliding-window layer.
+        window_storage_layers: Number of storage layers of a sliding-window layer.
     """
 
     layers: int
     group: tuple[int, ...]
-    place: tuple[int, ...]
+    storage_layer: tuple[int, ...]
     sliding: int
     window: int
-    window_places: int = 1
+    window_storage_layers: int = 1
 
     @classmethod
     def from_geometry(cls, geometry: ModelGeometry) -> LayerGroups:
         sliding = geometry.sliding
         full = [layer for layer in range(geometry.layers) if layer not in sliding]
-        each = _window_places(geometry)
+        each = _window_storage_layers(geometry)
         size = max(len(full), each) if full else geometry.layers
         at_once = size // each
-        group, place = [0] * geometry.layers, [0] * geometry.layers
+        group, storage_layer = [0] * geometry.layers, [0] * geometry.layers
         for i, layer in enumerate(full):
-            place[layer] = i
+            storage_layer[layer] = i
         for i, layer in enumerate(sliding):
-            group[layer], place[layer] = 1 + i // at_once, i % at_once * each
+            group[layer], storage_layer[layer] = 1 + i // at_once, i % at_once * each
         window = max((window for window in geometry.windows if window is not None), default=0)
-        return cls(size, tuple(group), tuple(place), -(-len(sliding) // at_once), window, each)
+        return cls(size, tuple(group), tuple(storage_layer), -(-len(sliding) // at_once), window, each)
 
     @property
     def full(self) -> bool:
@@ -62,17 +64,17 @@ class LayerGroups:
     def layers_of(self, group: int) -> list[int]:
         return [layer for layer, own in enumerate(self.group) if own == group]
 
-    def places(self, layer: int) -> range:
-        """Return the places of a layer within its blocks."""
-        first = self.place[layer]
-        return range(first, first + (self.window_places if self.group[layer] else 1))
+    def storage_layers(self, layer: int) -> range:
+        """Return the storage layers of a layer."""
+        first = self.storage_layer[layer]
+        return range(first, first + (self.window_storage_layers if self.group[layer] else 1))
 
-    def used_places(self, group: int) -> int:
-        """Return how many of the places of a block of `group` belong to a layer. These are the first places."""
-        return max(self.places(layer).stop for layer in self.layers_of(group))
+    def used_storage_layers(self, group: int) -> int:
+        """Return how many storage layers of a block of `group` belong to a layer. These are the first ones."""
+        return max(self.storage_layers(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token that the token at `position` sees in a sliding-window layer, but at least `floor`."""
+        """Return the first token that the token at `position` attends to in sliding layers, but at least `floor`."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
@@ -80,10 +82,32 @@ class LayerGroups:
         """Maximum number of consecutive 64-token blocks that a sliding window overlaps."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
+    def window_indices(self, start: int, stop: int, floor: int = 0) -> set[int]:
+        """Return the indices of the window blocks that a sequence needs while it computes the tokens [start, stop).
+
+        These are the blocks that the first token sees, and the blocks of new tokens that the token at `stop` sees.
+        """
+        before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
+        return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
+
+    def prefill_ends(self, start: int, stop: int, floor: int = 0) -> Iterator[int]:
+        """Yield ends of the first part of a prefill of the tokens [start, stop), the longest part first.
+
+        A prefill after earlier tokens needs the windows at both of its ends at once. A shorter part needs fewer window
+        blocks. The shortest part needs no more of them than decode steps need, and so do the parts after it.
+        """
+        yield stop
+        end = stop
+        while self.sliding and len(self.window_indices(start, end, floor)) > self.window_blocks:
+            end = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
+            if end <= start:
+                return
+            yield end
+
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks that a sequence of `tokens` tokens needs, summed over all groups."""
-        places = -(-tokens // BLOCK_SIZE)
-        return self.full * places + self.sliding * min(places, self.window_blocks)
+        """Return the largest number of blocks that a sequence of `tokens` tokens can need, summed over all groups."""
+        count = -(-tokens // BLOCK_SIZE)
+        return self.full * count + self.sliding * min(count, self.window_blocks)
 
     @property
     def blocks_at_once(self) -> int:
@@ -91,8 +115,8 @@ class LayerGroups:
         return self.full + self.sliding
 
 
-def _window_places(geometry: ModelGeometry) -> int:
-    """Return how many places a sliding-window layer takes (see `ArenaLayout.window_part`)."""
+def _window_storage_layers(geometry: ModelGeometry) -> int:
+    """Return how many storage layers a sliding-window layer takes (see `ArenaLayout.window_part`)."""
     if (own := geometry.window_rows) is None:
         return 1
     planes = own.kv_heads if own.head_dim < geometry.head_dim else 2 * own.kv_heads

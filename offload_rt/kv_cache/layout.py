@@ -2,7 +2,7 @@
 
 The pool is one tensor of equal slabs, each
 
-    [layer, kv_head, 2 (K, V), slab_blocks * 64, d]
+    [storage layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
 For consecutive blocks of one slab, K of one layer and head is a contiguous matrix `[tokens, d]`, and V is another. CPU
 attention reads both in place. If K and V of a token were adjacent, matrix products would read strided rows, which is
@@ -12,8 +12,8 @@ piece.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 
-A layer's index in a slab is a *place* (`layer_groups`). If sliding-window layers have another row shape, each takes
-several places, and its vectors are stored in the planes `[tokens, d]` of these places. If its vectors have d elements,
+Each full-attention layer is one storage layer (`layer_groups`). If sliding-window layers have another row shape, each
+takes several storage layers, and its vectors are stored in their planes `[tokens, d]`. If its vectors have d elements,
 K and V of a head take one plane each. If they have d / 2 elements or fewer, K and V of a head are adjacent parts of the
 rows of one plane.
 """
@@ -44,8 +44,8 @@ class ArenaLayout:
     """Shape of the arena. Block `c` is block `c % slab_blocks` of slab `c // slab_blocks`.
 
     Attributes:
-        layers: Number of places per block (`layer_groups`). Without sliding windows, this is the number of layers of
-            the model.
+        layers: Number of storage layers per block (`layer_groups`). Without sliding windows, this is the number of
+            layers of the model.
         kv_heads: Number of KV heads of a full-attention layer (Hkv).
         head_dim: Number of stored elements per vector (d) of a full-attention layer.
         itemsize: Size in bytes of a stored element.
@@ -139,12 +139,12 @@ class ArenaLayout:
         """
         return self.rows * self.row_bytes
 
-    def row(self, place: int, head: int, kv: int, offset: int = 0) -> int:
+    def row(self, storage_layer: int, head: int, kv: int, offset: int = 0) -> int:
         """Return the row of token slot `offset` for one KV head, counted from the first row of its slab.
 
-        `place` is the index of the layer within a block. `kv` is 0 for K and 1 for V.
+        `kv` is 0 for K and 1 for V.
         """
-        return place * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
+        return storage_layer * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
 
     @cached_property
     def window_ratio(self) -> int:
@@ -154,7 +154,7 @@ class ArenaLayout:
     def window_part(self, planes: torch.Tensor) -> KVPart:
         """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with a row shape of its own.
 
-        `planes` `[p, n, d]` are the planes of the layer's places, in the order of their rows.
+        `planes` `[p, n, d]` are the planes of its storage layers, in the order of their rows.
         """
         assert self.window_rows is not None
         heads, width = self.window_rows.kv_heads, self.window_rows.head_dim
@@ -162,14 +162,15 @@ class ArenaLayout:
             return KVPart(planes[:heads, :, :width], planes[:heads, :, width : 2 * width])
         return KVPart(planes[: 2 * heads : 2], planes[1 : 2 * heads : 2])
 
-    def vectors(self, place: int, *, window: bool) -> list[list[int]]:
+    def vectors(self, storage_layer: int, *, window: bool) -> list[list[int]]:
         """Return the ids `[2 (K, V)][Hkv]` of a layer's vectors in the first token slot of a slab.
 
-        For sliding-window layers with a row shape of their own (`window`), the ids count vectors of their width.
+        `storage_layer` is the first storage layer of the layer. For sliding-window layers with a row shape of their own
+        (`window`), the ids count vectors of their width.
         """
         if not window or self.window_rows is None:
-            return [[self.row(place, head, kv) for head in range(self.kv_heads)] for kv in (0, 1)]
-        first, each, heads = place * self.layer_rows, self.plane_rows, range(self.window_rows.kv_heads)
+            return [[self.row(storage_layer, head, kv) for head in range(self.kv_heads)] for kv in (0, 1)]
+        first, each, heads = storage_layer * self.layer_rows, self.plane_rows, range(self.window_rows.kv_heads)
         if self.window_ratio > 1:
             return [[self.window_ratio * (first + head * each) + kv for head in heads] for kv in (0, 1)]
         return [[first + (2 * head + kv) * each for head in heads] for kv in (0, 1)]

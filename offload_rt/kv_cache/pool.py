@@ -61,7 +61,7 @@ class HostPool(BlockSupply):
             return
         self._provide(count)
         fresh = self._blocks.extend(blocks.ids[-1], count) if blocks.ids and not shared else []
-        fresh += self._blocks.roomy(count - len(fresh))
+        fresh += self._blocks.worst_fit(count - len(fresh))
         for i, block in zip(shared, fresh, strict=False):
             if self.groups.full:
                 self._arena.copy(blocks.ids[i], block, max(0, blocks.length - i * BLOCK_SIZE))
@@ -70,73 +70,78 @@ class HostPool(BlockSupply):
         blocks.ids += fresh[len(shared) :]
         self._record_peak()
 
-    def slides(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False) -> bool:
+    def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
         """Return whether `slide` with these arguments would change the block table.
 
-        If so, the caller must first write all appended tokens to the pool.
+        If so, the caller must first copy the KV of all appended tokens to the pool.
         """
-        return self.groups.sliding > 0 and self._shown(blocks, start, stop, whole) != blocks.windows.keys()
+        if not self.groups.sliding:
+            return False
+        return self._window_indices(blocks, start, stop, next_window) != blocks.windows.keys()
 
-    def slide(self, blocks: BlockTable, start: int, stop: int, *, whole: bool = False, behind: int = 0) -> None:
+    def slide(
+        self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False, before_window: int = 0
+    ) -> None:
         """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
 
-        Keeps blocks of earlier tokens that the tokens [start, stop) can see. Allocates blocks for new tokens that later
-        tokens can see. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`. The
-        call has no effect for a model without sliding-window layers.
+        Keeps blocks of earlier tokens that the tokens [start, stop) attend to. Allocates blocks for new tokens that
+        later tokens attend to. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`.
+        The call has no effect for a model without sliding-window layers.
 
         Args:
             blocks: The block table of the sequence.
             start: First token to compute.
             stop: End of the tokens to compute.
-            whole: Also allocate blocks for the next complete window, so that the sequence can continue if the pool is
-                full later.
-            behind: Number of new tokens before the window of `stop` that also get slots, if there are enough free
-                blocks.
+            next_window: Also allocate blocks for the next complete window, so that the sequence can continue if the
+                pool is full later.
+            before_window: Number of new tokens before the window of `stop` that also get slots, if there are enough
+                free blocks.
 
         Raises:
             PoolFullError: The pool is full. The block table is unchanged.
         """
         if not self.groups.sliding:
             return
-        shown, at, filled = self._shown(blocks, start, stop, whole), *divmod(start, BLOCK_SIZE)
+        wanted, at, filled = self._window_indices(blocks, start, stop, next_window), *divmod(start, BLOCK_SIZE)
         first = max(start, self.groups.first_seen(stop, blocks.floor))
-        earlier = range(max(start, first - behind) // BLOCK_SIZE, first // BLOCK_SIZE)
-        if (len(shown - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
-            shown.update(earlier)
-        shared = at in shown and at in blocks.windows and self._held.refs(blocks.windows[at][0]) > 1
-        fresh = sorted(place for place in shown if place not in blocks.windows or (place == at and shared))
-        if not fresh and shown == blocks.windows.keys():
+        earlier = range(max(start, first - before_window) // BLOCK_SIZE, first // BLOCK_SIZE)
+        if (len(wanted - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
+            wanted.update(earlier)
+        shared = at in wanted and at in blocks.windows and self._memory_blocks.refs(blocks.windows[at][0]) > 1
+        fresh = sorted(index for index in wanted if index not in blocks.windows or (index == at and shared))
+        if not fresh and wanted == blocks.windows.keys():
             return
-        gone = sorted(blocks.windows.keys() - shown)
+        gone = sorted(blocks.windows.keys() - wanted)
         # Window blocks that no other sequence uses become free or idle, so that the new blocks can replace them.
-        available = sum(self.cached.windows.has_one_user(blocks.windows[place]) for place in gone)
+        available = sum(self.cached.windows.has_one_user(blocks.windows[index]) for index in gone)
         self._check_free((len(fresh) - available) * self.groups.sliding)
-        for place in gone:
-            self.cached.windows.release(blocks.windows.pop(place))
-        self._provide_held(len(fresh) * self.groups.sliding)
-        self._give_windows(blocks, fresh, filled)
+        for index in gone:
+            self.cached.windows.release(blocks.windows.pop(index))
+        self._provide_memory_blocks(len(fresh) * self.groups.sliding)
+        self._allocate_windows(blocks, fresh, filled)
         self._record_peak()
 
-    def _shown(self, blocks: BlockTable, start: int, stop: int, whole: bool) -> set[int]:
+    def _window_indices(self, blocks: BlockTable, start: int, stop: int, next_window: bool) -> set[int]:
         """Return the indices of the window blocks that the block table would have after `slide`."""
-        before = range(self.groups.first_seen(start, blocks.floor) // BLOCK_SIZE, blocks_for(start))
-        first = self.groups.first_seen(stop, blocks.floor)
-        ahead = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE + self.groups.window_blocks if whole else 0
-        return {*before, *range(max(start, first) // BLOCK_SIZE, max(blocks_for(stop), ahead))}
+        indices = self.groups.window_indices(start, stop, blocks.floor)
+        if next_window:
+            last = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE
+            indices.update(range(blocks_for(stop), last + self.groups.window_blocks))
+        return indices
 
-    def _give_windows(self, blocks: BlockTable, places: Sequence[int], filled: int) -> None:
-        """Allocate window blocks with the indices `places`, contiguous within each layer group.
+    def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
+        """Allocate window blocks with the indices `indices`, contiguous within each layer group.
 
         A shared block at one of them is replaced by a copy of its first `filled` slots.
         """
-        self._activate(len(places) * self.groups.sliding, run=len(places))
-        columns = [self._held.best_fit(len(places)) for _ in range(self.groups.sliding)]
-        for place, window in zip(places, zip(*columns, strict=True), strict=True):
-            if (old := blocks.windows.get(place)) is not None:
+        self._activate(len(indices) * self.groups.sliding, run=len(indices))
+        columns = [self._memory_blocks.best_fit(len(indices)) for _ in range(self.groups.sliding)]
+        for index, window in zip(indices, zip(*columns, strict=True), strict=True):
+            if (old := blocks.windows.get(index)) is not None:
                 for source, target in zip(old, window, strict=True):
                     self._arena.copy(source, target, filled)
                 self.cached.windows.release(old)
-            blocks.windows[place] = window
+            blocks.windows[index] = window
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n) in one layer.
@@ -144,18 +149,18 @@ class HostPool(BlockSupply):
         The blocks must be exclusive to this block table. Return when the copy is complete.
         """
         stop, done = start + k.shape[1], 0
-        held = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
-        assert self._held.exclusive(held), "write to a shared block: reserve first"
+        block_ids = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
+        assert self._memory_blocks.exclusive(block_ids), "write to a shared block: reserve first"
         if not self.format.exact:
             k, v = (self.format_of(layer).encode(one) for one in (k, v))
-        for span in self.spans_of(held, range(start, stop)):
+        for span in self.spans_of(block_ids, range(start, stop)):
             own = slice(done, done + span.size)
             self.fill_span(layer, span, k[:, own], v[:, own])
             done += span.size
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Move KV (see `StoredRows.move`) into a block that is exclusive to this block table."""
-        assert self._held.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
+        """Copy KV from token slot `source` to `target`, which must be in a block that only this block table uses."""
+        assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
         super().move(blocks, layer, source, target)
 
     def commit(self, blocks: BlockTable, length: int) -> None:
@@ -173,7 +178,7 @@ class HostPool(BlockSupply):
         shared = blocks.ids[: blocks_for(blocks.length)]
         self._blocks.incref(shared)
         for window in blocks.windows.values():
-            self._held.incref(window)
+            self._memory_blocks.incref(window)
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
@@ -198,7 +203,7 @@ class HostPool(BlockSupply):
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
         If another sequence has published a block with the same tokens and provenance, the block table uses this block
-        instead. The KV is then stored only once.
+        instead, so that the KV is stored only once.
 
         Args:
             blocks: The block table of the sequence.
@@ -206,7 +211,7 @@ class HostPool(BlockSupply):
             provenance_key: KV provenance key. Blocks that are already published keep their own key.
 
         Returns:
-            Indices of the exchanged blocks in the block table. Their KV is in other slots now.
+            Indices in the block table at which a block was replaced. The KV of these tokens is in other slots now.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
         if barred := self._claimed | lost if self.groups.full else self._claimed:
@@ -244,15 +249,15 @@ class HostPool(BlockSupply):
         """Drop the tokens from `length` on. Free the blocks that contain only dropped tokens."""
         assert 0 <= length <= blocks.length
         self.shrink(blocks, length)
-        for place in [place for place in blocks.windows if place >= blocks_for(length)]:
-            self.cached.windows.release(blocks.windows.pop(place))
+        for index in [index for index in blocks.windows if index >= blocks_for(length)]:
+            self.cached.windows.release(blocks.windows.pop(index))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
-        """Free the slots of full-attention layers from `length` on. Their tokens were moved to other slots."""
+        """Free the full-attention slots from `length` on, after eviction has moved their tokens to other slots."""
         blocks.length = length
-        held = blocks_for(length)
-        self._drop(blocks.ids[held:])
-        del blocks.ids[held:]
+        count = blocks_for(length)
+        self._drop(blocks.ids[count:])
+        del blocks.ids[count:]
 
     def release(self, blocks: BlockTable) -> None:
         """Free all blocks and empty the block table. A second call has no effect."""
@@ -262,10 +267,10 @@ class HostPool(BlockSupply):
         if self.file is not None:
             self.file.check_integrity()
         self._blocks.check_integrity()
-        self._held.check_integrity()
+        self._memory_blocks.check_integrity()
         self.cached.check_integrity(self._blocks.refs)
         assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._claimed)
-        assert self._arena.active == self._held.slabs
+        assert self._arena.active == self._memory_blocks.slabs
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
     def _unpublish_lost(self) -> set[int]:

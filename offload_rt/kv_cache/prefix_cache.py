@@ -22,17 +22,17 @@ class PrefixCache:
 
     Args:
         blocks: Allocator of the published blocks. The cache owns one reference to each published block.
-        held: Allocator of the window blocks.
+        window_blocks: Allocator of the window blocks.
         groups: Assignment of layers to blocks.
         snapshots: Number of slots for snapshots, or None if the model has no recurrent state.
     """
 
     def __init__(
-        self, blocks: BlockAllocator, held: BlockAllocator, groups: LayerGroups, snapshots: int | None = None
+        self, blocks: BlockAllocator, window_blocks: BlockAllocator, groups: LayerGroups, snapshots: int | None = None
     ) -> None:
         self._blocks, self._groups = blocks, groups
         self.tree = PrefixTree()
-        self.windows = WindowBlocks(held, groups)
+        self.windows = WindowBlocks(window_blocks, groups)
         self.snapshots = None if snapshots is None else SnapshotTable(snapshots)
 
     def __len__(self) -> int:
@@ -67,11 +67,13 @@ class PrefixCache:
         """Publish the first `full` blocks of a sequence under a KV provenance key.
 
         If the cache already has a block with the same tokens and provenance key, the sequence must use it instead of
-        its own block. This does not apply to blocks that a fork also uses. Return the cached blocks to use, by the
-        index of the block that each replaces. A reference to each of them is added for the sequence. The caller drops
-        the references to the replaced blocks.
+        its own block, unless a fork also uses the sequence's block.
+
+        Returns:
+            The cached blocks that the sequence must use, by block index in the sequence. A reference to each was added
+            for the sequence. The caller drops the references to the replaced blocks.
         """
-        fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._alone)
+        fresh, instead = self.tree.insert(tokens, blocks.ids[:full], provenance_key, self._has_one_user)
         self._blocks.incref(fresh)
         self._blocks.incref(instead.values())
         return instead
@@ -86,8 +88,8 @@ class PrefixCache:
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark each block in `blocks` as idle if only the cache references it."""
-        self.tree.release(filter(self._alone, blocks))
+        """Mark the published blocks among `blocks` as idle if no sequence references them any more."""
+        self.tree.release(filter(self._has_one_user, blocks))
 
     def evict(self, count: int) -> bool:
         """Evict up to `count` idle blocks. Return whether any block was evicted."""
@@ -106,7 +108,7 @@ class PrefixCache:
             self.snapshots.forget(blocks)
         self._blocks.decref(blocks)
 
-    def _alone(self, block: int) -> bool:
+    def _has_one_user(self, block: int) -> bool:
         return self._blocks.refs(block) == 1
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:

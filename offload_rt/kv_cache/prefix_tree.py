@@ -86,16 +86,16 @@ class PrefixTree:
     `insert` returns, and drops one for each block that `evict` and `remove` return.
 
     A block is idle if no sequence references it. Invariant: a sequence that references a block of the tree also
-    references all its ancestors. It holds because `match` returns the whole path, and a fork references all blocks.
-    In addition, `insert` replaces a sequence's block by a block of the tree only if no fork uses the old block. All
+    references all its ancestors. It holds because `match` returns the whole path, and a fork references all blocks. In
+    addition, `insert` replaces a sequence's block by a block of the tree only if no fork uses the old block. All
     descendants of an idle block are therefore idle, so evicting leaf by leaf can free every idle block. `self.idle` is
     their number.
 
     Idle leaves wait in a heap, with at most one entry each, in the order of last use and recomputation cost
-    (`_Node.rank`). A short request, such as one for a title, therefore does not evict a long conversation. `evict`
-    validates entries lazily. It drops entries of nodes that are no longer idle leaves; such a node is queued again when
-    it becomes an idle leaf. It requeues nodes that have been used since they were queued. Finding the idle leaf of the
-    lowest rank takes O(log n) on average.
+    (`_Node.rank`). A short request, such as one that generates a title for a conversation, therefore does not evict a
+    long conversation. `evict` validates entries lazily. It drops entries of nodes that are no longer idle leaves; such
+    a node is queued again when it becomes an idle leaf. It requeues nodes that have been used since they were queued.
+    Finding the idle leaf of the lowest rank takes O(log n) on average.
 
     Not thread-safe.
     """
@@ -165,7 +165,7 @@ class PrefixTree:
         return known
 
     def insert(
-        self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, alone: Callable[[int], bool]
+        self, tokens: Sequence[int], blocks: Sequence[int], provenance_key: str, has_one_user: Callable[[int], bool]
     ) -> tuple[list[int], dict[int, int]]:
         """Insert the full blocks of a sequence with the tokens `tokens`.
 
@@ -173,7 +173,7 @@ class PrefixTree:
             tokens: Tokens of the sequence, from its start.
             blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
-            alone: Function that returns whether only this sequence references a block.
+            has_one_user: Function that returns whether only this sequence references a block.
 
         Returns:
             The blocks that are new in the tree, and a dict. The dict maps the index of a block to the block that the
@@ -194,7 +194,7 @@ class PrefixTree:
                     break  # digest collision: the blocks from here on cannot be shared
                 node = self._add(_Node(key, parent, provenance_key, data, blocks[i], self._clock))
                 fresh.append(blocks[i])
-            elif not alone(blocks[i]):
+            elif not has_one_user(blocks[i]):
                 # A fork that keeps the old block would later reference a block of the tree without its ancestors.
                 break
             else:

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state: which blocks of the prefix tree have one, and where a text needs them."""
+"""Slots for snapshots of recurrent state. Which blocks have one, and after which tokens does a text need one?"""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SnapshotTable:
         """Return the slot with the snapshot of a block, or None if the block has no snapshot."""
         return self._kept.get(block)
 
-    def places(self, blocks: Sequence[int]) -> list[int]:
+    def positions(self, blocks: Sequence[int]) -> list[int]:
         """Return the numbers of tokens after which `blocks` have snapshots, in ascending order.
 
         `blocks` is a path from the root of the prefix tree.
@@ -83,19 +83,19 @@ class SnapshotTable:
         assert self._kept.keys() <= set(published)
 
 
-def needed_places(tokens: int, places: Iterable[int], slack: int = BLOCK_SIZE) -> list[int]:
-    """Return the places at which a text of `tokens` tokens needs snapshots, in descending order.
+def needed_positions(tokens: int, positions: Iterable[int], slack: int = BLOCK_SIZE) -> list[int]:
+    """Return the positions at which a text of `tokens` tokens needs snapshots, in descending order.
 
-    With these snapshots, an edit d tokens before the end of the text recomputes at most 2 d + `slack` tokens, as far
-    as `places` allow it. The number of snapshots grows with the logarithm of the length. If the text grows and a
-    snapshot is added after every block, the property still holds.
+    A position is the number of tokens before the snapshot. With these snapshots, an edit d tokens before the end of the
+    text recomputes at most 2 d + `slack` tokens, as far as `positions` allow it. The number of snapshots grows with the
+    logarithm of the length. If the text grows and a snapshot is added after every block, the property still holds.
 
     Args:
         tokens: Length of the text in tokens.
-        places: Numbers of tokens, at most `tokens`, after which a snapshot exists or can be made.
+        positions: Positions, at most `tokens`, at which a snapshot exists or can be made.
         slack: Number of tokens, at least 64, that an edit may always recompute.
     """
-    distances = sorted(tokens - place for place in places)
+    distances = sorted(tokens - position for position in positions)
     needed = distances[:1]
     for i, distance in enumerate(distances[1:], start=1):
         farther = distances[i + 1] if i + 1 < len(distances) else tokens  # the state of an empty text is known

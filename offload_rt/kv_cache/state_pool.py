@@ -18,7 +18,7 @@ _Part = tuple[slice, tuple[int, ...], torch.dtype]
 
 
 class StatePool:
-    """Host memory for snapshots. A slot contains the recurrent state of all layers of one sequence.
+    """Host memory for snapshots. A slot stores one snapshot: the recurrent state of one sequence in all layers.
 
     Address space for all slots is reserved once. The operating system allocates the memory of a slot when it is first
     used. Copies run on the current stream. A restored state is therefore complete if it was saved on the same stream.
@@ -44,14 +44,14 @@ class StatePool:
         return self.slots * self.slot_bytes
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the recurrent state and the convolution state of one decoder layer to a slot."""
+        """Copy the recurrent state and the convolution state of one decoder layer from the arguments to a slot."""
         self.lock(slot)
         for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def restore(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the recurrent state and the convolution state of one decoder layer from a slot to the given tensors."""
+        """Copy the recurrent state and the convolution state of one decoder layer from a slot to the arguments."""
         for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if target is not None:
                 target.copy_(source, non_blocking=self._pin)
@@ -74,7 +74,7 @@ class StatePool:
             self._locked.add(slot)
 
     def _settle(self) -> None:
-        """Wait for pending copies from and to the device. The caller's current device may be another one."""
+        """Wait for pending copies from and to the model's device, which need not be the current CUDA device."""
         if self._pin:
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -88,7 +88,7 @@ def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
 
 
 def _layout(geometry: ModelGeometry, dtype: torch.dtype) -> tuple[dict[int, list[_Part]], int]:
-    """Return the positions of each decoder layer's tensors in a slot, and the size of a slot in bytes (whole pages)."""
+    """Return the tensors of each decoder layer in a slot, and the size of a slot in bytes (whole pages)."""
     parts, at = dict[int, list[_Part]](), 0
     for shape in geometry.states:
         parts[shape.layer] = []

@@ -1,7 +1,4 @@
-"""Reads and writes of KV in the arena, by block table, layer and token.
-
-`pool.py` controls allocation and access.
-"""
+"""Read and write KV in the arena, addressed by block table, layer and token. `pool.py` allocates the blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..core import BLOCK_SIZE, BlockTable, KVPart
 from .arena import Arena
@@ -51,7 +49,10 @@ class StoredRows:
         return 2 * self.layout.kv_heads * self.layout.row_bytes if own is None else own.bytes(self.format.storage)
 
     def vectors(self, layer: int) -> torch.Tensor:
-        """Return `rows`, divided into vectors of the width of a layer (`ArenaLayout.vectors`)."""
+        """Return `rows` as a view `[vectors, width]`.
+
+        `width` is the number of stored elements per vector of `layer`.
+        """
         return self.rows.view(-1, self.format_of(layer).width)
 
     @property
@@ -68,7 +69,7 @@ class StoredRows:
         return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, width]`, already encoded, as KV of the tokens [start, start + n) in one layer."""
+        """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n) in one layer."""
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
             own = slice(done, done + span.size)
@@ -78,61 +79,64 @@ class StoredRows:
     def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k and v `[Hkv, size, width]` to the slots of `span` in one layer."""
         if not self._packed(layer):
-            self.fill_place(self.groups.place[layer], span, k, v)
+            self.fill_storage_layer(self.groups.storage_layer[layer], span, k, v)
             return
         if self.file is None:
             part = self.view(layer, span)
             part.k.copy_(k)
             part.v.copy_(v)
             return
-        for place, part in self._divided(layer, k, v):
-            self.fill_place(place, span, part.k, part.v)
+        for storage_layer, part in self._divided(layer, k, v):
+            self.fill_storage_layer(storage_layer, span, part.k, part.v)
 
-    def fill_place(self, place: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[Hkv, size, width]` to one place of a block, whatever the row shape of its layer."""
-        self._arena.fill(span.slab, place, span.offset, k, v)
+    def fill_storage_layer(self, storage_layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write K and V `[Hkv, size, width]` to one storage layer, whatever the row shape of the model's layer."""
+        self._arena.fill(span.slab, storage_layer, span.offset, k, v)
 
-    def view_places(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
-        """Yield each place of a layer, and its K and V `[Hkv, size, width]`, whatever the row shape of the layer.
+    def view_storage_layers(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
+        """Yield each storage layer of a layer, with its K and V `[Hkv, size, width]`.
 
-        Unused parts of a place are zero.
+        The shape does not depend on the row shape of the layer. Unused parts of a storage layer are zero.
         """
         part = self.view(layer, span)
-        return self._divided(layer, part.k, part.v) if self._packed(layer) else iter([(self.groups.place[layer], part)])
+        if self._packed(layer):
+            return self._divided(layer, part.k, part.v)
+        return iter([(self.groups.storage_layer[layer], part)])
 
     def _divided(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, KVPart]]:
-        """Yield the places of a layer with a row shape of its own, for its k and v `[Hkv, n, width]`."""
-        places, size = self.groups.places(layer), (self.layout.kv_heads, 2, k.shape[1], self.layout.head_dim)
-        planes = torch.zeros(len(places), *size, dtype=self.format.storage)
+        """Yield the storage layers of a layer with its own row shape, filled with its k and v `[Hkv, n, width]`."""
+        storage_layers, layout = self.groups.storage_layers(layer), self.layout
+        shape = (len(storage_layers), layout.kv_heads, 2, k.shape[1], layout.head_dim)
+        planes = torch.zeros(shape, dtype=self.format.storage)
         part = self.layout.window_part(planes.flatten(0, 2))
         part.k.copy_(k)
         part.v.copy_(v)
-        for place, own in zip(places, planes, strict=True):
-            yield place, KVPart(own[:, 0], own[:, 1])
+        for storage_layer, own in zip(storage_layers, planes, strict=True):
+            yield storage_layer, KVPart(own[:, 0], own[:, 1])
 
     def _packed(self, layer: int) -> bool:
-        """Return whether a layer has a row shape of its own, so that it takes several places."""
+        """Return whether a layer has a row shape of its own, so that it may take several storage layers."""
         return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         [row] = self.stored(blocks, layer, range(source, source + 1))
         self.fill(blocks, layer, target, row.k, row.v)
 
-    def blocks_of(self, blocks: BlockTable, group: int, places: range) -> list[int]:
-        """Return the ids of a layer group's blocks at the indices `places` of the block table.
+    def blocks_of(self, blocks: BlockTable, group: int, indices: range) -> list[int]:
+        """Return the ids of a layer group's blocks at the indices `indices` of the block table.
 
         Skip missing window blocks.
         """
         if group == 0:
-            return blocks.ids[places.start : places.stop]
-        return [blocks.windows[place][group - 1] for place in places if place in blocks.windows]
+            return blocks.ids[indices.start : indices.stop]
+        return [blocks.windows[index][group - 1] for index in indices if index in blocks.windows]
 
     def window_start(self, blocks: BlockTable, stop: int) -> int:
         """Return the first token t such that all tokens [t, stop) have slots in sliding-window layers."""
-        place = -(-stop // BLOCK_SIZE)
-        while place - 1 in blocks.windows:
-            place -= 1
-        return min(place * BLOCK_SIZE, stop)
+        index = -(-stop // BLOCK_SIZE)
+        while index - 1 in blocks.windows:
+            index -= 1
+        return min(index * BLOCK_SIZE, stop)
 
     def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
         """Return the part of `tokens` that has slots in `layer`.
@@ -151,16 +155,16 @@ class StoredRows:
         first = tokens.start // BLOCK_SIZE
         return self.spans_of(self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop))), tokens)
 
-    def spans_of(self, held: list[int], tokens: range) -> list[SlotSpan]:
-        """Return the slots of `tokens` in the blocks `held`, which must be the blocks that contain `tokens`."""
+    def spans_of(self, block_ids: list[int], tokens: range) -> list[SlotSpan]:
+        """Return the slots of `tokens`, which are in the blocks with the ids `block_ids`."""
         first = tokens.start // BLOCK_SIZE
-        assert len(held) == -(-tokens.stop // BLOCK_SIZE) - first
+        assert len(block_ids) == -(-tokens.stop // BLOCK_SIZE) - first
         spans = []
         start = tokens.start
         while start < tokens.stop:
             index = start // BLOCK_SIZE - first
-            slab, slot = divmod(held[index], self.layout.slab_blocks)
-            run = _run_length(held[index : index + self.layout.slab_blocks - slot])
+            slab, slot = divmod(block_ids[index], self.layout.slab_blocks)
+            run = _run_length(block_ids[index : index + self.layout.slab_blocks - slot])
             stop = min(tokens.stop, (first + index + run) * BLOCK_SIZE)
             spans.append(SlotSpan(slab, slot * BLOCK_SIZE + start % BLOCK_SIZE, stop - start))
             start = stop
@@ -169,17 +173,39 @@ class StoredRows:
     def view(self, layer: int, span: SlotSpan) -> KVPart:
         """Return the stored K and V `[Hkv, size, width]` of one layer and span: views in memory, copies from a disk."""
         if not self._packed(layer):
-            return self._arena.view(span.slab, self.groups.place[layer], span.offset, span.size)
-        planes = self._arena.planes_of(span.slab, self.groups.places(layer), span.offset, span.size)
+            return self._arena.view(span.slab, self.groups.storage_layer[layer], span.offset, span.size)
+        planes = self._arena.planes_of(span.slab, self.groups.storage_layers(layer), span.offset, span.size)
         return self.layout.window_part(planes)
 
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run of slots.
 
-        In memory, the vectors `[n, width]` of each head are contiguous. For several layers of a group, it is faster to
-        call `spans` once and `view` for each layer.
+        In memory, the vectors `[n, width]` of each head are contiguous, unless `shares_rows`. For several layers of a
+        group, it is faster to call `spans` once and `view` for each layer.
         """
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
+
+    def shares_rows(self, layer: int) -> bool:
+        """Return whether K and V of a token and head share a row of the arena (`ArenaLayout.window_part`)."""
+        return self._packed(layer) and self.layout.window_ratio > 1
+
+    def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
+        """Return the parts of `stored` as tensors whose heads are contiguous in memory.
+
+        A part is K and V, or if they share rows, one tensor `[Hkv, n, d]` of the rows.
+        """
+        if not self.shares_rows(layer):
+            return [(part.k, part.v) for part in self.stored(blocks, layer, tokens)]
+        assert self.layout.window_rows is not None
+        places, heads = self.groups.storage_layers(layer), self.layout.window_rows.kv_heads
+        spans = self.spans(blocks, self.groups.group[layer], tokens)
+        return [(self._arena.planes_of(span.slab, places, span.offset, span.size)[:heads],) for span in spans]
+
+    def in_planes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return encoded k and v `[Hkv, n, width]` as one part of `planes`."""
+        if not self.shares_rows(layer):
+            return k, v
+        return (F.pad(torch.cat((k, v), dim=-1), (0, self.layout.head_dim - 2 * k.shape[-1])),)
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
         """Return K and V `[Hkv, n, d]` of `tokens` in one layer, one part per contiguous run of slots.
@@ -193,7 +219,7 @@ class StoredRows:
         return [KVPart(decode(part.k), decode(part.v)) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
-        """Return the id of the row with a token's K for head 0 in the first layer of a layer group.
+        """Return the id of the row that contains K of `token` for head 0, in the first layer of a layer group.
 
         Rows of other heads and layers, and rows of V, are at fixed distances from this row (`ArenaLayout`). In groups
         of sliding-window layers with a row shape of their own, ids count their vectors (`ArenaLayout.vectors`).
@@ -204,10 +230,10 @@ class StoredRows:
         return row * self.layout.window_ratio if group else row
 
     def row_base(self, blocks: BlockTable) -> torch.Tensor:
-        """Return the row id at which each block of group 0 begins: K of head 0 in layer index 0, int64 `[blocks]`.
+        """Return the row id at which each block of group 0 begins, int64 `[blocks]`: K of head 0 in storage layer 0.
 
-        In full-attention layer l, token t of head h is row
-        `row_base[t // 64] + t % 64 + layout.row(groups.place[l], h, kv)`.
+        In full-attention layer l, token t of head h is row `row_base[t // 64] + t % 64 +
+        layout.row(groups.storage_layer[l], h, kv)`.
         """
         ids = torch.tensor(blocks.ids, dtype=torch.int64)
         slabs = ids // self.layout.slab_blocks

@@ -44,21 +44,23 @@ def memory_limit(wanted: int | None, at_most: int) -> int:
     return wanted
 
 
-def pool_full(count: int, missing: int, usable: int, room: tuple[int, int], limit: int, *, disk: bool) -> PoolFullError:
+def pool_full(
+    count: int, missing: int, usable: int, capacity: tuple[int, int], limit: int, *, disk: bool
+) -> PoolFullError:
     """Create the error for a full pool.
 
     Args:
         count: Number of blocks needed.
         missing: Number of blocks that cannot be provided.
         usable: Number of blocks that are free or can be evicted.
-        room: Capacity of the pool: number of blocks, and bytes per block.
+        capacity: Capacity of the pool: number of blocks, and bytes per block.
         limit: Limit of the pool in bytes.
         disk: Whether the pool is on a disk.
     """
     # Imported here because the module imports torch. Checks of the command line avoid the import.
     from ..core import BLOCK_SIZE
 
-    blocks, size = room
+    blocks, size = capacity
     lack = missing * size
     needed, lacking, now, enough = map(format_size, (count * size, lack, limit, limit + lack))
     pool, raised = ("pool on disk", "disk_limit") if disk else ("host pool", "host_memory")

@@ -12,10 +12,10 @@ from .layer_groups import LayerGroups
 class WindowBlocks:
     """Maps each published block to its window blocks: the KV of the block's 64 tokens in sliding-window layers.
 
-    A sequence frees its window blocks when its window has moved past them. This cache has its own reference to each of
-    them, so that another sequence can continue after any prefix whose last window is complete. Window blocks that no
-    sequence references are idle. They are evicted oldest first if memory is needed, or when their published block
-    leaves the tree.
+    A sequence frees a window block as soon as no later token attends to it. This cache keeps its own reference, so that
+    another sequence can continue after any prefix whose last window is complete. Window blocks that no sequence
+    references are idle. They are evicted oldest first if memory is needed, or when their published block leaves the
+    tree.
 
     Not thread-safe.
     """
@@ -40,7 +40,7 @@ class WindowBlocks:
     def usable(self, blocks: Sequence[int], floor: int) -> int:
         """Return how many of `blocks`, a path from the root of the tree, a new sequence can reuse as its prefix.
 
-        All window blocks that the next token sees must be cached. Tokens before `floor` are never visible.
+        All window blocks that the next token attends to must be cached. No token attends to tokens before `floor`.
         """
         if not self._groups.sliding:
             return len(blocks)
@@ -56,7 +56,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        A reference to each is added. Tokens before `floor` are never visible.
+        A reference to each is added for the sequence. No token attends to tokens before `floor`.
         """
         if not self._groups.sliding or not blocks:
             return {}

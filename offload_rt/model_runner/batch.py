@@ -10,7 +10,7 @@ import torch
 from ..core import VisibleTokens
 from ..models.adapter import ModelAdapter
 from ..models.recurrent import RecurrentState
-from ..policies.base import Policy
+from ..policies.base import Policy, QuerySource, source_between
 from ..transfer.base import Transfer
 from .sequence import Sequence
 from .shared_prefix import Sharing
@@ -65,6 +65,12 @@ class DecodeBatch:
     def positions(self) -> list[int]:
         """Positions of the newest tokens in `tokens`."""
         return [s.position + s.shift for s in self.sequences]
+
+    def query_source(self, layer: int) -> QuerySource | None:
+        """Return the source of the query with which `layer` selects tokens, or None if it selects none in this step."""
+        if layer not in self.selecting:
+            return None
+        return source_between(self.policy.query_source, self.geometry.between(layer))
 
     def state(self) -> RecurrentState | None:
         """Return the recurrent state of the sequences for this step, or None if the model has none."""

@@ -1,9 +1,9 @@
 """One decode step of a batch: the layer loop, top to bottom.
 
 While layer l computes, the KV of layer l + 1 is being fetched. The tokens to fetch are selected with a query predicted
-from layer l's attention input, or from the residual after its attention (InfiniGen §4.3). If layer l + 1 is dense, it
-attends to all tokens, so its fetch starts first and needs no prediction. `per_sequence.py` and `batched.py` implement
-the selection.
+from layer l's attention input, or from the residual after its attention (InfiniGen §4.3). In hybrid models, it may be
+predicted later, between the decoder layers before layer l + 1. If layer l + 1 is dense, it attends to all tokens, so
+its fetch starts first and needs no prediction. `per_sequence.py` and `batched.py` implement the selection.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DecodeStep:
             attend = attend or mode.fetch(layer, q)
 
             upcoming: Attend | None = None
-            source = batch.policy.query_source if layer + 1 in batch.selecting else None
+            source = batch.query_source(layer + 1)
             if source is None and layer < last:
                 upcoming = mode.fetch_all(layer + 1)
             elif source == "attention_input":
@@ -76,6 +76,8 @@ class DecodeStep:
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
             x = adapter.mlp(layer, residual)
             for stage in adapter.stages(layer):  # decoder layers without attention
+                if isinstance(source, int) and stage.layer + source == batch.geometry.decoder_layer(layer + 1):
+                    upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, x))
                 x = stage.run(x)
             attend = upcoming
         return adapter.logits(x)

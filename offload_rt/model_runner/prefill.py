@@ -140,6 +140,11 @@ class Prefill:
         return not self._began
 
     @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return self._adapter.geometry.layers
+
+    @property
     def layer(self) -> int:
         """Number of layers that have run for all tokens."""
         return self._layer if self._last else 0
@@ -147,7 +152,7 @@ class Prefill:
     @property
     def done(self) -> bool:
         """Whether every layer has run."""
-        return self.layer == self._adapter.geometry.layers
+        return self.layer == self.layers
 
     def run_layer(self) -> None:
         """Compute the next layer for all tokens of the segment."""

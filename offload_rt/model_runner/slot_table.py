@@ -86,7 +86,7 @@ class InPlaceEviction(SlotTable):
         groups = pool.groups
         # In sliding-window layers, token t stays in slot t, and blocks outside of the window are freed.
         self._seeing_all = [layer for layer, group in enumerate(groups.group) if group == 0]
-        self._place = {layer: groups.place[layer] for layer in self._seeing_all}
+        self._place = {layer: groups.storage_layer[layer] for layer in self._seeing_all}
         self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
@@ -174,7 +174,7 @@ class InPlaceEviction(SlotTable):
         chosen = victims(self._options.policy, self._state, protected, position)
         self._need(bool((chosen >= 0).all()), blocks)
         self._state.move(self.newest, chosen[:, 0])
-        self._state.place(torch.full((self._layers,), self.newest), position, position, self._recent)
+        self._state.record_write(torch.full((self._layers,), self.newest), position, position, self._recent)
         self._known = position + 1
         each = zip(self._seeing_all, chosen[:, 0].tolist(), strict=True)
         self.moves = {layer: (self.newest, victim) for layer, victim in each}

@@ -25,11 +25,6 @@ class StateMarks:
         # Slots of their own, so that the states of a batch stay adjacent.
         self._marks = StateSlots(adapter.geometry, adapter.dtype, adapter.device)
 
-    @property
-    def bytes(self) -> int:
-        """Size in bytes of the slots for marks."""
-        return self._marks.bytes
-
     @torch.inference_mode()
     def set(self, sequence: Sequence, *, record: bool) -> None:
         """Copy the state of a sequence. With `record`, the next verification pass records the mixer inputs."""

@@ -1,4 +1,4 @@
-"""The runtime's interface to a model: all parts of its layers except attention itself.
+"""The interface of the runtime to a model: everything in its layers except attention itself.
 
 Each call computes T tokens of any sequences, in any order. An adapter has neither a KV cache nor a loop over layers. It
 calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP.
@@ -19,7 +19,7 @@ from .recurrent import RecurrentState, Stage, StateSlots
 
 
 class ModelAdapter(ABC):
-    """The layers of one decoder-only transformer.
+    """Computes the layers of one decoder-only transformer, except attention.
 
     In all methods, a layer is an attention layer, numbered from 0. All tensors are on `device` and in `dtype` unless
     noted. No method needs gradients or modifies its arguments.
@@ -40,27 +40,33 @@ class ModelAdapter(ABC):
         return self
 
     def for_new_sequence(self) -> ModelAdapter:
-        """Return an adapter for one new sequence that is computed outside of the engine (see `with_state`)."""
+        """Return an adapter for one new sequence that is not managed by the engine.
+
+        For hybrid models, it has its own recurrent state (see `with_state`).
+        """
         if not self.geometry.states:
             return self
         slots = StateSlots(self.geometry, self.dtype, self.device)
         return self.with_state(slots.view([slots.take()]))
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        """Return the decoder layers without attention between attention layer `layer` (-1: the start) and the next.
+        """Return the decoder layers without attention that follow attention layer `layer` (-1: before the first one).
 
         The caller runs them after `mlp` (or after `embed`), each for all tokens.
         """
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-        """Run the stages after attention layer `layer` on its outputs `[T, D]`, in place, slice by slice."""
+        """Run the stages that follow attention layer `layer` on its outputs `[T, D]`, in place, slice by slice."""
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])
 
     def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
-        """Update the recurrent state of a decoder layer with recorded inputs `[T, D]` of its mixer."""
+        """Update the recurrent state of a decoder layer from recorded inputs `[T, D]` of its mixer.
+
+        Used to compute the state again without rejected draft tokens.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -129,7 +135,7 @@ class ModelAdapter(ABC):
 
 
 class ForwardingAdapter(ModelAdapter):
-    """Adapter that forwards every call to another adapter, `inner`. Subclasses override individual methods."""
+    """Adapter that forwards every call to the adapter `inner`. Subclasses override individual methods."""
 
     def __init__(self, inner: ModelAdapter) -> None:
         super().__init__(inner.geometry, inner.dtype, inner.device)

@@ -42,10 +42,9 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     source.check_reachable()
     if source.gguf is not None:
         return _read_gguf_config(source)
-    place = source.place
     options, trusted = source.hub.options, source.hub.trust_remote_code
     with one_error(f"cannot read the configuration of {source}"):
-        raw = dict(PreTrainedConfig.get_config_dict(place, **options)[0])
+        raw = dict(PreTrainedConfig.get_config_dict(source.name_or_path, **options)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
     own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
     if architecture not in architectures() and architecture not in _names_of_classes() and not own_code:
@@ -54,7 +53,7 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
         why = "it is multimodal, and this version of transformers has no class with its language model"
         raise unsupported(architecture, why, "multimodal")
     with one_error(f"the configuration of {source} is not valid"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(place, **options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.name_or_path, **options)
     if not own_code and architecture not in [kind.__name__ for kind in _classes_of(config)]:
         raise ModelError(
             f"config.json of {source} is inconsistent: architecture {architecture}, model type {config.model_type!r}"
@@ -68,7 +67,9 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_gguf():
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source.place, gguf_file=source.gguf, **source.hub.options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source.name_or_path, gguf_file=source.gguf, **source.hub.options
+        )
     if config.model_type not in CLASSES:
         raise unsupported(f"model type {config.model_type!r}")
     return config
@@ -97,7 +98,10 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return a class for multimodal models that omits all modules not used for text. Return None for other models."""
+    """Return the class to load a multimodal model with, which omits all modules that are not used for text.
+
+    Return None for other models.
+    """
     if not is_multimodal(config):
         return None
     named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -121,7 +125,7 @@ def read_weights(
         config: Its configuration (`read_config`).
         device: Device of the weights.
         dtype: Dtype of the weights. None keeps the dtype of the file.
-        moved: Whether weights will be moved between host and device memory.
+        moved: Whether the caller will move weights between host and device memory.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
@@ -144,7 +148,7 @@ def read_weights(
     with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
-            source.place,
+            source.name_or_path,
             config=config,
             dtype=dtype or "auto",
             device_map=on_cpu if device.type == "cpu" else device,
@@ -169,11 +173,11 @@ def _check_report(source: ModelSource, model: PreTrainedModel, report: Mapping[s
     shapes = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     for what, keys in (("lacks", absent), ("has another shape for", shapes)):
         if keys:
-            raise ModelError(f"the checkpoint {source} {what} {_some(keys)}; it is not a complete model")
+            raise ModelError(f"the checkpoint {source} {what} {_list_some(keys)}; it is not a complete model")
     modules = unused_modules(model)
     surplus = sorted(key for key in report["unexpected_keys"] if not any(belongs_to(module, key) for module in modules))
     if surplus:
-        warnings.warn(f"{source}: unused weights {_some(surplus)}", stacklevel=4)
+        warnings.warn(f"{source}: unused weights {_list_some(surplus)}", stacklevel=4)
     if modules:
         warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=4)
 
@@ -216,7 +220,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
     with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.place, **source.hub.options, **of_file
+            source.name_or_path, **source.hub.options, **of_file
         )
     return tokenizer
 
@@ -246,9 +250,9 @@ def resolve_dtype(
 
     "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
     checkpoints, because decoding is limited by reading weights. For other checkpoints, it is at least float32. Without
-    the C code it is float32 on a CPU, because torch is slow in half precision there. Models in the package are always
-    computed in float32 on a CPU, so that their results are the same on every machine. Raises ConfigError for an unknown
-    name.
+    the C code it is float32 on a CPU, because torch is slow in half precision there. Models that ship with the package
+    are always computed in float32 on a CPU, so that their results are the same on every machine. Raises ConfigError for
+    an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -267,7 +271,10 @@ def resolve_dtype(
 
 @contextmanager
 def one_error(what: str) -> Iterator[None]:
-    """Convert all errors inside the context to a ModelError that begins with `what`. Keep errors of this package."""
+    """Convert all errors in the body of the `with` statement to a ModelError that begins with `what`.
+
+    Errors of this package are not converted.
+    """
     try:
         yield
     except OffloadError:
@@ -297,12 +304,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the message in one line of at most 300 characters. If it is one word, add the type of the error."""
+    """Return the message of `error` in one line of at most 300 characters. If it is one word, add the error's type."""
     text = " ".join(str(error).split())
     return text[:300] if " " in text else f"{type(error).__name__} {text}"
 
 
-def _some(keys: list[str]) -> str:
-    """Return text with up to three of `keys` and the number of remaining keys."""
+def _list_some(keys: list[str]) -> str:
+    """Return up to three of `keys` as text, with the number of the remaining keys."""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

@@ -32,11 +32,12 @@ T = TypeVar("T")
 
 
 class CheckpointCache:
-    """Access to the cached results of one checkpoint. Create the object before the files are read.
+    """Caches small results on disk that were computed from the files of one checkpoint.
 
-    The key of a result is a digest of everything that determines it: name, device, inode, size, mtime and ctime of each
-    file, the versions of the libraries that read the files, and the arguments. A result is read or written only if no
-    file has changed since this object was created. Hub checkpoints and checkpoints with remote code are not cached.
+    Create the object before the files are read. The key of a result is a digest of everything that determines it: name,
+    device, inode, size, mtime and ctime of each file, the versions of the libraries that read the files, and the
+    arguments. A result is read or written only if no file has changed since this object was created. Results of hub
+    checkpoints and checkpoints with remote code are not cached.
     """
 
     def __init__(self, source: ModelSource) -> None:

@@ -116,7 +116,10 @@ class DecoderAdapter(ModelAdapter):
             kv_heads=rows.kv_heads,
             head_dim=rows.head_dim,
             vocab=config.vocab_size,
-            scales=tuple(float(getattr(each, "scaling", None) or rows.head_dim**-0.5) for each in attentions),
+            scales=tuple(
+                float(getattr(each, "scaling", None) or own.default_scale)
+                for each, own in zip(attentions, self._projections, strict=True)
+            ),
             windows=windows,
             max_positions=_max_positions(config),
             absolute_positions=False,

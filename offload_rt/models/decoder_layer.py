@@ -226,6 +226,8 @@ class Projections:
         self.heads, self.kv_heads = heads, kv_heads
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
+        self.default_scale = self._key_dim**-0.5
+        """Factor of q·k of an attention module that states none."""
         self._output: nn.Module = first_of(attention, ("o_proj", "dense", "out_proj"))
         used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
         self._gate: nn.Module | None = getattr(attention, "g_proj", None)

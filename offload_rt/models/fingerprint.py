@@ -1,6 +1,6 @@
-"""Identity of a model: a digest of configuration and weights, and detection of changed weights.
+"""Fingerprint of a model: a digest of its configuration and weights. Also detects changed weights.
 
-Skew artifacts, the calibration cache and stored KV are valid for one model only, which this digest identifies.
+Skew artifacts, the calibration cache and stored KV are valid for one model only, which the fingerprint identifies.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NEUTRAL = frozenset(
 
 
 def fingerprint(model: Any) -> str:
-    """Return the digest of a loaded transformers model as 64 hexadecimal digits.
+    """Return the fingerprint of a loaded transformers model: a digest as 64 hexadecimal digits.
 
     The digest covers the class, all configuration entries except `_NEUTRAL`, and the name, shape and elements of every
-    weight. For a multimodal model, it covers only the language model.
+    weight and of every buffer in the checkpoint. For a multimodal model, it covers only the language model.
 
     The digest does not depend on the device or the checkpoint's file layout. It does not depend on the dtype either if
     the dtype represents the weights exactly. For example, a bfloat16 checkpoint has the same digest when it is loaded
@@ -62,8 +62,13 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name, including the buffers of packed models, which may store weights in them."""
-    buffers = {} if packing_of(model) is None else dict(model.named_buffers())
+    """Return all weights by name, including the buffers of the checkpoint, such as `layer_scalar` of Gemma 4.
+
+    Packed models may store weights in any buffer.
+    """
+    buffers, stored = dict(model.named_buffers()), set(model.state_dict(keep_vars=True))
+    if packing_of(model) is None:
+        buffers = {name: buffer for name, buffer in buffers.items() if name in stored}
     return {**dict(model.named_parameters()), **buffers}
 
 
@@ -89,9 +94,10 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return the digest of all elements, whatever their strides, device and dtype.
+    """Return a digest of all elements of `weight`. It does not depend on strides and device, nor on a wider dtype.
 
-    All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly also are in a wider dtype.
+    All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly are also digested in a wider
+    dtype.
     """
     narrow, wide = xxhash.xxh3_128(), xxhash.xxh3_128()
     for start, block in _blocks(weight):
@@ -106,7 +112,7 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements in order as flat blocks on the CPU, each with the index of its first row."""
+    """Yield the elements of `weight` as flat blocks on the CPU, in order, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), at_once):
@@ -118,13 +124,16 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
-    """Return the fingerprint of `model`, which must have been read from the checkpoint of `cache`."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    """Return the fingerprint of `model`, from `cache` if it is there.
+
+    `model` must have been read from the checkpoint to which `cache` belongs.
+    """
+    weights = _weights(model).items()
     arguments = {
         "version": VERSION,
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
-        "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in named],
+        "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in weights],
     }
     return cache.lookup("fingerprints", arguments, lambda: fingerprint(model), _checked)
 
@@ -136,7 +145,7 @@ def _checked(text: str) -> str:
 
 
 class LiveWeights:
-    """Detects changes to the weights of a model that the caller owns, for example by an optimizer or a LoRA merge."""
+    """Detects changes to the weights of a model that the caller loaded, for example by an optimizer or a LoRA merge."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -145,7 +154,10 @@ class LiveWeights:
         self._seen = self._state()
 
     def changes(self) -> int:
-        """Return how many calls so far have found changed weights. Raise ModelError if a module was replaced."""
+        """Return how many calls so far have found that weights had changed since the previous call.
+
+        Raise ModelError if a module was replaced.
+        """
         if (seen := self._state()) != self._seen:
             self._seen, self._changes = seen, self._changes + 1
         return self._changes
@@ -157,10 +169,10 @@ class LiveWeights:
             raise ModelError(
                 "a module of the model was replaced while the model is in use; create a new LLM from the changed model"
             )
-        held = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
-        places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in held]
-        samples = [_sample(each.detach()) for each in held]
-        return places, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
+        tensors = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
+        versions = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
+        samples = [_sample(each.detach()) for each in tensors]
+        return versions, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

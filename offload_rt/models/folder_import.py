@@ -35,14 +35,14 @@ _UNUSED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class FolderImport:
-    """The conversion of a checkpoint folder with packed weights (`importing.Conversion`)."""
+    """The conversion of a checkpoint folder with packed weights to a packed checkpoint (`importing.Conversion`)."""
 
     source: ModelSource
     config: PreTrainedConfig
 
     @functools.cached_property
     def _local(self) -> ModelSource:
-        """The source as a local folder. A checkpoint on the hub is downloaded first."""
+        """The source as a local folder. A checkpoint on the hub is downloaded at the first access."""
         if self.source.folder is not None:
             return self.source
         from huggingface_hub import snapshot_download
@@ -50,9 +50,13 @@ class FolderImport:
         hub = self.source.hub
         with one_error(f"cannot download {self.source}"):
             folder = snapshot_download(
-                self.source.place, revision=hub.revision, token=hub.token, cache_dir=hub.folder, allow_patterns=_FILES
+                self.source.name_or_path,
+                revision=hub.revision,
+                token=hub.token,
+                cache_dir=hub.folder,
+                allow_patterns=_FILES,
             )
-        return replace(self.source, place=str(folder))
+        return replace(self.source, name_or_path=str(folder))
 
     def files(self) -> list[Path]:
         assert self._local.folder is not None
@@ -78,7 +82,7 @@ class FolderImport:
             from transformers import GenerationConfig
 
             if (source.folder or Path()).joinpath("generation_config.json").exists():
-                GenerationConfig.from_pretrained(source.place).save_pretrained(folder)
+                GenerationConfig.from_pretrained(source.name_or_path).save_pretrained(folder)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -96,7 +100,11 @@ class FolderImport:
 
 
 class _Layers:
-    """The tensors of a checkpoint: `modules` has them by module name and by the last part of the tensor's name."""
+    """The tensors of a checkpoint, grouped by module.
+
+    Attributes:
+        modules: Tensors by module name, and by the last part of the tensor's name.
+    """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
         """Raise CannotPackError if names in the checkpoint differ from names in transformers' model."""
@@ -130,7 +138,7 @@ class _Layers:
             raise CannotPackError(f"{name} lacks {error}") from error
 
     def _shape(self, name: str) -> tuple[int, int] | None:
-        """Return the outputs and inputs of a linear layer, or of each of the stacked experts; None for others."""
+        """Return (outputs, inputs) of a linear layer, or of one of the stacked experts. None for other modules."""
         parent, _, own = name.rpartition(".")
         experts = self._skeleton.get_submodule(parent)
         if is_stacked(experts, own):

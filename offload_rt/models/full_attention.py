@@ -1,4 +1,4 @@
-"""One layer with full causal attention, for prefill, calibration, verification and teacher forcing."""
+"""Compute single layers with full causal attention, for prefill, calibration, verification and teacher forcing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ def slices_of(count: int, size: int) -> list[slice]:
 def keys_and_values(
     adapter: ModelAdapter, layer: int, inputs: Iterable[torch.Tensor], positions: Iterable[torch.Tensor]
 ) -> Iterator[KVPart]:
-    """Yield k and v `[Hkv, m, d]` of each slice of m tokens, from its attention inputs `[m, D]` and positions `[m]`."""
+    """Yield k and v `[Hkv, m, d]` of each slice of m tokens.
+
+    `inputs` has the attention inputs `[m, D]` of each slice, and `positions` its positions `[m]`.
+    """
     for attention_input, at in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, at))
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
-    """Return exact attention `[H, m, d]` of q `[H, m, d]`, the last m of the n tokens in `kv`, from `position` on."""
+    """Return exact causal attention `[H, m, d]` of the last m of n tokens, with queries q `[H, m, d]`.
+
+    `kv` has K and V of the n tokens, and `position` is the position of the first query.
+    """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:

@@ -16,7 +16,7 @@ Parts = tuple[torch.Tensor, ...]
 """Codes uint8 `[n, values]` of n blocks, followed by the other parts of a packed row (`PackedFormat.pack`)."""
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def _float16_at(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 number at byte `at` of each block, `[n, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
@@ -44,7 +44,7 @@ def _fifth_bits(data: torch.Tensor) -> torch.Tensor:
 def _q4(blocks: torch.Tensor) -> Parts:
     """Convert Q4_0 blocks (a scale and nibbles) or Q4_1 blocks (a scale, a minimum and nibbles)."""
     start = blocks.shape[1] - 16
-    return _nibbles(blocks[:, start:], 16), *(_half(blocks, at) for at in range(0, start, 2))
+    return _nibbles(blocks[:, start:], 16), *(_float16_at(blocks, at) for at in range(0, start, 2))
 
 
 def _q5(blocks: torch.Tensor) -> Parts:
@@ -55,15 +55,18 @@ def _q5(blocks: torch.Tensor) -> Parts:
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return blocks[:, 2:] ^ 128, _half(blocks, 0)  # GGUF codes are signed. XOR with 128 adds 128.
+    return blocks[:, 2:] ^ 128, _float16_at(blocks, 0)  # GGUF codes are signed. XOR with 128 adds 128.
 
 
 def _sub_scales(blocks: torch.Tensor) -> Parts:
-    """Return the 6-bit scales and minima (in bytes 4 to 16) of Q4_K and Q5_K blocks, `[n, 8]`, and their factors."""
+    """Return the scales and minima of Q4_K and Q5_K blocks, `[n, 8]` each, and their factors, `[n, 1]` each.
+
+    Scales and minima are 6-bit numbers in bytes 4 to 16.
+    """
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
     minima = torch.cat((high & 63, both >> 4 | high >> 2 & 48), dim=1)
-    return scales, minima, _half(blocks, 0), -_half(blocks, 2)
+    return scales, minima, _float16_at(blocks, 0), -_float16_at(blocks, 2)
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
@@ -76,7 +79,7 @@ def _q5_k(blocks: torch.Tensor) -> Parts:
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
     codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 2, 32) << 4
-    return codes, blocks[:, 192:208], _half(blocks, 208)
+    return codes, blocks[:, 192:208], _float16_at(blocks, 208)
 
 
 _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Parts]]] = {

@@ -1,7 +1,7 @@
-"""Reader for the header of a GGUF file, which also checks that the file is complete.
+"""Read the header of a GGUF file, and check that the file is complete.
 
-transformers uses it in place of `gguf.GGUFReader` (`fast_gguf`). That reader creates several numpy arrays for each of
-the 300,000 tokens and merges of a vocabulary, which takes about ten seconds.
+transformers uses this reader in place of `gguf.GGUFReader` (`fast_gguf`). That reader creates several numpy arrays for
+each of the 300,000 tokens and merges of a vocabulary, which takes about ten seconds.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class GGUFField(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a GGUF file.
+    """A tensor of a GGUF file. Only its header has been read.
 
     Attributes:
+        path: The file.
+        name: Name of the tensor in the file.
         shape: Lengths of the axes in reverse order: `(in, out)` for a matrix.
         kind: GGUF type, such as "Q4_K".
         start: Offset in bytes of the tensor's data in the file.
@@ -81,7 +83,7 @@ class GGUFTensor:
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """The data, mapped from the file, in the layout of `gguf.ReaderTensor`: numbers, or the bytes of blocks."""
+        """The data, mapped from the file, in the layout of `gguf.ReaderTensor`: numbers, or bytes of packed blocks."""
         dtype = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
         mapped = np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
         return mapped.view(dtype.get(self.kind, np.uint8)).reshape(*self.shape[:0:-1], -1)
@@ -108,7 +110,10 @@ def require_gguf(name: object) -> None:
 
 @contextmanager
 def fast_gguf() -> Iterator[None]:
-    """Context in which transformers reads GGUF files with `read_header`, and computes names of tensors only once."""
+    """Let transformers read GGUF files with `read_header` while the body of the `with` statement runs.
+
+    transformers' map of tensor names is then computed only once per architecture.
+    """
     import gguf
 
     with _PATCHING, ExitStack() as stack:

@@ -29,13 +29,13 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class GGUFImport:
-    """The conversion of a GGUF file (`importing.Conversion`)."""
+    """The conversion of a GGUF file to a packed checkpoint (`importing.Conversion`)."""
 
     source: ModelSource
 
     @functools.cached_property
     def path(self) -> Path:
-        """The local path of the file. A file on the hub is downloaded first."""
+        """The local path of the file. A file on the hub is downloaded at the first access."""
         assert self.source.gguf is not None
         if self.source.folder is not None:
             return self.source.folder / self.source.gguf
@@ -43,7 +43,7 @@ class GGUFImport:
 
         options = {name: value for name, value in self.source.hub.options.items() if name != "trust_remote_code"}
         with one_error(f"cannot download {self.source}"):
-            return Path(str(cached_file(self.source.place, self.source.gguf, **options)))
+            return Path(str(cached_file(self.source.name_or_path, self.source.gguf, **options)))
 
     def files(self) -> list[Path]:
         require_gguf(self.source)
@@ -107,7 +107,10 @@ class _Layout:
             raise CannotPackError("several tensors of the file make one of the model")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Convert the weights of a tensor as transformers does. Return None if the result is not exactly one weight."""
+        """Convert the weights of a tensor as transformers does when it loads the file.
+
+        Return None if the result is not exactly one weight.
+        """
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
         )
@@ -148,7 +151,7 @@ class _Layout:
         return rows[torch.from_numpy(order)] if moved else rows, form
 
     def dense(self, tensor: GGUFTensor) -> torch.Tensor:
-        """Return the dequantised weight in float32, computed by transformers."""
+        """Return the dequantised weight of a tensor in float32, computed by transformers."""
         from gguf import dequantize
 
         weights = self._process(tensor, dequantize(tensor.data, tensor.tensor_type))

@@ -28,9 +28,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A linear layer with packed weights.
+    """A linear layer, or stacked experts, with packed weights.
 
     Attributes:
+        form: Format of the rows.
         rows: Packed rows, uint8 `[out, form.row_bytes]`, or `[experts, out, form.row_bytes]`.
         order: Order of the inputs, int32 `[ins]`, if `form.permuted`: packed input i is input `order[i]` of the layer.
             Otherwise None.
@@ -53,7 +54,7 @@ class Importer(ABC):
     parts: ClassVar[tuple[str, ...]]
 
     def split(self, name: str) -> tuple[str, str]:
-        """Return the module and the part of a tensor's name."""
+        """Return the module name and the last part of a tensor's name."""
         module, _, part = name.rpartition(".")
         return module, part
 
@@ -65,13 +66,13 @@ class Importer(ABC):
     def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
 
-        The size of its rows is final. Its exponent, and whether its inputs are permuted, may change in `pack`, because
-        they depend on the values.
+        The size of its rows is final. `pack` may still change the exponent, and whether the inputs are permuted,
+        because these depend on the values.
         """
 
     @abstractmethod
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
-        """Return the packed layer. `form` is the result of the method `form`."""
+        """Return the packed layer. `form` is the result of the method `form` for this layer."""
 
 
 class GPTQ(Importer):
@@ -139,7 +140,7 @@ class AWQ(Importer):
 
     @staticmethod
     def _unpack(words: torch.Tensor) -> torch.Tensor:
-        """Unpack words `[n, out / 8]` to codes, uint8 `[out, n]`, in the order of the outputs."""
+        """Unpack words, int32 `[n, out / 8]`, to codes, uint8 `[out, n]`, in the order of the outputs."""
         codes = _unpack_words(words, 4).view(len(words), -1, 8)
         return codes[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).T.contiguous()
 

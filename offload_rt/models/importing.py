@@ -1,4 +1,4 @@
-"""The choice of how a quantised checkpoint is loaded: converted once to a packed checkpoint, or by transformers.
+"""Choose how a quantised checkpoint is loaded: converted once to a packed checkpoint, or by transformers.
 
 Packed checkpoints are kept in a cache folder.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Conversion(Protocol):
-    """The conversion of a quantised checkpoint to a packed one."""
+    """The conversion of a quantised checkpoint to a packed checkpoint (`packed_checkpoint`)."""
 
     @property
     def source(self) -> ModelSource:
@@ -81,7 +81,7 @@ def _folder(conversion: Conversion) -> Path:
 def ready_source(conversion: Conversion) -> ModelSource | None:
     """Return the result of a conversion if it is in the cache, else None."""
     folder = _folder(conversion)
-    return replace(conversion.source, place=str(folder), gguf=None) if is_complete(folder) else None
+    return replace(conversion.source, name_or_path=str(folder), gguf=None) if is_complete(folder) else None
 
 
 def packed_source(conversion: Conversion) -> ModelSource:
@@ -106,4 +106,4 @@ def packed_source(conversion: Conversion) -> ModelSource:
     except OSError as error:
         _log.warning("the weights of %s are loaded by transformers, because they cannot be cached: %s", source, error)
         return source
-    return replace(source, place=str(folder), gguf=None)
+    return replace(source, name_or_path=str(folder), gguf=None)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ..errors import ModelError
 from .decoder_layer import Rotate, fused_norm, refuse_unused
+from .linear import plain_weight
 
 _QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 """Modules of a low-rank query projection."""
@@ -43,6 +43,7 @@ class LatentProjections:
         self._rank, self._rotated = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
         self._key_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
         self.head_dim = self._rank + self._rotated
+        self.default_scale = (self._key_dim + self._rotated) ** -0.5
         names = ("q_proj",) if getattr(attention, "q_proj", None) is not None else _QUERY
         self._query = [fused_norm(getattr(attention, name)) for name in names]
         self._latent, self._latent_norm = attention.kv_a_proj_with_mqa, fused_norm(attention.kv_a_layernorm)
@@ -90,10 +91,10 @@ class LatentProjections:
         """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`.
 
         A plain weight is read in each call, because it may be streamed or changed. A packed weight cannot be absorbed,
-        so a copy is unpacked in the first call.
+        so a copy is unpacked in the first call (`weights.unpacked_bytes`).
         """
-        weight = getattr(self._expansion, "weight", None)
-        if type(weight) is not nn.Parameter or weight.dtype != like.dtype:
+        weight: torch.Tensor | None = plain_weight(self._expansion)
+        if weight is None or weight.dtype != like.dtype:
             weight = self._unpacked = self._unpack(like) if self._unpacked is None else self._unpacked
         return weight.view(self.heads, -1, self._rank)
 

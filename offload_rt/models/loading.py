@@ -1,4 +1,4 @@
-"""Loading of a model by name or folder, or preparation of a model that is already loaded, and its adapter."""
+"""Load a model by name or folder, or prepare a model that is already loaded, and create its adapter."""
 
 from __future__ import annotations
 
@@ -60,14 +60,20 @@ As in vLLM, `do_sample` is ignored.
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model ready to run.
+    """A model that is ready to run, as returned by `load_model`.
 
     Attributes:
+        adapter: Computes the layers.
+        tokenizer: The tokenizer, or None.
+        fingerprint: Fingerprint of configuration and weights (`fingerprint`).
+        name: Name for messages.
+        eos_token_ids: Tokens that end a text.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
         embedding: The embedding module if it stays in host memory, else None.
-        live: Detector of changed weights, for a model that the caller owns; None for a model that was loaded here.
+        live: Detector of changed weights, for a model that the caller loaded; None for a model that `load_model`
+            loaded.
     """
 
     adapter: ModelAdapter
@@ -82,9 +88,9 @@ class LoadedModel:
     live: LiveWeights | None = None
 
     def weights_provenance(self) -> str:
-        """Return the part of the KV provenance key that changes whenever the caller changes weights in place.
+        """Return the part of the KV provenance key that depends on changes of weights by the caller.
 
-        Raise ModelError if a module of the model was replaced.
+        It is "" as long as nothing has changed. Raise ModelError if a module of the model was replaced.
         """
         changes = 0 if self.live is None else self.live.changes()
         return f"weights-{changes} " if changes else ""
@@ -156,7 +162,7 @@ def load_model(
         loaded = _verify(model, name, tokenizer, verify, identify)
         if source is None:
             return replace(loaded, live=LiveWeights(model))
-        return _place(loaded, model, target, placement) if placement else loaded
+        return _move_to_device(loaded, model, target, placement) if placement else loaded
 
 
 def _read_checkpoint(
@@ -190,7 +196,7 @@ def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:
-    """Raise ModelError before the weights are read, if an unregistered or multimodal checkpoint cannot run."""
+    """Raise ModelError before the weights are read, if the architecture of the checkpoint is not supported."""
     name = architecture_of(config)
     refuse_unverified(name, verify)
     if name not in architectures() or is_multimodal(config):
@@ -227,15 +233,15 @@ def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
         )
     if getattr(model, "_hf_peft_config_loaded", False) or type(model).__module__.partition(".")[0] == "peft":
         raise ModelError(f"the model has PEFT adapters; {MERGE}", reason="peft")
-    places = sorted({str(weight.device) for weight in model.parameters()})
-    if len(places) > 1 or places == ["meta"]:
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
         raise ModelError(
-            f"the weights are on {', '.join(places)}; they must be on one device: load the model without device_map"
+            f"the weights are on {', '.join(devices)}; they must be on one device: load the model without device_map"
         )
     actual = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if device not in ("auto", places[0], places[0].partition(":")[0]) or dtype not in ("auto", actual):
+    if device not in ("auto", devices[0], devices[0].partition(":")[0]) or dtype not in ("auto", actual):
         raise ModelError(
-            f"the loaded model is on {places[0]} in {actual}; to run it on {device} in {dtype}, "
+            f"the loaded model is on {devices[0]} in {actual}; to run it on {device} in {dtype}, "
             "move it first (model.to(...)) or pass its folder"
         )
 
@@ -247,7 +253,10 @@ def _verify(
     verify: Verify,
     identify: Callable[[Any], str],
 ) -> LoadedModel:
-    """Verify a model as requested by `verify`, and return it with its adapter. `identify` computes its fingerprint."""
+    """Verify a loaded model against transformers as requested by `verify`. Return it with its adapter.
+
+    `identify` computes the fingerprint.
+    """
     adapter = adapter_for(model)  # Refuses unsupported models before their weights are digested.
     report("computing the fingerprint of the weights")
     identity = identify(model)
@@ -269,7 +278,7 @@ def _verify(
     )
 
 
-def _place(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
+def _move_to_device(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
     """Move the weights of `model` to `device`, except those that `placement` keeps in host memory."""
     place_weights(model, device, placement)
     kept = None

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def is_multimodal(config: Any) -> bool:
-    """Return whether a configuration contains a separate configuration of its language model."""
+    """Return whether a configuration contains a separate configuration of the language model."""
     return config.get_text_config(decoder=True) is not config
 
 
@@ -27,7 +27,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def unused_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of all modules that are not used for text, including modules that `without_unused` removed."""
+    """Return the names of all modules that are not used for text, including those that `without_unused` has removed."""
     return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
 
 

@@ -1,4 +1,4 @@
-"""The cache of packed checkpoints: one folder for each converted checkpoint. A folder is either complete or missing."""
+"""Cache of packed checkpoints on disk: one folder for each converted checkpoint, either complete or missing."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> Path:
-    """Return the cached checkpoint `folder`, after creating it with `write` if it does not exist.
+    """Return the cached checkpoint `folder`. If it does not exist, create it first with `write`.
 
-    Only one process writes at a time; others wait and use the result. Raise OSError if the folder cannot be written.
+    `origin` is the name of the original checkpoint. Only one process writes at a time; others wait and use the result.
+    Raise OSError if the folder cannot be written.
     """
     if is_complete(folder):
         os.utime(folder)  # the modification time is the time of the last use
@@ -76,7 +77,7 @@ def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> P
 
 
 def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name. Rename it when all files are on the disk."""
+    """Write a folder under a temporary name, and rename it when all its files are on the disk."""
     new = folder.with_name(f"{_NEW}{folder.name}")
     make_private_folder(new)
     try:
@@ -102,7 +103,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of the names and contents of all files except the digest itself."""
+    """Return a digest of the names and contents of all files in `folder`, except the file with the digest."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_BYTES_AT_ONCE)
     for path in sorted(folder.iterdir()):
         if path.name != DIGEST:
@@ -115,7 +116,7 @@ def _digest(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Context that locks the cache. If the process ends, the operating system releases the lock."""
+    """Lock the cache while the body of the `with` statement runs. The lock ends with the process."""
     make_private_folder(home)
     handle = open_private(home / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
@@ -143,9 +144,9 @@ def packed_entries(home: Path) -> list[PackedEntry]:
 
 
 def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
-    """Delete the least recently used checkpoints until at most `limit` bytes remain. Return the deleted checkpoints.
+    """Delete the least recently used checkpoints until at most `limit` bytes remain. Return the deleted ones.
 
-    With a limit of 0, the records of checkpoints that cannot be packed are deleted as well.
+    With a limit of 0, the marks of checkpoints that cannot be packed are deleted as well.
     """
     if not home.is_dir():
         return []
@@ -156,7 +157,7 @@ def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
 
 
 def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[PackedEntry]:
-    """Delete the checkpoints for which `chosen` returns True. Return the deleted checkpoints."""
+    """Delete the checkpoints for which `chosen` returns True. Return them."""
     if not home.is_dir():
         return []
     with _locked(home):
@@ -167,7 +168,7 @@ def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[Pac
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the least recently used folders except `keep` until at most `limit` bytes remain. Return them."""
+    """Delete the least recently used folders until at most `limit` bytes remain, but not `keep`. Return them."""
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:

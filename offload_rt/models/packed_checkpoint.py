@@ -1,4 +1,4 @@
-"""Packed checkpoints, which are folders with packed weights: how they are written and loaded.
+"""Write and load packed checkpoints: folders with packed weights.
 
 A folder contains config.json, the tokenizer, and model.safetensors. On a CPU, model.safetensors is mapped into memory,
 so its weights are not copied. `quantization_config` has the format of each packed weight.
@@ -59,7 +59,7 @@ def stated_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
 
 
 def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Give modules of a model on the meta device packed weights, in place, with `formats` by module name."""
+    """Replace weights of a model on the meta device by packed weights, in place. `formats` is by module name."""
     if not formats:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

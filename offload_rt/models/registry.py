@@ -63,7 +63,7 @@ def has_external_adapters() -> bool:
 
 
 def adapter_for(model: Any) -> ModelAdapter:
-    """Return the adapter of a loaded transformers model, chosen by its class.
+    """Return a new adapter for a loaded transformers model, chosen by its class.
 
     If the class is not registered, `DecoderAdapter` is used, provided that the model's modules are recognised. The
     model must then pass load-time verification before it runs.

@@ -98,7 +98,7 @@ def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
 
 
 class Rotary:
-    """Rotations of queries and keys in all layers, with tables from the decoder's rotary module.
+    """Applies RoPE to queries and keys in all layers, with tables (cos and sin) from the model's rotary module.
 
     The tables of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always computes
     them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not be
@@ -108,8 +108,11 @@ class Rotary:
     def __init__(self, module: Any, kinds: Sequence[str | None], attention: Any) -> None:
         """Detect the layout of the model's rotation in the source file of `attention`.
 
-        `kinds` has the name of each layer's set of frequencies in the rotary module `module`: "" if there is only one
-        set, and None for layers without rotary positions.
+        Args:
+            module: The decoder's rotary module.
+            kinds: For each layer, the name of its set of frequencies in `module`: "" if there is only one set, and None
+                if the layer has no RoPE.
+            attention: An attention module of the model.
         """
         self._module, self._kinds = module, tuple(kinds)
         self._known: list[tuple[ref[torch.Tensor], dict[str, Rotation]]] = []
@@ -122,7 +125,10 @@ class Rotary:
             self._detect(used[0], attention)
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the model's rotation, and the layout of the tables of the rotary module."""
+        """Detect the layout of the model's rotation, and the layout of the rotary module's tables.
+
+        `kind`: see `_inverse`.
+        """
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -132,9 +138,9 @@ class Rotary:
         self._ready = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
 
     def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` `[heads, T, d]` to `positions` `[T]`, unless the layer has no rotary positions."""
-        held = [] if layer == 0 else [tables for own, tables in self._known if own() is positions]
-        known = held[0] if held else self._new_entry(positions)
+        """Rotate `x` `[heads, T, d]` to `positions` `[T]`. In a layer without RoPE, return `x` unchanged."""
+        cached = [] if layer == 0 else [tables for own, tables in self._known if own() is positions]
+        known = cached[0] if cached else self._new_entry(positions)
         kind = self._kinds[layer]
         if kind is None:
             return x
@@ -147,14 +153,17 @@ class Rotary:
         return rotate(x, known[kind], self._layout)
 
     def _new_entry(self, positions: torch.Tensor) -> dict[str, Rotation]:
-        """Add an empty entry for `positions` to the cached tables. Drop the oldest entry and those of freed tensors."""
-        kept = [each for each in self._known if (held := each[0]()) is not None and held is not positions]
+        """Add an empty entry for `positions` to the cached tables, and return it.
+
+        Drop the oldest entry if there are too many, and the entries of freed tensors.
+        """
+        kept = [each for each in self._known if (tensor := each[0]()) is not None and tensor is not positions]
         entry: dict[str, Rotation] = {}
         self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
         return entry
 
     def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Rotate keys `[Hkv, n, d]` that are already rotated to positions `offset` higher.
+        """Rotate keys k `[Hkv, n, d]`, which already have RoPE, by `offset` further positions.
 
         Angles are computed in float64. Products are computed in float32, or in the dtype of `k` if it is wider.
         """
@@ -167,7 +176,7 @@ class Rotary:
         return rotate(k.to(compute), (cos, self._layout.signed(sin)), self._layout).to(k.dtype)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of the set `kind`."""
+        """Return the inverse frequencies `[w/2]` of the set `kind` of frequencies."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
@@ -185,7 +194,7 @@ class Rotary:
 
 
 def _layout_of(attention: Any, waves: Rotation) -> Layout:
-    """Detect the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
+    """Return the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
 
     If the file has no `apply_rotary_pos_emb`, the layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else
     `HalfSplit`. DeepSeek V3 states the layout in its configuration. Load-time verification detects a wrong guess.

@@ -1,4 +1,4 @@
-"""Properties of a model that are determined before its weights are read."""
+"""Dimensions and weight sizes of a model, determined before its weights are read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,16 @@ from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
 from .stored_tensors import stored_tensors
-from .weights import ON_DEVICE, ExpertSizes, Placement, WeightSizes, aligned, weight_bytes, weight_sizes
+from .weights import (
+    ON_DEVICE,
+    ExpertSizes,
+    Placement,
+    WeightSizes,
+    aligned,
+    unpacked_bytes,
+    weight_bytes,
+    weight_sizes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,12 +50,15 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of a model that are determined before its weights are read.
+    """Dimensions and weight sizes of a model, determined before its weights are read. Returned by `load_shape`.
 
     Attributes:
-        weight_bytes: Size in bytes of parameters and buffers, without weights that `placement` keeps in host memory.
-            Tied weights count once.
+        geometry: Dimensions.
+        weight_bytes: Size in bytes of parameters, buffers and unpacked copies (`weights.unpacked_bytes`), without
+            weights that `placement` keeps in host memory. Tied weights count once.
         sizes: Division of `weight_bytes` into layers, experts, embedding and the rest.
+        dtype: Dtype of the computation.
+        device: Device of the model.
         packing: Quantisation method of weights that stay packed, or None.
         streams: Whether layers can be copied to the device one by one.
         placement: Experts and embedding that stay in host memory.
@@ -64,7 +76,7 @@ class ModelShape:
     host_bytes: int = 0
 
     def placed(self, placement: Placement) -> ModelShape:
-        """Return this shape with experts and embedding placed as in `placement`."""
+        """Return a copy in which experts and embedding are placed according to `placement`."""
         assert not self.placement and not placement.layers, "layers are placed by a plan"
         sizes, on_host, slots = self.sizes.on_device(placement), self.sizes.on_host(placement), placement.experts
         weights = self.weight_bytes - on_host
@@ -89,7 +101,8 @@ def load_shape(
     if not isinstance(model, (str, os.PathLike)):
         check_loaded(model, str(device), str(dtype).removeprefix("torch."))
         geometry, sizes, packed = adapter_for(model).geometry, weight_sizes(model), packing_of(model)
-        return ModelShape(geometry, weight_bytes(model), sizes, model.dtype, model.device, packed, packed is None)
+        size = weight_bytes(model) + unpacked_bytes(model)
+        return ModelShape(geometry, size, sizes, model.dtype, model.device, packed, packed is None)
     where = resolve_device(device)
     source = find_source(model, hub)
     compute = partial(_read_shape, source, where, dtype, max_model_len, quantize)
@@ -101,9 +114,10 @@ def load_shape(
 
 
 def _code_versions() -> list[object]:
-    """Return the time of the newest change of this package, and the versions of packages that determine sizes.
+    """Return what else the shape of a model depends on: this package's files and the versions of other packages.
 
-    The version of a package that is not installed is None.
+    These are the time of the newest change of a file, and the versions. The version of a package that is not installed
+    is None.
     """
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
@@ -125,7 +139,7 @@ def _dump(shape: ModelShape) -> str:
 
 
 def _parse(text: str) -> ModelShape:
-    """Return the shape that `_dump` has converted to text."""
+    """Convert the text that `_dump` returns back to a shape."""
     entries = json.loads(
         text, object_hook=lambda entry: {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     )
@@ -156,17 +170,21 @@ def _read_shape(
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
     packed = packing_of(skeleton)
     if packed == PACKED.method:
-        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where, packed)
+        return ModelShape(geometry, weight_bytes(skeleton) + unpacked_bytes(skeleton), sizes, chosen, where, packed)
     backend = backend_of(config)
     if backend is None or not backend.stays_packed(where):
         return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
     fixed, layers = _packed_bytes(source, skeleton, chosen)
+    fixed += unpacked_bytes(skeleton, all_packed=True)
     sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
     return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), backend.can_stream(config))
 
 
 def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-    """Return the packed format of each module, by name. Empty if the checkpoint is not and will not be packed."""
+    """Return the packed format of each module, by name.
+
+    Empty if the checkpoint is not packed and will not be converted to a packed one.
+    """
     if packing(skeleton.config) == PACKED.method:
         return stated_formats(skeleton.config)
     if conversion is None:
@@ -178,12 +196,12 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the sizes in bytes of a packed checkpoint's weights outside of layers, and in each layer (aligned).
+    """Return the sizes in bytes of a packed checkpoint's weights outside of layers, and of each layer (aligned).
 
     Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
     files cannot be read.
     """
-    named = {_short(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
+    named = {_unprefixed(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
     depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
     unused = unused_modules(skeleton)
@@ -194,7 +212,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     for name, shape, kind, size, _ in stored:
         if any(belongs_to(module, name) for module in unused):
             continue
-        plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_short(name)) == shape
+        plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_unprefixed(name)) == shape
         size = torch.Size(shape).numel() * dtype.itemsize if plain else size
         found = _LAYER.search(name)
         if found is not None and int(found[1]) < depth:
@@ -204,8 +222,8 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     return fixed, tuple(layers)
 
 
-def _short(name: str) -> str:
-    """Return the name of a weight without the prefix of its module path."""
+def _unprefixed(name: str) -> str:
+    """Return the name of a weight without the prefix that differs between files and modules of multimodal models."""
     # The prefix in files of multimodal models differs from the prefix in their modules.
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])

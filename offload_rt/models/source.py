@@ -28,7 +28,7 @@ _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Hub:
-    """Options for downloads from the hub.
+    """Options for downloads from the Hugging Face hub.
 
     Attributes:
         revision: Branch, tag or commit. None selects the newest commit of the main branch.
@@ -61,15 +61,17 @@ DEFAULT_HUB = Hub()
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Location of the files of a checkpoint.
+    """Where the files of a checkpoint are. Created by `find_source`.
 
     Attributes:
-        place: Folder or hub id, as accepted by transformers.
-        gguf: Name of the GGUF file in `place` with configuration, weights and tokenizer; None if they are separate.
+        name_or_path: Folder or hub id, as accepted by transformers.
+        gguf: Name of a GGUF file in `name_or_path` that has configuration, weights and tokenizer; None if there is
+            none.
         shipped: Whether the checkpoint ships with the package.
+        hub: Download options.
     """
 
-    place: str
+    name_or_path: str
     gguf: str | None = None
     shipped: bool = False
     hub: Hub = DEFAULT_HUB
@@ -77,12 +79,12 @@ class ModelSource:
     @property
     def folder(self) -> Path | None:
         """The local folder, or None for a hub id."""
-        return Path(self.place) if Path(self.place).is_dir() else None
+        return Path(self.name_or_path) if Path(self.name_or_path).is_dir() else None
 
     @property
     def location(self) -> str:
         """The absolute path of a local folder or file, or the name of a checkpoint on the hub."""
-        name = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
+        name = self.name_or_path if self.gguf is None else f"{self.name_or_path}/{self.gguf}"
         return name if self.folder is None else str(Path(name).absolute())
 
     def check_files(self) -> None:
@@ -107,24 +109,28 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint has a tokenizer. False only for a local folder without tokenizer files."""
+        """Whether the checkpoint has a tokenizer. Only for a local folder without tokenizer files, this is False."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
 
     def check_reachable(self) -> None:
-        """Raise ModelError at once if a hub model is not in the cache and the hub cannot be reached."""
+        """Raise ModelError quickly if a hub model is not in the cache and the hub cannot be reached."""
         if self.folder is not None:
             return
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
         file, revision = self.gguf or "config.json", self.hub.revision
-        if isinstance(try_to_load_from_cache(self.place, file, cache_dir=self.hub.folder, revision=revision), str):
+        if isinstance(
+            try_to_load_from_cache(self.name_or_path, file, cache_dir=self.hub.folder, revision=revision), str
+        ):
             return
         cure = "pass the folder of a downloaded model"
         if constants.is_offline_mode():
             raise ModelError(f"{self} is not in the cache, and HF_HUB_OFFLINE forbids a download: {cure}")
         try:
-            get_hf_file_metadata(hf_hub_url(self.place, file, revision=revision), timeout=2, token=self.hub.token)
+            get_hf_file_metadata(
+                hf_hub_url(self.name_or_path, file, revision=revision), timeout=2, token=self.hub.token
+            )
         except Exception as error:  # The type of a connection error differs between versions of huggingface_hub.
             if getattr(error, "response", None) is not None:
                 return  # The hub can be reached; transformers will report the reason.
@@ -135,7 +141,7 @@ class ModelSource:
 
     def __str__(self) -> str:
         """Return the location in quotes, for messages."""
-        what = self.place if self.gguf is None else f"{self.place}/{self.gguf}"
+        what = self.name_or_path if self.gguf is None else f"{self.name_or_path}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 
 

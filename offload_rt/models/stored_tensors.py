@@ -30,8 +30,8 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers reads: those in the index, else model.safetensors, else all."""
     if (index := folder / INDEX).exists():
         return sorted({folder / str(name) for name in read_json(index)["weight_map"].values()})
-    whole = folder / "model.safetensors"
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
@@ -46,7 +46,7 @@ def stored_tensors(source: ModelSource) -> Iterator[StoredTensor]:
 
         hub = source.hub
         for file in get_safetensors_metadata(
-            source.place, revision=hub.revision, token=hub.token
+            source.name_or_path, revision=hub.revision, token=hub.token
         ).files_metadata.values():
             for name, info in file.tensors.items():
                 size = info.data_offsets[1] - info.data_offsets[0]
@@ -69,7 +69,10 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def check_complete(path: Path) -> Path:
-    """Return `path`. Raise ModelError if this safetensors file is damaged or ends before the end of its last tensor."""
+    """Return `path`, after checking that this safetensors file is complete.
+
+    Raise ModelError if the file is damaged, or ends before the end of its last tensor.
+    """
     try:
         ends = [entry["data_offsets"][1] for name, entry in _header(path).items() if name != "__metadata__"]
         with path.open("rb") as file:

@@ -119,7 +119,7 @@ class _Observed:
 
 
 class _Verification:
-    """A comparison over `length` tokens that start at position `start`."""
+    """A comparison of an adapter with transformers, over `length` random tokens that start at position `start`."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
@@ -172,13 +172,16 @@ class _Verification:
             for layer in layers:
                 hook = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
                 stack.callback(hook.remove)
-            with one_error(f"{self._name} cannot be verified, because its forward pass fails on text alone"):
+            with one_error(f"{self._name} cannot be verified, because its forward pass fails for a text"):
                 out = self._model(self._tokens[None], **{n: value for n, value in options.items() if n in known})
         seen.logits = out.logits[0, -_DECODE_TOKENS:]
         return seen
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a layer of the adapter on its input `[T, D]`: the last tokens one by one, all earlier tokens together."""
+        """Return the output `[T, D]` of an attention layer of the adapter for its input `[T, D]`.
+
+        The last tokens are computed one by one, and all earlier tokens together (or in two pieces).
+        """
         adapter, outs, parts = self._adapter, [], []
         for s in self._pieces:
             q, *rows = adapter.qkv(layer, adapter.attention_input(layer, hidden[s]), self._positions[s])
@@ -188,16 +191,16 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer, `[T, D]`, after the stages that follow it, in pieces like `_layer`."""
+        """Run the stages that follow attention layer `layer` on its output `[T, D]`, in pieces like `_layer`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden
 
     def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding.
+        """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding errors.
 
-        The tolerance is relative to the layer's contribution: the difference between `expected` and the layer's input
-        `given`.
+        `what` names the compared result in the message. The tolerance is relative to the layer's contribution: the
+        difference between `expected` and the layer's input `given`.
         """
         wide = torch.promote_types(actual.dtype, torch.float32)
         actual, expected, given = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, given))
@@ -230,7 +233,7 @@ class _Verification:
                 strange.append(f"sliding_window={window}")
             if (cap or None) != geometry.softcap:
                 strange.append(f"softcap={cap}")
-            if not _same(sinks, own):
+            if not _equal_sinks(sinks, own):
                 strange.append("s_aux")
             if strange:
                 raise ModelError(
@@ -240,7 +243,7 @@ class _Verification:
                 )
 
 
-def _same(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
+def _equal_sinks(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
     if given is None or own is None:
         return given is own
     return torch.equal(given.to(own), own)
@@ -258,7 +261,10 @@ def _tensor(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """Context in which the model of `config` uses eager attention and adds the arguments of calls to `arguments`."""
+    """Use eager attention in the model of `config` while the body of the `with` statement runs.
+
+    The arguments of each attention call are appended to `arguments`.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .linear import held_bytes, places_of, tensors_of
+from .linear import held_bytes, places_of, plain_weight, tensors_of
 from .multimodal import text_decoder
 
 ALIGNMENT = 64
@@ -20,7 +20,7 @@ _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
 
 @dataclass(frozen=True)
 class Placement:
-    """Weights that stay in host memory.
+    """Which weights stay in host memory.
 
     Attributes:
         layers: Indices of decoder layers whose weights are copied to the device in every pass.
@@ -55,7 +55,7 @@ class WeightSizes:
     """Sizes of a model's weights in bytes.
 
     Attributes:
-        fixed: Embedding, head (not counted if tied to the embedding), final norm, and all buffers.
+        fixed: Embedding, head (not counted if tied to the embedding), final norm, all buffers, and `unpacked_bytes`.
         layers: Aligned size of the weights of each decoder layer.
         widest: Largest number of rows or columns of any matrix in a layer.
         experts: Sizes of the experts in `layers`, which may stay in host memory; None if there are none.
@@ -69,7 +69,7 @@ class WeightSizes:
     embedding: int = 0
 
     def on_device(self, placement: Placement) -> WeightSizes:
-        """Return the sizes of the weights that are on the device with `placement`.
+        """Return the sizes of the weights that are on the device if `placement` is used.
 
         `fixed` then includes the device slots of experts that are in host memory.
         """
@@ -114,13 +114,19 @@ class HostEmbedding(nn.Module):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a transformers model in order: the outermost `ModuleList` of its decoder."""
+    """Return the decoder layers of a transformers model in order.
+
+    They are the outermost `ModuleList` of its decoder.
+    """
     stack = next(module for module in text_decoder(model).modules() if isinstance(module, nn.ModuleList))
     return list(stack)
 
 
 def attention_layers(layers: list[nn.Module]) -> list[int]:
-    """Return the indices of the decoder layers with an attention module. If no module has a known name, return all."""
+    """Return the indices of the decoder layers that have an attention module.
+
+    If no layer has a module with a known name, return all indices.
+    """
     found = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
     return found or list(range(len(layers)))
 
@@ -181,11 +187,25 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
     return WeightSizes(
-        fixed + sum(buffer.nbytes for buffer in model.buffers()),
+        fixed + sum(buffer.nbytes for buffer in model.buffers()) + unpacked_bytes(model),
         tuple(layer_bytes(layer) for layer in layers),
         max(_widest_side(layer) for layer in layers),
         _expert_sizes(layers),
         0 if embedding is None else sum(held_bytes(weight) for weight in embedding.parameters()),
+    )
+
+
+def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
+    """Return the size in bytes of the copies that latent attention makes of packed weights (`latent_attention`).
+
+    With `all_packed`, `model` is a skeleton whose linear layers will be packed when it is loaded.
+    """
+    size = model.get_input_embeddings().weight.dtype.itemsize
+    expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
+    return sum(
+        each.in_features * each.out_features * size
+        for each in expansions
+        if each is not None and (all_packed or plain_weight(each) is None)
     )
 
 
@@ -236,8 +256,8 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
     staying = {id(weight) for module in stay for weight in module.parameters()}
     for weight in model.parameters():
         if id(weight) not in staying:
-            for place in places_of(weight):
-                place.put(place.tensor.to(device))
+            for location in places_of(weight):
+                location.put(location.tensor.to(device))
     for module in model.modules():
         if module is embedding:  # the buffers of the embedding stay in host memory too
             continue

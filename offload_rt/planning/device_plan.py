@@ -4,7 +4,7 @@ If the limit is too small for all data, the plan moves data to host memory in th
 
 1. Experts of a mixture of experts. All are in host memory, and each layer caches as many on the device as fit.
 2. Decoder layers. Their weights are streamed through two buffers. The streamed layers are evenly spaced, so that
-   transfers overlap with computation.
+   transfers overlap with computation. In hybrid models, layers without attention are streamed first.
 3. Scoring keys, if even two decoder layers and the scoring keys do not fit together. The host then computes the scores
    (InfiniGen §6.2), which is slower than any transfer.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import EngineConfig
-from ..core import BLOCK_SIZE
+from ..core import BLOCK_SIZE, ModelGeometry
 from ..errors import ConfigError, DeviceFullError, MemoryLimitError
 from ..kv_cache.disk.file_layout import disk_limit
 from ..models.shape import ModelShape
@@ -32,7 +32,7 @@ from .memory_model import DeviceCosts
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Division of the device memory, `limit` bytes, between weights and running sequences."""
+    """A division of `limit` bytes of device memory between weights and running sequences. Made by `plan_device`."""
 
     limit: int
     costs: DeviceCosts
@@ -59,29 +59,29 @@ class DevicePlan:
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
-        there = replace(self.costs, keys_on_host=False)
-        return weights + there.basis() - self.costs.basis() + there.scoring(self.context)
+        on_device = replace(self.costs, keys_on_host=False)
+        return weights + on_device.basis() - self.costs.basis() + on_device.scoring(self.context)
 
     @property
     def keys_on_host(self) -> bool:
         return self.costs.keys_on_host
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Size in bytes of the device memory that weights leave free."""
         return self.limit - self.weights
 
-    def beside(self, other: DevicePlan) -> bool:
+    def same_weights_as(self, other: DevicePlan) -> bool:
         """Return whether both plans have the same weights on the device, and scoring keys in the same memory."""
         return self.placement == other.placement and self.keys_on_host == other.keys_on_host
 
     def check(self, contexts: Sequence[int]) -> None:
         """Raise DeviceFullError if concurrent sequences with `contexts` tokens each could exceed the limit."""
-        needed = self.costs.total([_slots(context) for context in contexts]) if contexts else 0
-        if needed > self.room:
+        needed = self.costs.total([_round_to_blocks(context) for context in contexts]) if contexts else 0
+        if needed > self.free_bytes:
             subject = f"{len(contexts)} sequences" if len(contexts) > 1 else "a sequence"
             raise DeviceFullError(
-                f"device_memory={format_size(self.limit)} leaves {format_size(self.room)} after the weights, and "
+                f"device_memory={format_size(self.limit)} leaves {format_size(self.free_bytes)} after the weights, and "
                 f"{subject} of up to {max(contexts):,} tokens may need {format_size(needed)}: raise device_memory, "
                 f"shorten the prompt, or give a larger max_model_len, for which more layers' weights would stay on the "
                 f"host (this plan is for {self.context:,} tokens)"
@@ -98,10 +98,10 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
         chosen = replace(costs, keys_on_host=keys_on_host)
-        room = limit - chosen.total([_slots(context)])
+        available = limit - chosen.total([_round_to_blocks(context)])
         for count in (0, *range(BUFFERS + 1, layers + 1)):
-            streamed = _spread(count, layers)
-            if _weights(chosen, streamed) <= room:
+            streamed = _evenly_spaced(count, layers, costs.shape.geometry)
+            if _weights(chosen, streamed) <= available:
                 return DevicePlan(limit, chosen, context, streamed)
     raise MemoryLimitError(_too_small(limit, chosen, context))
 
@@ -125,7 +125,7 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
-    """Return the plan for `config.device_memory`. Raise MemoryLimitError if no plan fits.
+    """Return the plan for the device memory limit in `config`. Raise MemoryLimitError if no plan fits.
 
     Raise ConfigError if a policy option or a requested placement is invalid.
     """
@@ -134,15 +134,15 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     pool = divided_host_memory(config, geometry, shape.dtype).kv
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
-    held = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
-    limit, context = config.device_memory, config.max_model_len or held
+    capacity = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
+    limit, context = config.device_memory, config.max_model_len or capacity
     *larger, least = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice=least)
     several = [replace(costs, shape=shape.placed(placement)) for placement in _placements(config, shape)]
-    whole = (found for found in _plans(limit, several, context) if not (found.streamed or found.keys_on_host))
-    plan = next(whole, None) or plan_device(limit, several[-1], context)
+    resident = (found for found in _plans_within(limit, several, context) if not (found.streamed or found.keys_on_host))
+    plan = next(resident, None) or plan_device(limit, several[-1], context)
     sliced = [replace(plan.costs, slice=size, keys_on_host=False) for size in larger]
-    plan = next((found for found in _plans(limit, sliced, context) if found.beside(plan)), plan)
+    plan = next((found for found in _plans_within(limit, sliced, context) if found.same_weights_as(plan)), plan)
     if plan.streamed and not shape.streams:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights and {plan.context:,} tokens, and "
@@ -168,7 +168,7 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements to try, starting with the most weights on the device."""
+    """Yield the placements of weights to try, starting with the one with the most weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:
@@ -176,19 +176,25 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
             yield replace(requested, experts=slots)
 
 
-def _plans(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
+def _plans_within(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
     """Yield a plan of at most `limit` bytes for each cost model in `several`. Skip models without such a plan."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
 
 
-def _spread(count: int, layers: int) -> tuple[int, ...]:
-    """Return `count` indices of layers in [0, `layers`), evenly spaced."""
-    return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
+def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
+    """Return `count` indices of layers in [0, `layers`), evenly spaced among those without attention if they suffice.
+
+    To predict a query, the weights of the next attention layer are needed several layers early. If they were streamed,
+    they would replace those of a layer before it, and both would be copied twice.
+    """
+    recurrent = sorted(set(range(layers)) - {*geometry.attention_at}) if geometry.attention_at else []
+    chosen = recurrent if count <= len(recurrent) else range(layers)
+    return tuple(chosen[(2 * i + 1) * len(chosen) // (2 * count)] for i in range(count))
 
 
-def _slots(context: int) -> int:
+def _round_to_blocks(context: int) -> int:
     return -(-context // BLOCK_SIZE) * BLOCK_SIZE
 
 
@@ -201,24 +207,25 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
     """Return the error message for a limit that is below the minimum device memory of `costs`."""
     layers = len(costs.shape.sizes.layers)
-    least = min(_weights(costs, _spread(count, layers)) for count in {0, layers} if count == 0 or count > BUFFERS)
-    rest = costs.total([_slots(context)])
+    counts = {0, layers} if layers > BUFFERS else {0}
+    least = min(_weights(costs, _evenly_spaced(count, layers, costs.shape.geometry)) for count in counts)
+    rest = costs.total([_round_to_blocks(context)])
     where = ", scoring keys on the host" if costs.keys_on_host else ""
     message = (
         f"device_memory={format_size(limit)} cannot hold {context:,} tokens: even with as few weights on the device as "
         f"possible ({format_size(least)}: embeddings, head and {BUFFERS} layers at a time){where}, the tokens take "
         f"{format_size(rest)}; {format_size(least + rest - limit)} are missing"
     )
-    fits = _longest(limit - least, costs, context)
+    fits = _longest_fitting(limit - least, costs, context)
     if fits:
         return f"{message}. Up to {fits:,} tokens would fit: pass max_model_len, or raise device_memory"
     return f"{message}. Not even one token fits: raise device_memory"
 
 
-def _longest(room: int, costs: DeviceCosts, context: int) -> int:
-    """Return the length in tokens of the longest sequence, below `context`, that fits `room` bytes; 0 if none fits."""
+def _longest_fitting(available: int, costs: DeviceCosts, context: int) -> int:
+    """Return the most tokens, below `context`, of a sequence that fits `available` bytes; 0 if none fits."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if costs.total([_slots(middle)]) <= room else (low, middle)
+        low, high = (middle, high) if costs.total([_round_to_blocks(middle)]) <= available else (low, middle)
     return low

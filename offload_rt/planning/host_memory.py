@@ -35,7 +35,7 @@ class HostMemory:
 
 
 def divided_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
-    """Return the division of the host memory.
+    """Return how the configured host memory is divided for a model.
 
     Raises:
         MemoryLimitError: `snapshot_memory` is not smaller than `host_memory`.

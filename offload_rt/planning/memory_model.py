@@ -36,14 +36,15 @@ class DeviceCosts:
     """Upper bounds of the device memory for sequences, without weights. All sizes are in bytes.
 
     Attributes:
+        shape: Dimensions of the model and sizes of its weights.
         demand: Memory demand of the policy.
         slice: Number of prompt tokens whose queries, attention and MLP are computed together.
         rounded: Whether the KV cache is quantised, so that fetched KV must be decoded.
         keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
         working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
             tokens.
-        graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory
-            of one more graph than the running one.
+        graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory of
+            one more graph than the running one.
         drafts: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
     """
 
@@ -61,11 +62,11 @@ class DeviceCosts:
         return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size in bytes of bases, rotary cos and sin of a slice, and cuBLAS workspaces on CUDA."""
+        """Return the size in bytes of bases, RoPE tables of one slice and cuBLAS workspaces, for any context length."""
         return self.basis() + self._rotation(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def _rotation(self, tokens: int) -> int:
-        """Return the size in bytes of rotary cos and sin of `tokens` tokens."""
+        """Return the size in bytes of the RoPE tables (cos and sin) of `tokens` tokens."""
         return 2 * tokens * self.shape.geometry.head_dim * self.shape.dtype.itemsize
 
     @cached_property
@@ -106,7 +107,8 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
 
-        In lossless mode, it includes the marks (`StateMarks`) with the mixer inputs of a verification pass.
+        In lossless mode, it includes the copies of the state before draft tokens (`StateMarks`), and the mixer inputs
+        of a verification pass.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
@@ -156,11 +158,11 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the size in bytes of a prefill's memory, including rotary cos and sin of slices after the first."""
+        """Return the size in bytes of a prefill's temporary memory, with RoPE tables of slices after the first."""
         return self._layer_work(context) + self._rotation(max(0, min(context, KEPT * self.slice) - self.slice))
 
     def _layer_work(self, context: int) -> int:
-        """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors."""
+        """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
@@ -211,7 +213,10 @@ class DeviceCosts:
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights)
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes for concurrent sequences of `contexts` tokens, with a prefill of the longest one."""
+        """Return the size in bytes for concurrent sequences with `contexts` tokens each.
+
+        The size includes a prefill of the longest sequence.
+        """
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         lasting += self.states(len(contexts))
         step = self.staging(contexts) + self.decode(contexts)
@@ -254,9 +259,9 @@ class Requirements:
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int = 1) -> Requirements:
-    """Return the requirements of one sequence of `context` tokens with `weights` bytes of weights on the device.
+    """Return the memory requirements of one sequence of `context` tokens.
 
-    At most `max_graphs` CUDA graphs are captured.
+    `weights` is the size in bytes of the weights on the device. At most `max_graphs` CUDA graphs are captured.
     """
     assert context >= 1
     geometry, dtype = costs.shape.geometry, costs.shape.dtype
@@ -279,7 +284,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Plan of a KV cache on disk."""
+    """Sizes of a KV cache on disk."""
 
     limit: int  # maximum file size in bytes
     budget: MemoryBudget  # division of host memory
@@ -308,7 +313,10 @@ class SystemMemory:
 
     @classmethod
     def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
-        """Return the free memory of this system. If `host_memory` is None, `pool_limit` is half of the free memory."""
+        """Return the free memory of this system and of `device`.
+
+        If `host_memory` is None, `pool_limit` is half of the free memory.
+        """
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
         if device.type == "cpu":

@@ -27,12 +27,13 @@ from ..core import Selection, VisibleTokens
 from .infinigen.scoring_keys import ListedKeys
 from .rule import Rule
 
-QuerySource = Literal["attention_input", "normed_input", "residual", "query"]
+QuerySource = Literal["attention_input", "normed_input", "residual", "query"] | int
 """The input from which the query of layer l is computed for `select`.
 
-"attention_input", "normed_input" and "residual" are available while layer l - 1 runs and give a predicted query.
-"query" is the true query of layer l, which leaves no time to prefetch. Layer 0 always gets its true query, because it
-depends only on the embedding.
+"attention_input", "normed_input" and "residual" are available while layer l - 1 runs and give a predicted query. An
+integer n predicts it later, from the input of the n-th decoder layer before layer l. Where fewer than n layers without
+attention lie between layers l - 1 and l, it is "normed_input". "query" is the true query of layer l, which leaves no
+time to prefetch. Layer 0 always gets its true query, because it depends only on the embedding.
 """
 
 KeyReader = Callable[[int, range], torch.Tensor]
@@ -40,6 +41,11 @@ KeyReader = Callable[[int, range], torch.Tensor]
 
 Used by policies that need the full keys (oracle) and by measurements. These reads are not counted as transfers.
 """
+
+
+def source_between(source: QuerySource, between: int) -> QuerySource:
+    """Return the source for a layer, if `between` decoder layers are between it and the attention layer before it."""
+    return "normed_input" if isinstance(source, int) and source > between else source
 
 
 class PolicyState:

@@ -72,6 +72,10 @@ class InfiniGenOptions(PolicyOptions):
             the input of layer i-1 under the norm of layer i ("normed_input"), or the residual of layer i-1 after its
             attention ("residual"). "query" uses the true query of layer i, which is too late to prefetch. "auto" is
             "attention_input" on a device and "query" on a CPU.
+        ahead: Predict the query of attention layer i from the input of the decoder layer this many layers before it,
+            under the norm of layer i, but not before attention layer i-1. It replaces `source`. In models without
+            recurrent layers, it is the same as source "normed_input". A small value finds more of the important tokens,
+            a large one leaves more time for the transfer. None predicts the query in layer i-1.
         corrected: Whether a slope and an offset per channel, measured in calibration, correct the predicted attention
             input (not in the paper).
         scorer: Format of the scoring keys: some columns in the model's dtype ("partial") or as int8 ("int8"), or all
@@ -115,6 +119,10 @@ class InfiniGenOptions(PolicyOptions):
     partial_ratio: float = option(0.3, help="fraction of the head dimension that is scored, (0, 1]", metavar="R")
     max_fraction: float = option(0.02, help="largest fraction of tokens fetched, (0, 1]", metavar="F")
     source: SourceOption = option("auto", help="where a layer's query is predicted from; auto: its own query on a CPU")
+    ahead: int | None = option(
+        None, help="hybrid models: predict queries N decoder layers before (default: in the attention layer before)",
+        metavar="N", neutral=None,
+    )  # fmt: skip
     corrected: bool = option(True, help="correct predicted queries as calibrated")
     scorer: Scorer = option("auto", help="storage of scoring keys; auto: approximate KV if kept, else int8")
     columns: Columns = option("calibration", help="when the scored columns are chosen")
@@ -140,6 +148,11 @@ class InfiniGenOptions(PolicyOptions):
         check(0 < self.partial_ratio <= 1, f"partial_ratio={self.partial_ratio} must be in (0, 1]")
         check(0 < self.max_fraction <= 1, f"max_fraction={self.max_fraction} must be in (0, 1]")
         check_choice("source", self.source, ("auto", *get_args(Source), "query"))
+        check(self.ahead is None or self.ahead >= 1, f"ahead={self.ahead} must be at least 1")
+        check(
+            self.ahead is None or self.source == "auto",
+            f"ahead={self.ahead} replaces source={self.source!r}; leave one of them out",
+        )
         check_choice("scorer", self.scorer, get_args(Scorer))
         check_choice("columns", self.columns, get_args(Columns))
         check_choice("approximate_kv", self.approximate_kv, get_args(ApproximateKVBits))

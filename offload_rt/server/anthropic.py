@@ -100,11 +100,11 @@ async def messages(body: MessagesRequest, request: Request, service: CurrentServ
         return await stream_response(request, _events(steps, message))
     [step] = await run_for_client(request, collect_steps(steps))
     content = [_block(piece) for piece in step.pieces]
-    return json_response(message | {"content": content, "usage": _usage(step.usage)} | _end(step))
+    return json_response(message | {"content": content, "usage": _usage(step.usage)} | _end_fields(step))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object of a response. Fields without a meaning in this server are null."""
+    """Return the usage object of a response. Fields that do not apply to this server are null."""
     absent = ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use", "service_tier")
     return dict.fromkeys(absent) | {
         "input_tokens": usage.prompt - usage.cached,
@@ -114,7 +114,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _end(step: Step) -> dict[str, Any]:
+def _end_fields(step: Step) -> dict[str, Any]:
     if step.finish_reason == "stop" and isinstance(step.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": step.stop_reason}
     return {"stop_reason": _ENDS[str(step.finish_reason)], "stop_sequence": None}
@@ -142,27 +142,27 @@ async def _events(steps: AsyncGenerator[Step, None], message: dict[str, Any]) ->
         async for step in steps:
             if not begun:
                 begun = True
-                yield _named("message_start", message=message | {"usage": _usage(step.usage)})
+                yield _event("message_start", message=message | {"usage": _usage(step.usage)})
             for piece in step.pieces:
                 new = not isinstance(piece, Arguments) and open_kind is not type(piece)
                 if new or isinstance(piece, ToolCall):
                     if open_kind is not None:
-                        yield _named("content_block_stop", index=index)
+                        yield _event("content_block_stop", index=index)
                     index, open_kind = index + 1, type(piece)
-                    yield _named("content_block_start", index=index, content_block=_empty(_block(piece)))
-                yield _named("content_block_delta", index=index, delta=_delta(piece))
+                    yield _event("content_block_start", index=index, content_block=_emptied(_block(piece)))
+                yield _event("content_block_delta", index=index, delta=_delta(piece))
     if open_kind is not None:
-        yield _named("content_block_stop", index=index)
-    yield _named("message_delta", delta=_end(step), usage=_usage(step.usage))
-    yield _named("message_stop")
+        yield _event("content_block_stop", index=index)
+    yield _event("message_delta", delta=_end_fields(step), usage=_usage(step.usage))
+    yield _event("message_stop")
 
 
-def _named(kind: str, **fields: Any) -> bytes:
+def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind} | fields, kind)
 
 
-def _empty(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a content block with empty text or input, for `content_block_start`."""
+def _emptied(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `block` with empty text or input, for the event `content_block_start`."""
     empty: dict[str, Any] = {"text": "", "thinking": "", "input": {}}
     return block | {name: value for name, value in empty.items() if name in block}
 
@@ -176,7 +176,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 
 def _conversation(body: CountRequest) -> Conversation:
-    """Convert a request to a conversation. Raises RefusedError for unsupported content blocks."""
+    """Return the conversation of a request. Raises RefusedError for unsupported content blocks."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": content_text(body.system, "system")})
@@ -200,7 +200,10 @@ def _conversation(body: CountRequest) -> Conversation:
 
 
 def _template_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Convert a message to messages for the chat template. Each tool result becomes a separate message."""
+    """Convert one message of a request to messages for the chat template.
+
+    Each tool result becomes a message of its own.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[dict[str, Any]] = []

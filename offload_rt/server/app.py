@@ -1,4 +1,4 @@
-"""The FastAPI application: error handlers, the web page, and routes outside the protocols."""
+"""The FastAPI application: error handlers, the web page, and routes that belong to no API protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generate chat responses for all protocols, as a stream of parsed text, reasoning and tool calls."""
+"""Generate chat responses for all API protocols, as a stream of parsed text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ async def prepare(
     """Render and tokenize a conversation, and check the token limits.
 
     Args:
+        service: The server's service.
+        request: The HTTP request.
+        conversation: The conversation.
         max_tokens: Maximum number of new tokens that the client requested, or None.
         sampling: Fields of `SamplingParams` that the request sets.
         structured: Result of `structured_outputs`, or None. It takes precedence over a required tool call.
@@ -75,7 +78,7 @@ async def prepare(
 
 @dataclass(frozen=True)
 class Step:
-    """New output of one completion.
+    """The output that one completion has added since its previous step.
 
     Attributes:
         index: Index of the completion in the response.
@@ -100,7 +103,7 @@ class Step:
 
 
 class ChatStream:
-    """Convert the outputs of a request, which contain all tokens so far, to steps with the new tokens.
+    """Converts the outputs of a request, which contain all tokens so far, to steps with only the new tokens.
 
     Args:
         make_parser: Creates a parser for each completion. By default all text is content.
@@ -113,7 +116,10 @@ class ChatStream:
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:
-        """Return a step for each completion that has changed since the last call, and a step if there is trace data."""
+        """Return a step for each completion that has changed since the last call.
+
+        If `output` has trace data, a step with this data follows.
+        """
         usage, found = Usage.from_output(output), []
         for each in output.outputs:
             characters, tokens, ended = self._seen.get(each.index, (0, 0, False))
@@ -158,10 +164,10 @@ async def collect_steps(steps: AsyncGenerator[Step, None]) -> list[Step]:
     async with aclosing(steps):
         async for step in steps:
             by_index[step.index].append(step)
-    return [_joined(index, by_index[index], step.usage) for index in sorted(by_index)]
+    return [_merge_steps(index, by_index[index], step.usage) for index in sorted(by_index)]
 
 
-def _joined(index: int, steps: list[Step], usage: Usage) -> Step:
+def _merge_steps(index: int, steps: list[Step], usage: Usage) -> Step:
     pieces = joined(piece for step in steps for piece in step.pieces)
     token_ids = [token for step in steps for token in step.token_ids]
     logprobs = [one for step in steps for one in step.logprobs or ()]

@@ -1,4 +1,4 @@
-"""Responses: JSON, server-sent events, and cancellation of the work if the client disconnects."""
+"""HTTP responses (JSON or server-sent events), and cancellation of the work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClientGoneError(Exception):
 
 
 async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`.
+    """Await `work` and return its result.
 
     Raises:
         ClientGoneError: The client has disconnected.
@@ -42,7 +42,7 @@ async def run_for_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGoneError."""
+    """Await `work` and return its result. If the client disconnects, cancel `work` and raise ClientGoneError."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)

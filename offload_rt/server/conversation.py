@@ -19,7 +19,7 @@ Choice = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Input of a chat template.
+    """A conversation in the form that chat templates take, converted from a request of any API protocol.
 
     Attributes:
         messages: Messages with `role` and `content` (a string).
@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def offered(self) -> Tools | None:
-        """Tools that the response may call, as a map from tool name to parameter schema. None if there are none."""
+        """Parameter schemas of the tools that the response may call, by tool name. None if it may call none."""
         if not self.tools or self.choice == "none":
             return None
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
@@ -75,7 +75,10 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
 
 
 def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], *, continues: bool) -> list[Any]:
-    """Append `answer` to the conversation as a new message, or to its last message if `continues`."""
+    """Return the conversation with `answer` as a new message.
+
+    If `continues`, the text of `answer` is appended to the last message instead.
+    """
     if not continues:
         return [*conversation, answer]
     before = content_text(conversation[-1].get("content"), "messages")
@@ -83,7 +86,7 @@ def with_answer(conversation: Sequence[Mapping[str, Any]], answer: Mapping[str, 
 
 
 def from_chat(body: ChatRequest) -> Conversation:
-    """Convert a chat request to a conversation. Raises RefusedError for content that is not text."""
+    """Return the conversation of a chat request. Raises RefusedError for content that is not text."""
     found = conversation_of(body, body.messages, body.tool_choice, parallel=body.parallel_tool_calls is not False)
     if body.add_generation_prompt is False and not found.continues:
         raise bad_request(
@@ -101,7 +104,10 @@ def conversation_of(
     *,
     parallel: bool = True,
 ) -> Conversation:
-    """Convert `messages` and the tools of `body` to a conversation."""
+    """Return the conversation with `messages` and the tools of `body`.
+
+    `choice` and `parallel` are the request's `tool_choice` and `parallel_tool_calls`.
+    """
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
@@ -145,9 +151,9 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """Return the text of a message's content: None (no text), a string, or text parts, which are joined by newlines.
+    """Return the text of a message's `content`: a string, text parts (joined by newlines), or None (no text).
 
-    Raises RefusedError for other content.
+    `where` is the location of the content in the request, for errors. Raises RefusedError for other content.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -208,19 +214,19 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
     functions = [tool["function"] for tool in conversation.tools]
     offered = [function for function in functions if function["name"] in (conversation.offered or ())]
     listed = conversation.parallel and conversation.named is None
-    place = "#/items" if listed else "#"
-    calls = [_call_schema(function, f"{place}/anyOf/{i}") for i, function in enumerate(offered)]
+    pointer = "#/items" if listed else "#"
+    calls = [_call_schema(function, f"{pointer}/anyOf/{i}") for i, function in enumerate(offered)]
     schema: dict[str, Any] = {"anyOf": calls}
     if listed:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_CALLS}
     return {"structured_outputs": StructuredOutputs(json=schema)}
 
 
-def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`. `place` is the JSON pointer at which it will be inserted."""
+def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    """Return the JSON schema of a call of `function`, to insert it at the JSON pointer `pointer` of another schema."""
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
-    arguments = _moved(parameters, f"{place}/properties/arguments") if known else {"type": "object"}
+    arguments = _with_references_at(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -229,15 +235,15 @@ def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a JSON schema whose references (`#/$defs/...`) are valid if it is inserted at the JSON pointer `place`."""
+def _with_references_at(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    """Return `schema` with references (`#/...`) that are valid after its insertion at `pointer` of another schema."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:
         target = found.get("$ref")
         if not isinstance(target, str) or not target.startswith("#"):
             return found
-        return found | {"$ref": place + target[1:]}
+        return found | {"$ref": pointer + target[1:]}
 
     if "$id" in schema:
         return schema

@@ -36,16 +36,17 @@ _STALE = 60.0
 
 
 def digest(*parts: str) -> str:
-    """Return a digest of `parts`, for file names. It does not reveal `parts`, and clients cannot choose it."""
+    """Return a digest of `parts` for file names. It does not reveal `parts`, and clients cannot choose it."""
     text = "\0".join(f"{len(part)} {part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class DocumentCache:
-    """LRU store of JSON documents. A document consists of a small head and a body. Its name is a `digest`.
+    """Stores JSON documents, and evicts the least recently used ones.
 
-    In a folder, each document is a file with two lines, head and body. Files are replaced atomically, so a killed
-    server leaves either the old or the new version. Several servers may share a folder.
+    A document has a small head, which is kept in memory, and a body. Its name is a `digest`. In a folder, each document
+    is a file with two lines, head and body. Files are replaced atomically, so a killed server leaves either the old or
+    the new version. Several servers may share a folder.
     """
 
     def __init__(self, folder: Path | None = None, fields: Collection[str] = ()) -> None:
@@ -75,7 +76,7 @@ class DocumentCache:
                     make_private(path)
 
     def _scan(self) -> None:
-        """Read the heads of files that other servers have added, oldest first, and drop the heads of removed files."""
+        """Read the heads of files that other servers have added, oldest first. Drop the heads of removed files."""
         if self._folder is None:
             return
         found = {}
@@ -112,7 +113,10 @@ class DocumentCache:
         return self._heads.get(name)
 
     def put(self, name: str, head: Head, body: Any) -> list[Head]:
-        """Store or replace a document. Return the heads of evicted documents. Raises OSError if writing fails."""
+        """Store or replace a document.
+
+        Return the heads of documents that were evicted. Raises OSError if writing fails.
+        """
         content = (json.dumps(head, ensure_ascii=True) + "\n" + json.dumps(body, ensure_ascii=True)).encode()
         if self._folder is None:
             self._bodies[name] = content
@@ -166,14 +170,17 @@ _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id of the session `name` of an API key (`owner`). Raises RefusedError for invalid names."""
+    """Return the engine's id for the session that a client calls `name`. `owner` is the digest of its API key.
+
+    Raises RefusedError for invalid names.
+    """
     if not 1 <= len(name) <= MAX_NAME:
         raise bad_request(f"session must be a string of 1 to {MAX_NAME} characters", "session")
     return digest("session", owner, name)
 
 
 class Conversations:
-    """Store conversations by session name. Each API key (`owner`) sees only its own conversations."""
+    """Stores conversations by session name. A client sees only the conversations of its API key (`owner`)."""
 
     FIELDS = ("owner", "id", "title", "turns", "updated")
 
@@ -183,9 +190,10 @@ class Conversations:
     def store(
         self, owner: str, name: str, messages: Sequence[Mapping[str, Any]], title: str | None = None
     ) -> list[str]:
-        """Store a conversation. Return the engine's session ids of evicted conversations.
+        """Store a conversation. Return the engine's session ids of conversations that were evicted.
 
-        If `title` is None, the title is the one that a client has set before, or else the first question.
+        If `title` is None, a title that a client has set before is kept. If there is none, the title is taken from the
+        first question.
         """
         known = self._documents.head(session_of(owner, name)) or {}
         given = title or known.get("given_title")
@@ -202,10 +210,10 @@ class Conversations:
         return [{name: head[name] for name in ("id", "title", "turns", "updated")} for head in found]
 
     def search(self, owner: str, heads: Sequence[Head], words: Sequence[str]) -> list[Head]:
-        """Return the heads of the conversations whose title and messages contain all `words` (in lower case).
+        """Return the heads whose title and messages together contain all `words` (in lower case).
 
-        `excerpt` of each result is the text around the first word that the messages contain, or "". Reads all files, so
-        call it in a worker thread.
+        The field `excerpt` of each result is the text around the first word that the messages contain, or "". Reads all
+        files, so call it in a worker thread.
         """
         found = []
         for head in heads:
@@ -240,15 +248,15 @@ def _unknown(name: str) -> RefusedError:
 
 def _excerpt(text: str, words: Sequence[str]) -> str:
     lower = text.lower()
-    places = [place for word in words if (place := lower.find(word)) >= 0]
-    if not places:
+    starts = [start for word in words if (start := lower.find(word)) >= 0]
+    if not starts:
         return ""
-    begin = max(0, min(places) - _EXCERPT // 4)
+    begin = max(0, min(starts) - _EXCERPT // 4)
     return " ".join(text[begin : begin + _EXCERPT].split())
 
 
 def _title(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last line of the first user message, because a question often follows a document."""
+    """Return a title: the last line of the first user message, because a question often follows a document."""
     for message in messages:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             lines = [line.strip() for line in message["content"].splitlines() if line.strip()]
@@ -257,7 +265,7 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's session id of a response. It is unique per API key and response id."""
+    """Return the engine's session id for the response `name`. `owner` is the digest of the client's API key."""
     return digest("response", owner, name)
 
 
@@ -288,7 +296,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Store responses by id. Only the API key that created a response can read it."""
+    """Stores responses of the Responses API by id. Only the API key that created a response can read it."""
 
     FIELDS = ("owner", "session")
 

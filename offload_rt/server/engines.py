@@ -1,4 +1,4 @@
-"""Manage one engine per policy in use. All engines share the weights and the KV pool."""
+"""Create and close the server's engines: one per policy in use. All engines share the weights and the KV pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ The other fields describe the pool that all engines share.
 
 
 class Engines:
-    """The engine of the server's policy, and up to `max_engines - 1` engines for policies that requests choose.
+    """The engine of the server's own policy, and up to `max_engines - 1` engines for policies that requests choose.
 
     Each engine decodes a separate batch. The engines take turns with the shared pool, and share cached prefixes. If
     `max_engines` engines exist and another policy is requested, an idle engine is closed.

@@ -52,9 +52,9 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Pass at most `limit` warnings, errors and refused requests of each kind per interval.
+    """Pass at most `limit` warnings, errors and refused requests with the same message and status per interval.
 
-    The first record after an interval has the field `suppressed`, the number of dropped records of each kind.
+    The first record after an interval has the field `suppressed`: the numbers of dropped records, by message.
     """
 
     def __init__(self, limit: int = 20, seconds: float = 10.0) -> None:

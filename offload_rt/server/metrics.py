@@ -104,7 +104,11 @@ class Metrics:
         self._first.observe(seconds)
 
     def record_request(self, reason: str, usage: Usage, seconds: float, after_first: float) -> None:
-        """Record a finished request. `after_first` is the time from its first to its last token, in seconds."""
+        """Record a finished request.
+
+        `reason` is its finish reason, `seconds` its duration, and `after_first` the time from its first to its last
+        token in seconds.
+        """
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
         self._prompt.observe(usage.prompt)
@@ -116,7 +120,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def load(self) -> dict[str, int]:
-        """Return the current load and the totals of all engines as JSON fields."""
+        """Return the current load and the totals of all engines, as fields of a JSON object."""
         load = self._engines.load()
         counted = [field for _, field in (*_GAUGES.values(), *_TOTALS.values())]
         return {field: int(getattr(load, field)) for field in (*counted, *_TIERS.values())}

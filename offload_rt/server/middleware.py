@@ -1,4 +1,4 @@
-"""Middleware of all requests: set the request id, write the log record, and check host, API key and body size."""
+"""Middleware of all requests: sets the request id, writes the log record, checks host, API key and body size."""
 
 from __future__ import annotations
 

@@ -142,5 +142,5 @@ class ServerOptions:
 
     @property
     def local(self) -> bool:
-        """Whether the server listens on a local address, which other machines cannot reach."""
+        """Whether the server listens on an address that other machines cannot reach."""
         return self.host in LOCAL_HOSTS

@@ -31,7 +31,7 @@ SHORT_THREADS = 2
 
 
 class TokenLimits:
-    """Limits on prompts and new tokens.
+    """Limits on the numbers of prompt tokens and new tokens of a request.
 
     Args:
         positions: Context length of the model in tokens.
@@ -43,7 +43,7 @@ class TokenLimits:
         self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise RefusedError if a prompt exceeds the limits. `tokens` is a lower bound of its number of tokens."""
+        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
         if tokens >= self.positions:
             raise bad_request(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
@@ -73,7 +73,7 @@ class TokenLimits:
 
 
 class Prompts:
-    """Tokenize and render prompts.
+    """Renders and tokenizes prompts in worker threads.
 
     The methods raise RefusedError if a text is invalid or exceeds the token limits. If a call is cancelled, its work in
     the worker thread stops.
@@ -106,7 +106,7 @@ class Prompts:
     async def render(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """Render a conversation with the chat template. Return the text and its token ids.
 
-        If `answer`, add the generation prompt, which begins an assistant message.
+        If `answer`, the text ends with the generation prompt, which begins an assistant message.
         """
 
         def make(cancelled: Event) -> tuple[str, list[int]]:
@@ -117,7 +117,10 @@ class Prompts:
         return await self._in_thread(size, make)
 
     async def token_spans(self, text: str, tokens: int) -> list[tuple[int, int]]:
-        """Return (start, end) of each token in `text`, in characters. Empty if the tokenizer does not report them."""
+        """Return the (start, end) of each token in `text`, in characters.
+
+        Empty if the tokenizer does not report them, or if `text` does not have `tokens` tokens.
+        """
 
         def find(cancelled: Event) -> list[tuple[int, int]]:
             if not self.tokenizer.is_fast:
@@ -151,9 +154,10 @@ class Prompts:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Run `work` in a worker thread and return its result. If the call is cancelled, set the event of `work`.
+        """Run `work` in a worker thread and return its result.
 
-        Short and long texts have different threads. `size` is the length of the text in characters.
+        If the call is cancelled, the event that was passed to `work` is set. Short and long texts have different
+        threads. `size` is the length of the text in characters.
         """
         cancelled, loop = Event(), asyncio.get_running_loop()
 

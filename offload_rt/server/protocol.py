@@ -1,4 +1,4 @@
-"""HTTP connections with limits on their number and on the time that a client may take to send or read."""
+"""HTTP connections, with limits on their number and on the time that a client may take to send or read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Connections:
         self.refused: set[LimitedProtocol] = set()
 
     def mark_active(self, connection: LimitedProtocol) -> None:
-        """Mark a connection as the one that has sent data most recently."""
+        """Record that a connection has just received data."""
         self.open.pop(connection, None)
         self.open[connection] = None
 

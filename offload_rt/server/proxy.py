@@ -58,10 +58,11 @@ def route_key(headers: Headers, body: bytes) -> str:
 
 
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
-    """Return the indices of the replicas, sorted by preference.
+    """Return the indices of the replicas in the order in which they should be tried.
 
-    The order is the given one if the first replica has at most `max_ahead` more requests than the least loaded replica.
-    Otherwise the replicas are sorted by load. `queues` contains the number of running requests of each replica.
+    `queues` has the number of running requests of each replica, in the order of the hash ring. This order is kept if
+    the first replica has at most `max_ahead` more requests than the least loaded replica. Otherwise the replicas are
+    sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:

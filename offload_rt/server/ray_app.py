@@ -71,7 +71,7 @@ class Cluster:
 
 
 class Replica:
-    """Deployment class of an engine: runs the application with one engine on requests that the proxy forwards."""
+    """Ray deployment class with one engine. It runs the application on requests that the proxy forwards."""
 
     def __init__(self, build: Callable[[], FastAPI]) -> None:
         self._app = build()

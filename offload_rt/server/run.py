@@ -37,8 +37,9 @@ LOG_SECONDS = 5.0
 class Loading:
     """ASGI application that serves requests while `make` creates the real application in a thread.
 
-    Until it exists, the chat page is served, and other requests get 503 with the progress. Afterwards, all requests are
-    passed to it. If `make` fails, `on_failure` is called, and `error` contains the exception.
+    Until the real application exists, the chat page is served, and other requests get 503 with the progress.
+    Afterwards, all requests are passed to it. If `make` fails, `on_failure` is called, and `error` contains the
+    exception.
     """
 
     def __init__(self, make: Callable[[], FastAPI], url: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Service that all endpoints share. It starts generations, locks and deletes sessions, and records metrics."""
+"""The part of the server that all endpoints share: starts generations, locks and deletes sessions, records metrics."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .prompts import Prompts, TokenLimits
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Options of a request for the engine.
+    """Options of a request that are passed to the engine.
 
-    `session` is the engine's session id (see `session_of`), not the client's name.
+    `session` is the engine's session id (see `session_of`), not the client's name for it.
     """
 
     policy: str | None = None
@@ -48,7 +48,7 @@ class EngineArguments:
 
 
 class Service:
-    """Engine, stores and options of the server, shared by all endpoints."""
+    """Engines, stores and options of one server. All endpoints use the same object."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -80,7 +80,7 @@ class Service:
         )
 
     def check_request(self, body: RequestBody, request: Request) -> None:
-        """Check the model name of a request. Record its unknown fields for the log and the response header."""
+        """Check the model name of a request, and record its unknown fields for the log and the response header."""
         request.state.model = self.check_model(body.model)
         if ignored := body.ignored_fields:
             request.state.notes["ignored_fields"] = ignored
@@ -105,7 +105,7 @@ class Service:
         return EngineArguments(session=session, trace=trace, cache_salt=salt)
 
     def salt(self, request: Request, given: str | None) -> str:
-        """Return the engine's cache salt, derived from the field `cache_salt` of a request (`given`).
+        """Return the engine's cache salt for a request. `given` is the request's field `cache_salt`.
 
         If the server has several API keys, the salt also depends on the request's key.
         """
@@ -117,11 +117,14 @@ class Service:
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
-        """Return the model's default sampling parameters with `fields` replaced. Raises ConfigError if invalid."""
+        """Return the model's default sampling parameters, with `fields` replaced.
+
+        Raises ConfigError if they are invalid.
+        """
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open the store of documents of one `kind`. Raises ConfigError if its folder cannot be used."""
+        """Open the store of the documents in the subfolder `kind`. Raises ConfigError if the folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)
@@ -138,9 +141,10 @@ class Service:
 
     @contextmanager
     def locked(self, *names: str | None) -> Iterator[None]:
-        """Lock sessions and responses by id while they are generated, stored or deleted.
+        """Lock sessions and responses by id while the body of the `with` statement runs.
 
-        Raises SessionBusyError (409) if another request has locked one of them. Names that are None are ignored.
+        Two requests can therefore not generate, store or delete them at the same time. Names that are None are ignored.
+        Raises SessionBusyError (409) if another request has locked one of them.
         """
         sessions = {name for name in names if name is not None}
         if sessions & self._locked:
@@ -220,7 +224,7 @@ class Service:
             ):
                 while last is None or not last.finished:
                     async with asyncio.timeout_at(deadline):
-                        last = _copied(await anext(states), copies)
+                        last = _repeat_completion(await anext(states), copies)
                     if not first and any(each.token_ids for each in last.outputs):
                         first = time.perf_counter()
                         self.metrics.record_first_token(first - begun)
@@ -243,7 +247,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return the message of an error without the model's folder and the memory use of other sessions."""
+        """Return the message of an error without private details: the model's folder and memory of other sessions."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -287,8 +291,8 @@ class Service:
         await self.engines.close()
 
 
-def _copied(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return an output that contains the only completion of `output` `copies` times."""
+def _repeat_completion(output: RequestOutput, copies: int) -> RequestOutput:
+    """Return an output with `copies` copies of the only completion of `output`."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])

@@ -49,7 +49,7 @@ class _TokenizerSteps:
 
     @classmethod
     def from_backend(cls, backend: Any) -> _TokenizerSteps:
-        return cls(list(_flat(backend.normalizer)), list(_flat(backend.pre_tokenizer)))
+        return cls(list(_flatten(backend.normalizer)), list(_flatten(backend.pre_tokenizer)))
 
     @property
     def byte_level(self) -> bool:
@@ -69,7 +69,7 @@ class _TokenizerSteps:
 
     @property
     def local(self) -> bool:
-        """Whether a text can be split before a space between two letters without changing the words of any step."""
+        """Whether the pre-tokenizers find the same words if a text is split before a space between two letters."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # If spaces remain in the normalized text, a pre-tokenizer may split after the space instead of before it.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
@@ -80,7 +80,7 @@ _KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace")
 """Pre-tokenizers that remove nothing from a text. `Split` with behavior "Removed" is an exception."""
 
 
-def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
+def _flatten(step: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the individual steps of a normalizer or pre-tokenizer. Nested sequences of steps are flattened."""
     left = [] if step is None else [json.loads(step.__getstate__())]
     while left:
@@ -93,7 +93,7 @@ def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _grows(step: Mapping[str, Any]) -> bool:
-    """Return whether a normalizer step never makes a text shorter."""
+    """Return whether the output of a normalizer step is never shorter than its input."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())
@@ -106,7 +106,7 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer step gives the same words for a text split before a space between two letters.
+    """Return whether a pre-tokenizer finds the same words if a text is split before a space between two letters.
 
     `spaces` tells whether the normalized text still contains spaces.
     """
@@ -119,7 +119,7 @@ def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
 
 
 class TextTokenizer:
-    """Tokenize texts of any length. The wrapped tokenizer is analysed when the first long text arrives."""
+    """Tokenizes texts of any length, long texts in pieces."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -148,7 +148,7 @@ class TextTokenizer:
                 raise CancelledError
             ids += encode_rendered(self._tokenizer, piece)
             check(len(ids))
-        before, after = self._around if special_tokens else ([], [])
+        before, after = self._special_ids if special_tokens else ([], [])
         return [*before, *ids, *after]
 
     def least_tokens(self, text: str) -> int:
@@ -156,7 +156,7 @@ class TextTokenizer:
         return 0 if self.most_bytes is None else -(-len(text.encode("utf-8", "surrogatepass")) // self.most_bytes)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Split `text` into pieces of at least `PIECE` characters, which can be tokenized independently.
+        """Split `text` into pieces of at least `PIECE` characters that can be tokenized independently.
 
         The concatenated token ids equal the token ids of the whole text. If the text cannot be split safely, it is
         returned as one piece.
@@ -200,7 +200,7 @@ class TextTokenizer:
 
     @cached_property
     def _cut(self) -> re.Pattern[str] | None:
-        """Pattern of the positions at which a text can be split. None if this tokenizer allows no splits.
+        """Pattern of the positions at which a text can be split. None if no split is safe with this tokenizer.
 
         A text may be split between a letter and a space that is followed by another letter, if no token of the
         vocabulary contains this letter followed by a space. BPE cannot merge tokens across such a position.
@@ -215,7 +215,7 @@ class TextTokenizer:
         return re.compile(f"[{free}](?= [A-Za-z])") if free else None
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
+    def _special_ids(self) -> tuple[list[int], list[int]]:
         """Ids of the special tokens that the tokenizer adds before and after a text."""
         alone = encode_rendered(self._tokenizer, "a")
         whole = encode_rendered(self._tokenizer, "a", special_tokens=True)

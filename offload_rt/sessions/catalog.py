@@ -18,7 +18,7 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size and time of use of a file in a store.
+    """Size and last use of a file in a store.
 
     Attributes:
         bytes: Size in bytes.
@@ -31,7 +31,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A session on disk.
+    """A session on disk, as `read_catalog` finds it.
 
     Attributes:
         document: Document name in the store, as "namespace digest/name".
@@ -58,7 +58,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether this is the session `name` of `model`. If `model` is None, the model is not compared."""
+        """Return whether the session has the name `name`, and belongs to `model`, which may be None for any model."""
         return self.history.name == name and model in (None, self.history.model)
 
 
@@ -83,9 +83,9 @@ class DamagedSession:
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether the document is called `name` or contains the session `name`.
+        """Return whether `name` is the name of the document, or of the session to which the document belongs.
 
-        `model` is the digest of the namespace, or None for any namespace.
+        `model` must be the digest of the namespace, or None for any namespace.
         """
         return self.name in (document_name(name), name) and model in (None, self.space)
 
@@ -141,7 +141,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
-    """Yield (file name without suffix, size and time) of the files in `paths` that still exist."""
+    """Yield the name without suffix, size and last use of each file in `paths` that still exists."""
     for path in paths:
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -149,7 +149,12 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the stored session `name`. `model` is needed only if several models have a session of this name.
+    """Return the stored session `name`.
+
+    Args:
+        folder: Folder of the store.
+        name: Name of the session.
+        model: Name of the model. Needed only if several models have a session of this name.
 
     Raises:
         InputError: No session or several sessions match.
@@ -181,8 +186,10 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 class Deleted:
     """Result of deleting a stored session.
 
-    If the history of the session is unreadable, the names of the session and of its model are unknown. `name` is then
-    the name of the history document, and `model` is the digest of the namespace.
+    Attributes:
+        name: Name of the session. If its history was unreadable, the name of the history document instead.
+        model: Name of the model. If the history was unreadable, the digest of the namespace instead.
+        removed: What was deleted.
     """
 
     name: str
@@ -215,8 +222,8 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
     return Deleted(found.history.name, found.history.model, removed)
 
 
-def clear_prompts(folder: Path) -> int:
-    """Delete the KV of requests without a session name. Return the number of freed bytes.
+def clear_prompts(folder: Path) -> Removed:
+    """Delete the KV of requests without a session name, in all namespaces of a store.
 
     Raises:
         InputError: The folder does not exist.
@@ -225,9 +232,10 @@ def clear_prompts(folder: Path) -> int:
     _check_folder(folder)
     store = DiskStore(folder, "", 0)
     try:
-        return sum(remove_claims(store, space.name).bytes for space in spaces(folder))
+        each = [remove_claims(store, space.name) for space in spaces(folder)]
     finally:
         store.close()
+    return Removed(sum(one.bytes for one in each), tuple(name for one in each for name in one.unreadable))
 
 
 def export_text(history: History) -> str:

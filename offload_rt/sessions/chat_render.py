@@ -50,7 +50,7 @@ def render_chat(
         if not isinstance(value, kind) and (value is not None or kind is bool):
             raise InputError(f"{name}={value!r:.80} is {type(value).__name__}; it must be a {kind.__name__}")
     more = _template_options(tokenizer, chat_template_kwargs or {})
-    plain = [_message(message) for message in _several(messages)]
+    plain = [_plain_message(message) for message in _check_messages(messages)]
     try:
         rendered = tokenizer.apply_chat_template(
             plain,
@@ -69,34 +69,36 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Tokenize a text that already contains its special tokens, or add them if `special_tokens`.
+    """Tokenize a text. Special tokens are added only if `special_tokens`; otherwise the text must contain them.
 
     Raises InputError if the text has a lone surrogate, for example from a string that was cut within a character.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"the text has half of a character at {error.start:,} ({text[error.start]!r})") from None
+        raise InputError(
+            f"the text has an unpaired surrogate at character {error.start:,} ({text[error.start]!r})"
+        ) from None
     return [int(token) for token in tokenizer(text, add_special_tokens=special_tokens)["input_ids"]]
 
 
-def _several(messages: object) -> Sequence[Any]:
+def _check_messages(messages: object) -> Sequence[Any]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InputError(f'messages={messages!r:.80}: give a list of {{"role": ..., "content": ...}}, at least one')
     return messages
 
 
-def _message(message: object) -> dict[str, Any]:
-    """Return a copy of the message with its content as one string: the concatenated text parts."""
+def _plain_message(message: object) -> dict[str, Any]:
+    """Return a copy of a message. Text parts in its content are joined to one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(f'a message is {message!r:.80}: it must be a mapping with "role" and "content"')
     found, content = dict(message), message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        found["content"] = "".join(_part(part) for part in content)
+        found["content"] = "".join(_part_text(part) for part in content)
     return found
 
 
-def _part(part: object) -> str:
+def _part_text(part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):
         raise InputError(f"a part of a message is {part!r:.80}: only text is supported")

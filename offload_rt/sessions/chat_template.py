@@ -23,15 +23,15 @@ _MARKER = "offloadrtanswer"
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """Change of a session's tokens at the start of a turn.
+    """How a turn changes the tokens of its session when it starts.
 
     Attributes:
-        held: Number of tokens before the turn.
+        tokens_before: Number of tokens before the turn.
         dropped: Number of tokens to remove from the end.
         added: Tokens to append after the removal.
     """
 
-    held: int
+    tokens_before: int
     dropped: int
     added: tuple[int, ...]
 
@@ -41,9 +41,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return how a user message changes the tokens of a session.
 
-    With a chat template, the session is extended by the text that the template renders between the last response and
-    the next one. If the template changes the last response, the whole conversation is tokenized instead. The session's
-    tokens are then replaced from the first difference on, with a warning.
+    With a chat template, the text that the template renders between the last response and the next one is appended. If
+    the template changes the last response, the whole conversation is tokenized instead. The session's tokens are then
+    replaced from the first difference on, with a warning.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -61,15 +61,15 @@ def turn_tokens(
         added = encode_rendered(tokenizer, text, special_tokens=not tokens)
     elif not tokens:
         added = encode_rendered(tokenizer, _render_turns(tokenizer, [*_system(history), ("user", text)]))
-    elif (behind := _behind_answer(tokenizer, history, text)) is not None:
-        added = encode_rendered(tokenizer, behind)
+    elif (text_after := _text_after_response(tokenizer, history, text)) is not None:
+        added = encode_rendered(tokenizer, text_after)
         # `added` begins with the template's own end-of-turn token, so the token that ended the response is removed.
         # Both tokens may differ, and the removed one has no KV yet.
         dropped = int(tokens[-1] in ends)
     else:
         turns = [*_system(history), *history.turns, ("user", text)]
         added = encode_rendered(tokenizer, _render_turns(tokenizer, turns))
-        same = _common(tokens, added[:-1])
+        same = _common_prefix(tokens, added[:-1])
         dropped, added = len(tokens) - same, added[same:]
         warnings.warn(
             f"the chat template rewrites earlier turns: {dropped:,} of the {len(tokens):,} tokens of session "
@@ -81,10 +81,10 @@ def turn_tokens(
     return TurnTokens(len(tokens), dropped, tuple(added))
 
 
-def _behind_answer(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
-    """Return the text that the template renders between the last response and the next one, with the message `text`.
+def _text_after_response(tokenizer: PreTrainedTokenizerBase, history: History, text: str) -> str | None:
+    """Return the text that the template renders from the end of the last response to the start of the next one.
 
-    Return None if the template changes or rejects the last response.
+    It contains the new user message `text`. Return None if the template changes or rejects the last response.
     """
     marker = _MARKER
     while marker in text:
@@ -107,6 +107,6 @@ def _render_turns(tokenizer: PreTrainedTokenizerBase, turns: Seq[tuple[str, str]
     return render_chat(tokenizer, [{"role": role, "content": content} for role, content in turns])
 
 
-def _common(one: Seq[int], other: Seq[int]) -> int:
+def _common_prefix(one: Seq[int], other: Seq[int]) -> int:
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,7 +1,7 @@
 """Delete a session from a store: its documents, and the blocks that have no other owner.
 
-Every session whose history contains the key of a block owns this block. All prompts without a session name together
-are one further owner, of the blocks that they have claimed (`DiskStore.claim`).
+A block is owned by each session whose history contains its key, and by the prompts without a session name that have
+claimed it (`DiskStore.claim`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class Removed:
         bytes: Size in bytes of the deleted blocks.
         unreadable: Names of unreadable histories of other sessions in the namespace. The blocks of these sessions are
             deleted too, because the store cannot tell them from blocks without an owner.
-        kept: Names of the unreadable document files that the deletion has kept, of all generations. The store cannot
-            tell whose text they contain.
+        kept: Names of unreadable document files, which were not deleted, because it is unknown whose text they contain.
     """
 
     bytes: int = 0
@@ -35,10 +34,12 @@ class Removed:
         """Message about the unreadable documents and files, or "" if there are none."""
         notes = []
         if self.unreadable:
+            files = {name.partition(".")[0] for name in self.kept}  # named below
+            named = ", ".join(name for name in self.unreadable if name not in files)
             notes.append(
-                f"{len(self.unreadable):,} other documents of this model cannot be read "
-                f"({', '.join(self.unreadable)}): their blocks cannot be identified, so these were deleted too and "
-                "will be computed again if you put a copy of the file back"
+                f"{len(self.unreadable):,} other documents cannot be read{named and f' ({named})'}: their blocks "
+                "cannot be identified, so these were deleted too and will be computed again if you put a copy of the "
+                "file back"
             )
         if self.kept:
             notes.append(
@@ -48,7 +49,7 @@ class Removed:
         return "; ".join(notes)
 
 
-def remove_session(store: DiskStore, space: str, document: str, held: Iterable[bytes] = ()) -> Removed:
+def remove_session(store: DiskStore, space: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
     """Delete a session, and all blocks of its namespace that have no other owner.
 
     The deleted blocks include those of tokens that are no longer in any session, for example after an edit, a
@@ -58,15 +59,15 @@ def remove_session(store: DiskStore, space: str, document: str, held: Iterable[b
         store: Store, open for writing.
         space: Digest of the namespace.
         document: Name of the session's history document.
-        held: Keys of blocks that open sessions need.
+        needed: Keys of blocks that open sessions need.
 
     Returns:
-        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that are kept.
+        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that were kept.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
-    removed = _remove_unowned(store, space, document, held, claimed=True)
+    removed = _remove_unowned(store, space, document, needed, claimed=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
     kept = store.documents.delete(f"{space}/{document}", summary_of)
     return replace(removed, kept=tuple(kept))
@@ -88,12 +89,13 @@ def remove_claims(store: DiskStore, space: str) -> Removed:
     return _remove_unowned(store, space, "", (), claimed=False)
 
 
-def _remove_unowned(store: DiskStore, space: str, document: str, held: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete all blocks without an owner except `held`, and all documents with original sink keys without an owner.
+def _remove_unowned(store: DiskStore, space: str, document: str, needed: Iterable[bytes], *, claimed: bool) -> Removed:
+    """Delete blocks without an owner, and documents with the attention sinks of sessions that no longer exist.
 
-    The session `document` does not count as an owner. Claimed blocks count as owned only if `claimed`.
+    Blocks with a key in `needed` are kept. The session with the history `document` does not count as an owner. Claims
+    count only if `claimed`.
     """
-    keys, sinks, unreadable = set(held), set[str](), []
+    keys, sinks, unreadable = set(needed), set[str](), []
     documents = store.documents.summaries(space, summary_of)
     for other, summary in documents.items():
         if summary is None and other != document and not other.startswith(SINKS):

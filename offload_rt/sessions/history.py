@@ -29,14 +29,16 @@ _MOST = 1 << 40
 class History:
     """Persistent state of a session, stored as one JSON document.
 
+    Truncation removes tokens from the middle of a conversation and leaves a *gap* there in the positions.
+
     Attributes:
         name: Name of the session.
         model: Name of the model.
         id: Hexadecimal id of the session. A fork has the id of the original session.
         tokens: Tokens of the conversation, without truncated tokens.
         computed: Number of tokens whose KV was computed. They are the first ones of `tokens`.
-        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. The KV of
-            all other tokens was computed by a prefill.
+        decoded: Ranges [start, stop) of tokens whose KV was computed by decode steps, in ascending order. The KV of all
+            other tokens was computed by a prefill.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
         truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. "" if there were
@@ -81,7 +83,7 @@ class History:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> History | None:
-        """Parse the output of `to_bytes`. Return None if the format version differs or the content is invalid."""
+        """Parse the output of `to_bytes`. Return None if it has another format version or is invalid."""
         try:
             fields: dict[str, Any] = json.loads(data)
             if fields.pop("format") != FORMAT:
@@ -115,7 +117,7 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """Part of every block's KV provenance key that depends on the cache salt and on truncations."""
+        """The part of every block's KV provenance key that depends on the cache salt and on truncations."""
         return self.salt + self.truncation_id
 
     @property
@@ -172,7 +174,11 @@ class History:
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:
-        """Keep the tokens at the indices `kept` (ascending, below `computed`) and all tokens that have no KV yet."""
+        """Remove all computed tokens except those at the indices `kept` (ascending, below `computed`).
+
+        Tokens that have no KV yet are kept too. `sinks` is the number of tokens before the gap whose original keys are
+        stored.
+        """
         gone = self.computed - len(kept)
         text = f"{self.truncation_id} {self.id} {self.computed} {kept}"
         gaps = [bisect_left(kept, start) if start < self.computed else start - gone for start in self.starts]
@@ -188,7 +194,7 @@ class History:
         self.truncation_id = f"+cut-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def close_gap(self) -> None:
-        """Record that the sinks' keys have been rotated by the length of the gap."""
+        """Record that the sinks' keys have been rotated so that they directly precede the tokens after the gap."""
         self.sink_shift = self.shift
         self.truncation_id += f"+{self.shift}"
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class TierStats:
-    """Counts how the KV of earlier tokens was obtained for turns, summed over all turns of a store.
+    """Counts where the KV of earlier tokens was found when a turn started, summed over all turns of a store.
 
     The new tokens of a turn are not counted. A turn that is restarted is counted again.
 
@@ -62,17 +62,16 @@ class TierStats:
 
 
 class HostTier:
-    """Keep idle sessions of one store in host memory ("parked" sessions) until other requests need the memory.
+    """Keeps idle sessions of one store in host memory ("parked" sessions) until other requests need the memory.
 
-    `options.policy` sets the eviction order (`storage/policies.py`). With the policy "lookahead", `look_ahead` uses the
-    queue of waiting sessions before every step:
+    `options.policy` sets the eviction order (`storage/policies.py`). With the policy "lookahead", `look_ahead` gets the
+    queue of waiting sessions before every step. It protects the sessions in the eviction window, in host memory and on
+    disk: the next L_ew = (C_mem + C_disk) / S_kv sessions of the queue (C: capacity, S_kv: mean size of a session). If
+    all sessions are protected, the one that is needed last is evicted first.
 
-    - It protects the waiting sessions in the eviction window, in host memory and on disk. These are the next L_ew =
-      (C_mem + C_disk) / S_kv sessions of the queue (C: capacity, S_kv: mean size of a session). If only protected
-      sessions are left, the session with the latest turn is evicted first.
-    - It evicts sessions until the fraction `options.free_host` of the pool is free.
-    - It prefetches the sessions in the prefetch window from disk, one at a time, while other sessions compute. These
-      are the next L_pw = C_free / S_kv sessions of the queue.
+    Then it evicts sessions until the fraction `options.free_host` of the pool is free. Finally, it prefetches the
+    sessions in the prefetch window from disk, one at a time, while other sessions compute: the next L_pw = C_free /
+    S_kv sessions of the queue.
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -86,12 +85,12 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Parked sessions, sorted in the order in which they would be evicted from host memory."""
+        """The parked sessions, in the order in which they would be evicted from host memory."""
         return list(self._order.ranked())
 
     @property
     def free_bytes(self) -> int:
-        """Host memory in bytes that is free, or that only the prefix tree uses and can therefore be freed."""
+        """Host memory in bytes that is free, or that only the prefix tree uses, so that it can be freed."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
@@ -119,7 +118,7 @@ class HostTier:
             self._order.set_window(self._waiting)
 
     def unpark(self, kv: SessionKV) -> None:
-        """Remove a session from the parked sessions, if it is parked.
+        """End the parking of a session, so that it is not evicted. Does nothing if the session is not parked.
 
         Call this before the session is used or closed.
         """
@@ -140,7 +139,7 @@ class HostTier:
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
         """Call `action` and return its result. While the call raises PoolFullError, evict a parked session and retry.
 
-        Sessions of this store are evicted first, in eviction order, even if the disk has no room for their KV. After
+        Sessions of this store are evicted first, in eviction order, even if the disk has no space for their KV. After
         that, sessions of other stores are evicted (`Runner.retry_after_reclaim`). The session that `action` works on
         must not be parked.
 
@@ -199,29 +198,35 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evict parked sessions until the fraction `options.free_host` of the pool is free, but keep `soon`."""
+        """Evict parked sessions until the fraction `options.free_host` of the pool is free.
+
+        Stop if the next session to evict is in `soon`, because its turn comes next.
+        """
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
-            if (gone := self._order.first()) in soon:
+            if (victim := self._order.first()) in soon:
                 return
-            self._evict(gone)
+            self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Prefetch the first session of `soon` that is not in host memory, unless another prefetch is in progress."""
+        """Prefetch the first session of `soon` that is not in host memory, unless another prefetch is in progress.
+
+        `soon` are the sessions in the prefetch window.
+        """
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return
             self._fetching = None
-        for place, kv in enumerate(soon):
+        for i, kv in enumerate(soon):
             if kv.sequence is not None or not kv.history.keys:
                 continue
             while kv.pool_bytes > self.free_bytes:
-                gone = next(self._order.ranked(), None)
-                if gone is None or gone in soon[:place]:
+                victim = next(self._order.ranked(), None)
+                if victim is None or victim in soon[:i]:
                     return
-                self._evict(gone)
+                self._evict(victim)
             try:
-                kv.fetch(whole=True)
+                kv.fetch(all_layers=True)
             except PoolFullError:  # the size estimate omits the last block, and evicted sessions may share blocks
                 return
             if kv.loader is not None:

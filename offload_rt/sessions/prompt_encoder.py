@@ -31,14 +31,17 @@ class PromptEncoder:
         return ids
 
     def chat(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """Return the rendered text of one conversation and its token ids. For options and errors, see `LLM.chat`."""
+        """Return the rendered text and the token ids of one conversation. For options and errors, see `LLM.chat`."""
         if self._model.tokenizer is None:
             raise InputError(f"{self._model.name} has no tokenizer: pass token ids to generate, or set tokenizer=")
         text = render_chat(self._model.tokenizer, messages, **options)
         return text, encode_rendered(self._model.tokenizer, text)
 
     def each_chat(self, messages: Sequence[Any], **options: Any) -> list[tuple[str, list[int]]]:
-        """Return the results of `chat` for one conversation (a list of messages) or for a list of conversations."""
+        """Return the results of `chat` for each conversation.
+
+        `messages` is one conversation (a list of messages) or a list of conversations.
+        """
         listed = messages if isinstance(messages, Sequence) else ()
         several = bool(listed) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in listed)
         return [self.chat(one, **options) for one in (messages if several else [messages])]

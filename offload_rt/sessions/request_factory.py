@@ -1,4 +1,4 @@
-"""Create requests that contain the whole conversation and reuse the KV of earlier requests from a session store."""
+"""Create requests that contain the whole conversation. They reuse the KV of earlier requests in a session store."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ Above it, the least recently used session is saved and closed.
 """
 
 
-def tokens_of_prompt(held: Seq[int], prompt: Seq[int]) -> TurnTokens:
-    """Return the edit that turns the tokens `held` of a session into `prompt`.
+def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
+    """Return the edit that turns the `tokens` of a session into `prompt`.
 
     The edit keeps the common prefix and replaces the rest. The last token of the prompt is always added again, even if
     the session already has it, so that there is at least one token to compute.
     """
-    most = min(len(held), len(prompt) - 1)
-    same = next((i for i in range(most) if held[i] != prompt[i]), most)
-    return TurnTokens(len(held), len(held) - same, tuple(prompt[same:]))
+    most = min(len(tokens), len(prompt) - 1)
+    same = next((i for i in range(most) if tokens[i] != prompt[i]), most)
+    return TurnTokens(len(tokens), len(tokens) - same, tuple(prompt[same:]))
 
 
 class StoredRequestFactory:
-    """Create the requests for an engine that uses a session store. The caller runs the engine. Not thread-safe.
+    """Creates the requests of an engine that uses a session store. The caller runs the engine. Not thread-safe.
 
     Args:
         store: The store.
@@ -55,7 +55,7 @@ class StoredRequestFactory:
         self.store, self._call_soon = store, call_soon
         self._ending: set[StoredPrompt] = set()
         self._opened: OrderedDict[str, Session] = OrderedDict()
-        store.hold(self)
+        store.add_user(self)
 
     @property
     def stats(self) -> TierStats:
@@ -71,10 +71,10 @@ class StoredRequestFactory:
         )
 
     def keeps(self, params: SamplingParams) -> bool:
-        """Return whether the store keeps the KV of a request without a session name.
+        """Return whether the KV of a request without a session name is kept in the store.
 
-        It does not for beam search and for requests with prompt log-probabilities, if the cache does not share prefixes
-        (`CacheManager.shares`), or if the model's weights were changed after loading.
+        This is not the case for beam search and for requests with prompt log-probabilities, if the cache does not share
+        prefixes (`CacheManager.shares`), or if the model's weights were changed after loading.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -83,7 +83,7 @@ class StoredRequestFactory:
     def prompt(
         self, number: int, prompt: Seq[int], params: SamplingParams, recorder: Recorder | None, cache_salt: str
     ) -> StoredPrompt:
-        """Create a request without a session name. See `turn` for the arguments.
+        """Create a request without a session name. For the arguments, see `turn`.
 
         The caller must call `prompt_ended` when the request has ended.
 
@@ -96,7 +96,7 @@ class StoredRequestFactory:
         return StoredPrompt(context, self.store.host, number, prompt, params, recorder, cache_salt)
 
     def prompt_ended(self, request: StoredPrompt) -> None:
-        """Free the memory of an ended request when its blocks have been written."""
+        """Free the memory of an ended request as soon as its blocks have been written."""
         self._ending.add(request)
         self.store.context.saver.notify(lambda: self._call_soon(lambda: self._release(request)))
 
@@ -165,7 +165,7 @@ class StoredRequestFactory:
         return turn
 
     def ended(self, name: str) -> None:
-        """Mark the session `name` as idle.
+        """Mark the session `name` as idle. The caller calls this when a request of `turn` has ended.
 
         If more than MOST_OPEN sessions are open, close idle sessions, the least recently used first.
         """
@@ -175,7 +175,7 @@ class StoredRequestFactory:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """Evict expired sessions from the host tier. Call this before each step."""
+        """Evict expired sessions from host memory. Call this before each step."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:
@@ -200,7 +200,7 @@ class StoredRequestFactory:
         Raises StoreError if a session cannot be saved, after all others are saved.
         """
         with ExitStack() as ends:
-            ends.callback(self.store.release, self)
+            ends.callback(self.store.remove_user, self)
             ends.callback(self._opened.clear)
             ends.callback(self._drop_ending)
             for session in self._opened.values():

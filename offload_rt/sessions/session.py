@@ -171,7 +171,8 @@ class Session:
         self, prompt: str | Seq[int], tokens: TurnTokens, params: SamplingParams, on_prefill: Callable[[int], None]
     ) -> Generator[TokenOutput]:
         self.check_idle()
-        if tokens.held != len(self.history.tokens):  # another turn ran between the call of `send` and the first event
+        # another turn ran between the call of `send` and the first event
+        if tokens.tokens_before != len(self.history.tokens):
             tokens = self.encode(prompt, params)
         yield from self._run(Turn(self.kv, self.host, next(self._ids), prompt_text(prompt), tokens, params), on_prefill)
 
@@ -185,8 +186,8 @@ class Session:
     ) -> Generator[TokenOutput]:
         """Replace the last `replaced` tokens of the session by `tokens`, and stream up to `max_tokens` new tokens.
 
-        If the iterator is closed before the last token, the session is unchanged. At any time, the disk contains a
-        complete session: its state before the call, or its state after it.
+        If the iterator is closed before the last token, the session is unchanged. If the process is killed, the disk
+        contains the complete session, in its state before or after the call.
 
         Args:
             tokens: Token ids to append, at least one.
@@ -223,13 +224,14 @@ class Session:
 
     @pool_locked
     def prefetch(self) -> None:
-        """Start to load the session's KV from disk into the read buffer, for a turn that will come soon.
+        """Start to load the session's KV from disk, for a turn that will come soon.
 
-        Raises PoolFullError if the KV does not fit in the pool.
+        Loads as many layers as the turn needs to start without waiting. Raises PoolFullError if the KV does not fit in
+        the pool.
         """
         self.check_idle()
         with self.host.unparked(self.kv):
-            self.host.retry_after_reclaim(lambda: self.kv.fetch(whole=False))
+            self.host.retry_after_reclaim(lambda: self.kv.fetch(all_layers=False))
 
     # ----------------------------------------------------------------------------------- saving, forking and truncation
 
@@ -248,7 +250,7 @@ class Session:
         kv.save()
         if missing:
             limited = self.context.options.limit is not None
-            limit = "the store has no room within its limit" if limited else "not written"
+            limit = "the store has reached its limit" if limited else "not written"
             reason = self.context.storage.last_error or limit
             warnings.warn(
                 f"session {self.name!r} is not saved completely ({reason}): the missing KV will be computed again",
@@ -359,7 +361,7 @@ class Session:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """End a running response, execute the body of the `with` statement, and free the session's memory."""
+        """End a running response, run the body of the `with` statement, and free the session's memory."""
         for events in list(self._answers):
             events.close()
         self.check_idle()

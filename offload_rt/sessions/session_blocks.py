@@ -16,7 +16,7 @@ from .history import History
 
 
 class SessionBlocks:
-    """Names of the blocks of one session, and their files in the store.
+    """Names the blocks of one session, and finds and pins their files in the store.
 
     Attributes:
         pinned: Keys of the blocks that the session protects from eviction.
@@ -29,11 +29,14 @@ class SessionBlocks:
         self.damaged: set[bytes] = set()
 
     def names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of tokens [0, stop)."""
+        """Return the names of the blocks with the tokens [0, stop)."""
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the full-attention blocks of tokens [0, stop), if the model has full-attention layers."""
+        """Return the names of the full-attention blocks with the tokens [0, stop).
+
+        The list is empty if the model has no full-attention layers.
+        """
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
@@ -43,7 +46,7 @@ class SessionBlocks:
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
         """Return the names of the blocks of `tokens[:stop]`.
 
-        Tokens [start, stop) were computed by decode steps. The history does not contain them yet.
+        Decode steps computed the tokens [start, stop), which are not in the history yet.
         """
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
@@ -56,9 +59,9 @@ class SessionBlocks:
     # --------------------------------------------------------------------------------------------------------- finding
 
     def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
-        """Find blocks on disk that continue `blocks`, and load the recurrent state after them.
+        """Find blocks on disk that continue `blocks`, and read the recurrent state after them from disk.
 
-        This may evict the snapshot of the recurrent state at the end of `blocks`. `blocks` is then shortened.
+        Reading the state may evict the snapshot of the state at the end of `blocks`. `blocks` is then shortened.
 
         Returns:
             found: Blocks on disk, in order.
@@ -83,7 +86,8 @@ class SessionBlocks:
     def _shorten(self, blocks: BlockTable) -> None:
         """Remove the blocks after the last snapshot of recurrent state from `blocks`.
 
-        Models with sliding-window layers would need other window blocks there, so all blocks are removed for them.
+        For models with sliding-window layers, all blocks are removed, because the shorter prefix would need other
+        window blocks.
         """
         pool = self._runner.pool
         assert pool.cached.snapshots is not None
@@ -106,7 +110,7 @@ class SessionBlocks:
             stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
             missing = [name.index for name, block in stored if block is None]
             if not missing:
-                found = [placed for placed in found if placed.place * BLOCK_SIZE < known]
+                found = [placed for placed in found if placed.table_index * BLOCK_SIZE < known]
                 found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
                 self.pin(placed.block.key for placed in found)
                 return found, known
@@ -114,7 +118,10 @@ class SessionBlocks:
         return [], blocks.length
 
     def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return the number of tokens before the last snapshot, or `known` if the model has no recurrent state."""
+        """Return the largest number of tokens, from `start` to `known`, after which the recurrent state is available.
+
+        Without recurrent state, this is `known`.
+        """
         if self._context.states is not None:
             return self._context.states.last(names, start, known, self.damaged)
         return known if self._runner.states is None else start

@@ -58,7 +58,9 @@ class SessionKV:
     # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Return the session's sequence, with room for `capacity` tokens. Start to load its KV from disk if necessary.
+        """Return the session's sequence, with KV slots for `capacity` tokens.
+
+        Start to load its KV from disk if necessary.
 
         Raises PoolFullError if the sequence does not fit in the pool.
         """
@@ -75,13 +77,14 @@ class SessionKV:
         sequence.trace.prompt_tokens = 0
         return sequence
 
-    def fetch(self, *, whole: bool) -> None:
-        """Start to load the session's KV from disk: all layers if `whole`, else as many as the read buffer holds.
+    def fetch(self, *, all_layers: bool) -> None:
+        """Start to load the session's KV from disk, if it is not in host memory.
 
-        Raises PoolFullError if the sequence does not fit in the pool.
+        With `all_layers`, all layers are loaded, else only as many as a turn needs to start without waiting
+        (`read_buffer`). Raises PoolFullError if the sequence does not fit in the pool.
         """
         if self.sequence is None and self.history.computed:
-            self.sequence = self._restore(len(self.history.tokens) + 1, whole=whole)
+            self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=all_layers)
 
     def wait(self, layer: int) -> None:
         """Wait until the KV of `layer` is in host memory.
@@ -112,7 +115,7 @@ class SessionKV:
         """
         while True:
             if self.sequence is None:
-                self.sequence = self._restore(len(self.history.tokens) + 1, whole=True)
+                self.sequence = self._restore(len(self.history.tokens) + 1, all_layers=True)
             try:
                 self.load_all()
             except DamagedBlockError:
@@ -133,7 +136,7 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Free the sequence. Blocks whose KV is not loaded yet are not added to the prefix tree."""
+        """Free the sequence. Its loaded blocks stay in the prefix tree; blocks whose KV is not loaded yet do not."""
         if self.sequence is None:
             return
         self.context.saver.wait_for(self.sequence.blocks)
@@ -160,7 +163,7 @@ class SessionKV:
             self.drop()
 
     def end_turn(self) -> None:
-        """Prepare the sequence for the next turn. The history must already contain this turn."""
+        """Free the recurrent state, or rebuild an interrupted policy state. The history already contains the turn."""
         assert self.sequence is not None
         if self._recurrent:  # the next turn begins from the snapshot after the last full block
             self.history.forget_from(self.sequence.position // BLOCK_SIZE * BLOCK_SIZE)
@@ -173,7 +176,7 @@ class SessionKV:
         """Return the blocks of the session that are in the prefix tree."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
-    def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
+    def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
         """Create the session's sequence from cached blocks, and start to load further blocks from disk."""
         history, runner, storage = self.history, self.runner, self.context.storage
         blocks = self._match()
@@ -187,7 +190,7 @@ class SessionKV:
         if found:
             size = sum(placed.block.layer_bytes for placed in found) * storage.layers
             layers = runner.adapter.geometry.layers
-            ahead = layers if whole else self.context.read_buffer(size, len(history.tokens) - known)
+            ahead = layers if all_layers else self.context.read_buffer(size, len(history.tokens) - known)
             try:
                 self.loader = BlockLoader(runner.pool, blocks, found, ahead)
             except BaseException:
@@ -245,7 +248,10 @@ class SessionKV:
         self._enqueued.update(name.key for name in names)
 
     def enqueue(self, names: Iterable[NamedBlock]) -> bool:
-        """Queue the blocks that are not on disk for writing. Return True if some did not fit in the write buffer."""
+        """Queue the blocks `names` for writing, except those that are on disk or queued already.
+
+        Return True if some of them did not fit in the write buffer.
+        """
         fresh = self.unsaved(names)
         if not fresh or self.sequence is None or self.loader is not None:
             return False
@@ -291,7 +297,7 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Record the names of all blocks in the history. Remove the previous partly filled blocks from disk."""
+        """Record the keys of all blocks (`names`) in the history. Remove replaced, partly filled blocks from disk."""
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -307,7 +313,10 @@ class SessionKV:
         self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Unpin the snapshots of the session except `needed`. Remove them from disk unless a fork may need them."""
+        """Unpin the session's snapshots of recurrent state, except those with the keys `needed`.
+
+        Remove snapshots of tokens that are no longer in the text, unless a fork may need them (`shared`).
+        """
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:
             return

@@ -1,4 +1,4 @@
-"""Stores of the sessions of one model: open, restore and delete sessions by name."""
+"""The sessions of one model in a folder: open, restore and delete them by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 
 from ..config import DType, KVFormatName
-from ..engine.cache_manager import Holding
+from ..engine.cache_manager import MemoryUse
 from ..engine.checks import check_folder_path
 from ..engine.runner import Runner
 from ..errors import ConfigError, InputError, OffloadError, StoreError
@@ -36,7 +36,7 @@ from .stored_states import StoredStates
 
 @dataclass(frozen=True)
 class Namespace:
-    """Properties that determine the KV of a text. Runners reuse stored KV only if their namespaces are equal.
+    """Properties of a runner that determine the KV of a text. Stored KV is reused only within one namespace.
 
     Attributes:
         fingerprint: Fingerprint of the model.
@@ -73,7 +73,7 @@ class Namespace:
 
 
 class StoreUser(Protocol):
-    """An object that uses a store even if no session is open, such as a `TurnQueue`."""
+    """An object that keeps a store open even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
         """End all work and stop using the store."""
@@ -81,10 +81,11 @@ class StoreUser(Protocol):
 
 
 class SessionStore:
-    """Sessions of one model, by name.
+    """The sessions of one model in one folder, by name.
 
-    All sessions share the files of a folder, and a saver thread that writes them (`context`). Open sessions stay in
-    host memory (`host`) while there is room. The prefix tree also keeps blocks of closed sessions.
+    All sessions share the files of the folder, and a saver thread that writes them (`context`). The KV of open sessions
+    stays in host memory (`host`) until other requests need the memory. The prefix tree also keeps blocks of closed
+    sessions.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class SessionStore:
         self.closed, self.read_only = False, read_only
         self._namespace, self._folder = space, folder
         self._open: dict[str, Session] = {}
-        self._holders: set[StoreUser] = set()
+        self._users: set[StoreUser] = set()
         runner.reclaimables.append(self)
 
     def open(self, name: str, *, prompts_are_whole: bool = False) -> Session:
@@ -158,24 +159,26 @@ class SessionStore:
 
     def _history(self, name: str) -> History | None:
         """Return the stored history of a session, or None. Raise StoreError if the history is damaged or invalid."""
-        mend = "put a copy of the file back, or delete the session"
+        advice = "put a copy of the file back, or delete the session"
         try:
             document = self.context.storage.documents.get(document_name(name))
         except StoreError as error:
-            raise StoreError(f"session {name!r} cannot be opened, and nothing was changed: {error}; {mend}") from error
+            raise StoreError(
+                f"session {name!r} cannot be opened, and nothing was changed: {error}; {advice}"
+            ) from error
         if document is None:
             return None
         history, vocab = History.from_bytes(document.data), self.context.runner.adapter.geometry.vocab
-        place = f"the file {document_name(name) + DOCUMENTS!r} of its store"
+        file = f"the file {document_name(name) + DOCUMENTS!r} of its store"
         if history is None:
             raise StoreError(
-                f"session {name!r} cannot be opened: {place} is of another format, perhaps a newer version's; use the "
+                f"session {name!r} cannot be opened: {file} is of another format, perhaps a newer version's; use the "
                 "version that wrote it, or another name"
             )
         if history.name != name or max(history.tokens, default=0) >= vocab:
             raise StoreError(
-                f"session {name!r} cannot be opened: {place} holds the history of another session ({history.name!r} "
-                f"with {history.model}); {mend}"
+                f"session {name!r} cannot be opened: {file} contains the history of another session ({history.name!r} "
+                f"with {history.model}); {advice}"
             )
         if document.damage:
             warnings.warn(
@@ -222,8 +225,8 @@ class SessionStore:
         """
         self.context.saver.flush()  # claims that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
-        held = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
-        removed = remove_session(storage, storage.root.hex(), document_name(name), held)
+        needed = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
+        removed = remove_session(storage, storage.root.hex(), document_name(name), needed)
         if removed.note:
             warnings.warn(f"session {name!r} was deleted; {removed.note}", stacklevel=4)
         return removed
@@ -232,30 +235,30 @@ class SessionStore:
         self._open.pop(session.name, None)
         self.close_if_idle()
 
-    def hold(self, holder: StoreUser) -> None:
-        """Keep the store open until `holder` calls `release`, even if no session is open."""
-        self._holders.add(holder)
+    def add_user(self, user: StoreUser) -> None:
+        """Keep the store open until `user` is removed, even if no session is open."""
+        self._users.add(user)
 
-    def release(self, holder: StoreUser) -> None:
-        self._holders.discard(holder)
+    def remove_user(self, user: StoreUser) -> None:
+        self._users.discard(user)
         self.close_if_idle()
 
     def reclaim(self) -> bool:
-        """Evict one parked session. Return False if none can be evicted (see `engine.cache_manager.Reclaimable`)."""
+        """Evict one idle session from host memory. Return False if none can be evicted (see `Reclaimable.reclaim`)."""
         return self.host.reclaim()
 
-    def holdings(self) -> list[Holding]:
+    def memory_in_use(self) -> list[MemoryUse]:
         """Return how much host memory each open session uses, and why it cannot be evicted."""
         pool, parked, found = self.context.runner.pool, set(self.host.parked), []
         for session in self._open.values():
             if (sequence := session.kv.sequence) is not None:
-                refused = self.context.storage.last_error or "the limit of its files is reached"
-                reason = f"its store cannot take it: {refused}" if session.kv in parked else "answering"
-                found.append(Holding(session.name, pool.bytes_of(sequence.blocks), reason))
+                refused = self.context.storage.last_error or "the store has reached its limit"
+                reason = f"its KV cannot be stored: {refused}" if session.kv in parked else "answering"
+                found.append(MemoryUse(session.name, pool.bytes_of(sequence.blocks), reason))
         return found
 
     def close_if_idle(self) -> None:
-        if not (self._open or self._holders):
+        if not (self._open or self._users):
             self.close()
 
     def close(self) -> None:
@@ -265,8 +268,8 @@ class SessionStore:
         """
         with ExitStack() as ends:
             ends.callback(self._close)
-            for holder in list(self._holders):
-                ends.callback(holder.close)
+            for user in list(self._users):
+                ends.callback(user.close)
 
     def _close(self) -> None:
         if self.closed:
@@ -281,7 +284,7 @@ class SessionStore:
 
 
 class OpenStores:
-    """Opens session stores for a runner. A folder that is already open keeps its store."""
+    """The session stores that are open for one runner, by folder. A folder is opened only once."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -307,7 +310,7 @@ class OpenStores:
     def open_session(
         self, name: str, store: str | Path, options: StoreOptions | None, fields: Mapping[str, Any], system: str | None
     ) -> Session:
-        """Open or create a session. If that fails, close its store, unless it is in use. See `LLM.session`."""
+        """Open or create a session, for `LLM.session`. If this fails, close its store unless it is in use."""
         with self._runner.pool.lock:
             known = self.open(store, options, fields)
             try:
@@ -334,8 +337,8 @@ def _check_restorable(runner: Runner) -> None:
     """Raise ConfigError if the policy or the eviction option makes it impossible to restore sessions exactly."""
     if runner.policy.wants_queries:
         raise ConfigError(
-            f"policy {runner.policy.name!r} (with these options) learns from every query of a text, which a stored "
-            "session does not hold: use 'full' or 'infinigen' with columns by calibration"
+            f"policy {runner.policy.name!r} (with these options) learns from every query of a text, and a stored "
+            "session contains no queries: use 'full' or 'infinigen' with columns by calibration"
         )
     if runner.config.eviction is not None:
         raise ConfigError(

@@ -30,14 +30,13 @@ T = TypeVar("T")
 
 
 class PromptKV(SessionKV):
-    """KV cache of one prompt. The KV stays in host memory until its blocks are on disk."""
+    """KV cache of one request without a session name. The KV stays in host memory until its blocks are on disk."""
 
     claims = True
     keeps_decoded = False
 
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
         super().__init__(context, History("", context.runner.model.name, salt=salt_provenance(cache_salt)))
-        self.reuses_prefix = True
         self._windows: BlockTable | None = None
 
     def ready(self, capacity: int) -> Sequence:
@@ -47,14 +46,8 @@ class PromptKV(SessionKV):
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
-    def _restore(self, capacity: int, *, whole: bool = False) -> Sequence:
-        if self.reuses_prefix:
-            return super()._restore(capacity, whole=whole)
-        self._host_tokens = self.loaded_tokens = 0
-        return self.adopt(BlockTable(), capacity, 0)
-
     def claim(self) -> None:
-        """Queue a claim of all stored blocks of the prompt, so that the deletion of a session does not remove them."""
+        """Queue a claim of all stored blocks of the prompt (`DiskStore.claim`), so that no deletion removes them."""
         names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
         groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
@@ -70,9 +63,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue the sliding-window blocks that the next token attends to for writing. Call this after a full block.
+        """Queue for writing the sliding-window blocks that the next token attends to. Call this at the end of a block.
 
-        The blocks stay in memory until `drop` or `release_windows`, even if the windows move past them.
+        The blocks stay in memory until `drop` or `release_windows`, even if they leave the sliding windows.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -100,14 +93,14 @@ class PromptKV(SessionKV):
         self.release_windows()
 
     def write_rest(self) -> bool:
-        """Queue the blocks that have not fit in the write buffer so far. Return whether unwritten blocks remain."""
+        """Queue the blocks that did not fit in the write buffer before. Return False if there were none."""
         before = len(self._enqueued)
         waiting = self.enqueue(self.all_names())
         return waiting or len(self._enqueued) > before
 
     def all_names(self) -> list[NamedBlock]:
-        held = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
-        return [name for name in super().all_names() if name.group <= 0 or name.index in held]
+        windows = self.sequence.blocks.windows if self._stores_windows and self.sequence is not None else ()
+        return [name for name in super().all_names() if name.group <= 0 or name.index in windows]
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
         if not self.runner.approximates:  # else only the KV of the prompt is exact
@@ -118,7 +111,7 @@ class PromptKV(SessionKV):
         return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
 
     def persist(self) -> None:
-        """Update the time of the last use of the blocks on disk, which determines the order of eviction."""
+        """Mark the prompt's blocks on disk as used now. This determines the order of eviction."""
         self.claim()  # includes blocks that a session has written since the start of this request
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
@@ -159,10 +152,6 @@ class StoredPrompt(StoredRequest):
         stop, full = super()._segment_stop(start), self._stop // BLOCK_SIZE * BLOCK_SIZE
         return min(stop, full) if self.kv.runner.pool.groups.sliding and start < full else stop
 
-    def forgo_prefix(self, runner: Runner) -> bool:
-        self.kv.reuses_prefix = False
-        return super().forgo_prefix(runner)
-
     def next_prefill(self, runner: Runner) -> Prefill | None:
         assert self.sequence is not None
         if self.sequence.position == self._stop // BLOCK_SIZE * BLOCK_SIZE:
@@ -198,10 +187,9 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def release(self) -> bool:
-        """Free the memory of an ended request when its blocks are written. The caller must hold the lock of the pool.
+        """Free the memory of an ended request if its blocks are written. The caller must hold the lock of the pool.
 
-        Return True if the memory is still in use, because blocks had to be queued that did not fit in the write buffer
-        before.
+        Return True if it could not be freed, because further blocks had to be queued for writing.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True

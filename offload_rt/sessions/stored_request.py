@@ -28,11 +28,11 @@ T = TypeVar("T")
 class StoredRequest(SampledRequest):
     """Base class of requests that load their KV from a session store and save new KV to it during the prefill.
 
-    The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). The KV of complete segments is
-    kept in the prefix tree and in the store if the request ends during the prefill.
+    The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). If the request ends during the
+    prefill, the KV of complete segments is kept in the prefix tree and in the store.
 
-    Subclasses update the history: `_prepare` before a start, `_undo_prepare` after a failed start, `_after_drop` when
-    the request is dropped, and `_store_kv` when it ends.
+    Subclasses update the session's history: `_prepare` before a start, `_undo_prepare` after a failed start,
+    `_after_drop` when the request is dropped, and `_store_kv` when it ends.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class StoredRequest(SampledRequest):
         self.kv, self._host = kv, host
         self._prefill: Prefill | None = None
         self._saving: SaveHandle | None = None
-        self._start = self._stop = 0
         self._seconds = 0.0
         self._known = 0, 0
 
@@ -62,7 +61,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
-        """Check that the request fits, and make room for its tokens in the history."""
+        """Prepare the session's history for a start. Raise an error if the request does not fit."""
 
     @abstractmethod
     def _undo_prepare(self) -> None:
@@ -76,14 +75,14 @@ class StoredRequest(SampledRequest):
         """
 
     def _shared_tokens(self, tokens: Seq[int], diverged_at: int | None) -> int:
-        """Return the length of the prefix whose KV was computed before, in tokens."""
+        """Return the number of leading `tokens` whose KV earlier requests have computed."""
         return len(tokens) if diverged_at is None else diverged_at
 
     @abstractmethod
     def _after_drop(self, *, untouched: bool) -> None:
         """Free the memory of a dropped request.
 
-        If `untouched`, the KV of the session is intact, and the prefill has not computed any layer.
+        If `untouched`, the prefill has not computed any layer, so the KV of the session is unchanged.
         """
 
     @abstractmethod
@@ -113,9 +112,15 @@ class StoredRequest(SampledRequest):
             self._undo_prepare()
             raise
         sequence.tokens, sequence.trace.prompt_tokens = self.tokens, len(self.prompt.token_ids)
-        diverged_at = self._diverged_at(tokens, sequence.position)
-        shared_tokens = self._shared_tokens(tokens, diverged_at)
-        return self._begin_prefill(runner, len(tokens), in_memory, diverged_at, shared_tokens)
+        position = sequence.position
+        self._known = position, 0 if in_memory else min(position, kv.loaded_tokens)
+        diverged_at = self._diverged_at(tokens, position)
+        if runner.snapshots is not None:
+            runner.snapshots.note_shared_tokens(sequence, self._shared_tokens(tokens, diverged_at))
+        self._continue_statistics(sequence)
+        sequence.trace.diverged_at = diverged_at
+        self._seconds = sequence.trace.prefill_seconds
+        return self._begin_prefill(runner, len(tokens))
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
         """Return the sequence of the request. Its KV may still be loading, unless the KV cache is quantised."""
@@ -134,7 +139,7 @@ class StoredRequest(SampledRequest):
                 return sequence
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. The request can start again. The prefix tree and the store keep its full blocks."""
+        """Free the sequence. The request can start again. Full blocks stay in the prefix tree and in the store."""
         if self.sequence is None:
             return
         self._trace = self.sequence.trace
@@ -154,54 +159,27 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Record the end of the request in the store. Raise StoreError if writing fails. The KV stays usable."""
+        """Write the session's history, or the last use of the prompt's blocks. KV stays usable after a StoreError."""
         self.kv.persist()
 
-    def _begin_prefill(
-        self, runner: Runner, stop: int, in_memory: bool, diverged_at: int | None, shared_tokens: int
-    ) -> Prefill:
-        """Begin the prefill of `sequence` up to token `stop`.
-
-        `in_memory` tells whether all reused KV is in memory. `diverged_at` and `shared_tokens` are the results of
-        `_diverged_at` and `_shared_tokens`.
-        """
-        sequence = self.sequence
-        assert sequence is not None
-        position = sequence.position
-        self._start, self._stop = position, stop
-        self._known = position, 0 if in_memory else min(position, self.kv.loaded_tokens)
-        if runner.snapshots is not None:
-            runner.snapshots.note_shared_tokens(sequence, shared_tokens)
-        self._count_on(sequence)
-        sequence.trace.diverged_at = diverged_at
-        self._seconds = sequence.trace.prefill_seconds
-        return self._begin_segment(runner)
-
-    def _begin_segment(self, runner: Runner) -> Prefill:
+    def _begin_part(self, runner: Runner) -> Prefill:
         kv, sequence = self.kv, self.sequence
         assert sequence is not None
         stop = self._segment_stop(sequence.position)
-        # The prefill reserves slots in sliding layers. Idle sessions may have to be evicted for them.
-        self._prefill = self._after_reclaim(
-            lambda: runner.begin_prefill(
-                sequence, stop, want_logits=stop == self._stop, before_layer=self._wait, after_layer=self._layer_done
-            )
+        self._prefill = prefill = runner.begin_prefill(
+            sequence,
+            stop,
+            want_logits=stop == self._stop,
+            before_layer=self._wait,
+            after_layer=self._layer_done,
+            reclaim=self._after_reclaim,
         )
-        fresh = kv.unsaved(kv.blocks.full_names(stop // BLOCK_SIZE * BLOCK_SIZE))
+        fresh = kv.unsaved(kv.blocks.full_names(prefill.stop // BLOCK_SIZE * BLOCK_SIZE))
         self._saving = kv.context.saver.begin(sequence.blocks, fresh, claim=kv.claims)
-        return self._prefill
+        return prefill
 
     def _segment_stop(self, start: int) -> int:
         return self.kv.context.segment_stop(start, self._stop)
-
-    def next_prefill(self, runner: Runner) -> Prefill | None:
-        assert self.sequence is not None
-        return None if self.sequence.position == self._stop else self._begin_segment(runner)
-
-    def layers_prefilled(self, prefill: Prefill) -> int:
-        layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
-        done = (position - self._start) * layers + (prefill.stop - position) * prefill.layer
-        return done // (self._stop - self._start)
 
     @property
     def _prefilling(self) -> bool:
@@ -241,11 +219,11 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Record the prefill time per token. This includes prefills that are cancelled in their first segment."""
-        layers, position = self.kv.runner.adapter.geometry.layers, prefill.sequence.position
+        """Update the measured prefill time per token. A prefill that was cancelled in its first segment counts too."""
+        position = prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
-            done += (prefill.stop - position) * prefill.layer // layers
+            done += (prefill.stop - position) * prefill.layer // prefill.layers
         if done > 0:
             self.kv.context.compute_rate = (prefill.sequence.trace.prefill_seconds - self._seconds) / done
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from ..core import BLOCK_SIZE
 from ..engine.snapshot_keeper import SnapshotKeeper
-from ..kv_cache.snapshot_table import needed_places
+from ..kv_cache.snapshot_table import needed_positions
 from ..kv_cache.state_pool import StatePool
 from ..model_runner.sequence import Sequence
 from ..storage.block_file import ALIGNMENT
@@ -25,7 +25,7 @@ A smaller number would need more snapshots. Each takes as much space as the KV o
 
 
 class StoredStates:
-    """Decides which snapshots are stored on disk, writes them in the background, and reads them back.
+    """Chooses which snapshots are stored on disk, writes them in the background, and reads them back.
 
     The bytes of a snapshot are split into as many equal parts as a block has layers. The name of the snapshot is
     derived from the name of the KV block before it (`NamedBlock.state`). Therefore it can be found, shared, deleted and
@@ -34,7 +34,7 @@ class StoredStates:
     Args:
         store: Store of the KV blocks.
         saver: Saver whose worker thread writes the snapshots, in the order of the calls.
-        pool: Memory of the snapshots in host memory.
+        pool: Host memory of the snapshots.
         snapshots: Finds the snapshots of a sequence in host memory.
     """
 
@@ -59,25 +59,25 @@ class StoredStates:
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
-            place
-            for place, name in states.items()
-            if self._snapshots.find(sequence, place) is not None or name.key in self._store
+            position
+            for position, name in states.items()
+            if self._snapshots.find(sequence, position) is not None or name.key in self._store
         ]
-        needed = needed_places(sum(name.count for name in names), known, DISK_SLACK)
-        again = max((place for place in known if place <= start), default=None)
+        needed = needed_positions(sum(name.count for name in names), known, DISK_SLACK)
+        again = max((position for position in known if position <= start), default=None)
         if again is not None and again not in needed:
             needed.insert(1, again)
-        return [states[place] for place in needed]
+        return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk that is between `start` and `stop`.
+        """Return the number of tokens before the last snapshot on disk between the tokens `start` and `stop`.
 
         Return `start` if there is none.
 
         Args:
-            names: Names of the blocks of the first tokens.
-            start: Number of tokens before a snapshot in host memory.
-            stop: Maximum number of tokens.
+            names: Names of the blocks of the text, from its first token on.
+            start: Number of tokens before a snapshot that is in host memory.
+            stop: Largest possible result.
             damaged: Keys of damaged blocks.
         """
         for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
@@ -87,7 +87,7 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
-        """Queue the snapshots `names` for writing. Return the names of those that are in host memory and were queued.
+        """Queue the snapshots `names` for writing. Return the names of those that were in host memory and were queued.
 
         For `claim`, see `Saver.begin`.
         """
@@ -121,8 +121,8 @@ class StoredStates:
             if writer is not None:
                 for layer in range(self._store.layers):
                     part = memoryview(data)[layer * self._part : (layer + 1) * self._part]
-                    whole = len(part) == self._part
-                    writer.write(layer, part if whole else memoryview(bytes(part).ljust(self._part, b"\0")))
+                    complete = len(part) == self._part
+                    writer.write(layer, part if complete else memoryview(bytes(part).ljust(self._part, b"\0")))
                 writer.commit()
         except BaseException:
             if writer is not None:

@@ -56,23 +56,23 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
     return [i for i in range(computed) if i not in gone]
 
 
-def last_kept(held: int, new: int, positions: int) -> int:
+def last_kept(tokens: int, new: int, positions: int) -> int:
     """Return how many tokens at the end an automatic truncation keeps, in addition to the first SINKS tokens.
 
     Args:
-        held: Number of tokens in the session.
+        tokens: Number of tokens in the session.
         new: Number of tokens that the turn will add.
         positions: Context length of the model.
 
     Returns:
-        `held` if all tokens fit, or if truncation would not shorten the session. Otherwise half of `positions`
+        `tokens` if all tokens fit, or if truncation would not shorten the session. Otherwise half of `positions`
         (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
     """
-    if held + new <= positions:
-        return held
-    room = positions - new - SINKS
-    kept = min(positions // 2, room) if room > 0 else positions // 2
-    return kept if kept + SINKS < held else held
+    if tokens + new <= positions:
+        return tokens
+    available = positions - new - SINKS
+    kept = min(positions // 2, available) if available > 0 else positions // 2
+    return kept if kept + SINKS < tokens else tokens
 
 
 def check_truncatable(geometry: ModelGeometry, name: str) -> None:
@@ -83,21 +83,21 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
     # Models whose RoPE depends on the sequence length are already rejected when they are loaded.
     if geometry.absolute_positions:
         raise ModelError(
-            f"{name} has absolute positions: its stored keys hold them, so tokens cannot be cut out; start a new "
-            "session with the part of the text that matters"
+            f"{name} has absolute positions, which are part of its stored keys, so tokens cannot be removed: "
+            "start a new session with the part of the text that matters"
         )
     if geometry.states:
         raise ModelError(
-            f"{name} has recurrent layers: their state holds all earlier tokens, so tokens cannot be cut out; start a "
-            "new session with the part of the text that matters"
+            f"{name} has recurrent layers, whose state depends on all earlier tokens, so tokens cannot be removed: "
+            "start a new session with the part of the text that matters"
         )
 
 
 def tokens_after(kv: SessionKV, new: int) -> int:
-    """Return the number of tokens that `truncate_for` leaves in the session before a turn of `new` tokens."""
-    geometry, held = kv.runner.adapter.geometry, len(kv.history.tokens)
-    kept = last_kept(held, new, geometry.max_positions)
-    return held if kept == held or geometry.absolute_positions else kept + SINKS
+    """Return the number of tokens that remain in the session if `truncate_for` makes space for `new` tokens."""
+    geometry, tokens = kv.runner.adapter.geometry, len(kv.history.tokens)
+    kept = last_kept(tokens, new, geometry.max_positions)
+    return tokens if kept == tokens or geometry.absolute_positions else kept + SINKS
 
 
 # ---------------------------------------------------------------------------------------------------------- truncation
@@ -125,7 +125,7 @@ def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int
     _keep_sinks(kv, sequence, sinks)
     after = copy(history)
     after.truncate(kept, sinks)
-    blocks = host.retry_after_reclaim(lambda: _room(kv, size, len(kept), after.floor))
+    blocks = host.retry_after_reclaim(lambda: _allocate_blocks(kv, size, len(kept), after.floor))
     gone = history.computed - len(kept)
     history.truncate(kept, sinks)
     _rebuild(kv, sequence, kept, blocks)
@@ -145,20 +145,20 @@ def truncate_for(kv: SessionKV, host: HostTier, new: int) -> int:
         PoolFullError: The KV of the session does not fit in the pool.
         StoreError: The original keys of the sinks cannot be stored.
     """
-    history, held = kv.history, len(kv.history.tokens)
+    history, tokens = kv.history, len(kv.history.tokens)
     left = tokens_after(kv, new)
-    if left == held:
+    if left == tokens:
         return 0
     computed, recurrent = history.computed, kv.runner.states is not None
     if computed and not recurrent:
         host.retry_after_reclaim(kv.materialise)
-    keep_last = left - SINKS - (held - computed)
+    keep_last = left - SINKS - (tokens - computed)
     if history.computed == computed and keep_last >= 1 and not recurrent:
         truncate(kv, host, keep_last=keep_last, sinks=SINKS, drop=None)
     else:
         kv.drop()
         history.restart([*history.tokens[:SINKS], *history.tokens[SINKS - left :]])
-    return held - len(history.tokens)
+    return tokens - len(history.tokens)
 
 
 def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
@@ -182,13 +182,13 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
         kv.drop()
         history.restart(history.tokens)
         warnings.warn(
-            f"the first keys of session {history.name!r}, as they were before it was truncated, are lost: its "
-            f"{len(history.tokens):,} tokens are computed again",
+            f"the original keys of the first tokens of session {history.name!r} are lost: its {len(history.tokens):,} "
+            "tokens are computed again",
             stacklevel=2,
         )
         return
     size = len(history.tokens)
-    blocks = host.retry_after_reclaim(lambda: _room(kv, size, history.computed, history.floor))
+    blocks = host.retry_after_reclaim(lambda: _allocate_blocks(kv, size, history.computed, history.floor))
     history.close_gap()
     rebuilt = _rebuild(kv, sequence, range(history.computed), blocks)
     write_rotated_sinks(pool, kv.runner.adapter, rebuilt.blocks, originals, history.sink_shift)
@@ -222,10 +222,11 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
     return originals[:, :, : history.sinks] if originals.shape[2] >= history.sinks else None
 
 
-def _room(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens. The caller copies the KV of the first `known` tokens into it.
+def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
+    """Allocate a block table for `size` tokens, for a copy of a session's KV.
 
-    `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
+    The caller copies the KV of `known` tokens into it. `floor` is the first token that sliding layers may attend to.
+    Raises PoolFullError if the pool has no free blocks.
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):

@@ -52,7 +52,7 @@ def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
 
 
 def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
-    """Check whether a turn with these tokens and `max_tokens` generated tokens fits.
+    """Raise an error if a turn with these tokens and `max_tokens` generated tokens does not fit.
 
     Raises:
         InputError: A parameter is not supported in sessions, or the turn changes earlier turns and needs truncation.
@@ -63,7 +63,7 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
     new = len(tokens.added) + params.max_tokens
     _check_overflow(kv, new - tokens.dropped)
     left = tokens_after(kv, new - tokens.dropped)
-    if tokens.dropped > 1 and left < tokens.held:
+    if tokens.dropped > 1 and left < tokens.tokens_before:
         raise InputError(
             f"the chat template rewrites earlier turns of session {kv.history.name!r}, which would outgrow the model's "
             "positions and cannot be truncated and rewritten at once: use another template, or a new session"
@@ -73,11 +73,11 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
 
 def _check_overflow(kv: SessionKV, new: int) -> None:
     """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
-    most, held = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
-    if kv.context.options.overflow == "error" and held + new > most:
+    most, tokens = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
+    if kv.context.options.overflow == "error" and tokens + new > most:
         raise ModelError(
-            f"session {kv.history.name!r} has {held:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
-            f"and {kv.history.model} has {most:,} positions: call truncate, ask for fewer new ones, or open the "
+            f"session {kv.history.name!r} has {tokens:,} tokens, {new:,} more (the turn and max_tokens) are needed, "
+            f"and {kv.history.model} has {most:,} positions: call truncate, lower max_tokens, or open the "
             "store with overflow='truncate'"
         )
 
@@ -136,7 +136,7 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Truncate the conversation if it would exceed the model's positions in this turn."""
+        """Make the turn fit into the model's positions: truncate the conversation, or rotate the sinks' keys."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
@@ -148,7 +148,6 @@ class Turn(StoredRequest):
             kv.enqueue(kv.all_names())
 
     def _truncate(self) -> None:
-        """If this turn would exceed the model's positions, remove the oldest tokens and warn."""
         history = self.kv.history
         new = len(self._tokens.added) + self.params.max_tokens - self._tokens.dropped
         try:
@@ -176,15 +175,11 @@ class Turn(StoredRequest):
         return len(self._kept)
 
     def _after_drop(self, *, untouched: bool) -> None:
-        """Restore the session after the turn is dropped. Free its KV unless the turn is `untouched`."""
+        """Restore the session after its turn was dropped. Free its KV unless the turn is `untouched`."""
         if not untouched:
             self.kv.history.tokens = list(self._before)
             self.kv.drop()
         self._undo_prepare()
-
-    def forgo_prefix(self, runner: Runner) -> bool:
-        """Return False: the KV of the session is always reused."""
-        return False
 
     def _undo_prepare(self) -> None:
         """Restore the session to its state before the turn, and park it in the host tier."""
@@ -195,7 +190,7 @@ class Turn(StoredRequest):
         self._host.park(kv)
 
     def _forget(self, tokens: list[int]) -> None:
-        """Set the session's tokens. If the sequence contains KV of more tokens, drop the sequence."""
+        """Set the session's tokens to `tokens`. If its sequence contains KV of more tokens, drop the sequence."""
         kv = self.kv
         kv.history.tokens = list(tokens)
         if kv.sequence is None:
@@ -209,9 +204,9 @@ class Turn(StoredRequest):
         """Add the turn to the history, and park the session."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
-        taken_in = sequence is not None and not interrupted
+        complete = sequence is not None and not interrupted
         self.sequence = None
-        if taken_in:
+        if complete:
             assert sequence is not None
             history.tokens, history.computed = list(sequence.tokens), sequence.position
             history.decoded = history.decoded_with(len(self.prompt.token_ids), sequence.position)
@@ -220,7 +215,7 @@ class Turn(StoredRequest):
             self._undo(interrupted, progressed)
         kv.last_stats = self._final
         try:
-            if taken_in or self.new_tokens:
+            if complete or self.new_tokens:
                 # A turn removes at most the token that ended the last response, unless it rewrites the conversation.
                 history.add_turn(len(self._kept), self._text, self.text, rewritten=self._tokens.dropped > 1)
                 kv.enqueue_all()
@@ -232,7 +227,7 @@ class Turn(StoredRequest):
 
         Args:
             interrupted: Whether the prefill had begun.
-            progressed: Whether a segment was complete. The prefix tree and the store keep its KV.
+            progressed: Whether a prefill segment was complete. The prefix tree and the store keep its KV.
         """
         kv = self.kv
         self._give_up_prefill()
@@ -249,8 +244,8 @@ class Turn(StoredRequest):
 class WholeTurn(Turn):
     """An atomic turn: if it is cancelled, the session is unchanged.
 
-    KV is written to disk before the history that refers to it. If the process is killed, the disk contains the complete
-    session, in its state before or after this turn.
+    If the process is killed, the disk contains the complete session, in its state before or after this turn. For this,
+    KV is written to disk before the history that refers to it.
     """
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:

@@ -19,7 +19,7 @@ from .turn import Turn, prompt_text
 
 
 class QueuedTurn:
-    """A turn of a queue: waiting, running or finished. `number` is the `request_id` of its outputs."""
+    """A turn in a `TurnQueue`: waiting, running or finished. `number` is the `request_id` of its outputs."""
 
     def __init__(self, number: int, session: Session, prompt: str | Sequence[int], params: SamplingParams) -> None:
         self.number, self.session, self.prompt, self.params = number, session, prompt, params
@@ -61,7 +61,7 @@ class TurnQueue:
         self._running: list[QueuedTurn] = []
         self._opened: dict[str, Session] = {}
         self._ids = itertools.count()
-        store.hold(self)
+        store.add_user(self)
 
     @property
     def idle(self) -> bool:
@@ -116,7 +116,7 @@ class TurnQueue:
             self.cancel()
             raise
         finally:
-            self._settle()
+            self._release_finished()
 
     def run(self) -> Iterator[TokenOutput]:
         """Yield outputs of all turns until the queue is empty. Turns may be added during the iteration."""
@@ -130,7 +130,7 @@ class TurnQueue:
         for queued in self._running:
             assert queued.turn is not None
             self._engine.cancel(queued.turn)
-        self._settle()
+        self._release_finished()
 
     def close(self) -> None:
         """End all turns, and save and close the sessions. A second call has no effect.
@@ -138,7 +138,7 @@ class TurnQueue:
         Raises StoreError if a session cannot be saved, after all others are closed.
         """
         with ExitStack() as ends:
-            ends.callback(self.store.release, self)
+            ends.callback(self.store.remove_user, self)
             ends.callback(self._opened.clear)
             for session in self._opened.values():
                 ends.callback(session.close)
@@ -164,14 +164,14 @@ class TurnQueue:
             self._engine.submit(queued.turn)
 
     def _end_lost(self) -> None:
-        """Cancel turns that the engine has removed because they could not be started."""
+        """Cancel the turns that are no longer in the engine, because they could not be started."""
         scheduler = self._engine.scheduler
         known = [*scheduler.waiting, *scheduler.running, *(scheduler.prefilling or ())[:1]]
         for queued in self._running:
             if queued.turn not in known and queued.turn is not None:
                 self._engine.cancel(queued.turn)
 
-    def _settle(self) -> None:
+    def _release_finished(self) -> None:
         for queued in list(self._running):
             if queued.finish_reason is not None:
                 queued.session.busy = False
@@ -180,8 +180,8 @@ class TurnQueue:
     def _waiting(self) -> list[SessionKV]:
         turns = {id(queued.turn): queued.session.kv for queued in self._running}
         begun = (turns[id(request)] for request in self._engine.scheduler.waiting)
-        behind = (queued.session.kv for queued in self._backlog if not queued.session.busy)
-        return list(dict.fromkeys([*begun, *behind]))
+        queued = (queued.session.kv for queued in self._backlog if not queued.session.busy)
+        return list(dict.fromkeys([*begun, *queued]))
 
     def check_integrity(self) -> None:
         self._engine.check_integrity()

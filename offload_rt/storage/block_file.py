@@ -134,7 +134,7 @@ def _body(key: bytes, layer_bytes: int, checksums: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A KV block that was found in a store. Reading its layers may still fail.
+    """A KV block that was found in a store, with everything that is needed to read its layers. Reading may still fail.
 
     Attributes:
         key: Key of the block.
@@ -184,7 +184,7 @@ class StoredBlock:
         return False
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that a KV pool on disk can read KV directly from it.
+        """Return an extent through which a KV pool on disk can read the KV directly from the file.
 
         The file can be read even after the block is evicted. Return None for a partial block, if the file contains
         other blocks, or if it cannot be opened.
@@ -199,7 +199,7 @@ class StoredBlock:
 
 
 class BlockWriter:
-    """Write one KV block to a part of a file.
+    """Writes one KV block to a part of a file, layer by layer.
 
     Call `write` once per layer, in any order and from one thread at a time. Then call `commit` or `abort`. The block
     cannot be found in the store before `commit`.
@@ -209,8 +209,9 @@ class BlockWriter:
         layer_bytes: Number of bytes per layer.
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for writing and returns its descriptor. Raises OSError.
-        finish: Completes the block, so that it can be found, given the checksums of its layers. Raises OSError.
-        give_up: Called instead of `finish` if the block is discarded. Gets the error of a failed write, or None.
+        finish: Called by `commit` with the checksums of all layers, to make the block available in the store. Raises
+            OSError.
+        give_up: Called instead of `finish` if the block is discarded, with the error of a failed write, or None.
         own_file: Whether the file contains only this block.
     """
 
@@ -243,17 +244,17 @@ class BlockWriter:
             finally:
                 os.close(handle)
         except OSError as error:
-            self._end(error)
+            self._discard(error)
 
     def note(self, layer: int, block: memoryview) -> None:
         """Record the checksum of a layer that other code writes to the file."""
         self._checksums[layer] = checksum(block)
 
     def extent(self) -> StoredExtent | None:
-        """Open the file, so that a KV pool on disk can write layers directly to it. `write` is not called then.
+        """Return an extent through which a KV pool on disk can write the layers directly to the file.
 
-        The file can be read even after the block is evicted. Return None if it contains other blocks, or if disk space
-        cannot be allocated.
+        `write` must not be called then. The file can be read even after the block is evicted. Return None if it
+        contains other blocks, or if disk space cannot be allocated.
         """
         if not self._own_file:
             return None
@@ -265,22 +266,22 @@ class BlockWriter:
         return StoredExtent(file, self.offset, self.layer_bytes, self.note)
 
     def commit(self) -> bool:
-        """Complete the block, so that it can be found. Return False if a write failed or a layer is missing."""
+        """Make the block available in the store. Return False if a write failed or a layer is missing."""
         if len(self._checksums) < self.layers:
             self.abort()
         if self._open:
             try:
                 self._finish([self._checksums[layer] for layer in range(self.layers)])
             except OSError as error:
-                self._end(error)
+                self._discard(error)
         done, self._open = self._open, False
         return done
 
     def abort(self) -> None:
         """Discard the block. This has no effect after `commit`."""
         if self._open:
-            self._end(None)
+            self._discard(None)
 
-    def _end(self, error: OSError | None) -> None:
+    def _discard(self, error: OSError | None) -> None:
         self._open = False
         self._give_up(error)

@@ -20,7 +20,7 @@ from .options import StoreOptions
 
 
 class DiskStore:
-    """Store KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes.
+    """Stores KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes.
 
     Each namespace (model, KV data type, layout) has a subfolder, which is named by the digest of the namespace. The
     file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
@@ -59,10 +59,10 @@ class DiskStore:
     ) -> None:
         options = options or StoreOptions()
         self.namespace, self.layers, self.root = namespace, layers, root_key(namespace)
-        self._own = folder / self.root.hex()
+        self._space = folder / self.root.hex()
         self._folder = StoreFolder(folder, options, read_only=read_only, clock=clock)
         self._index = self._folder.index
-        self.documents = DocumentStore(self._folder, self._own, options.limit)
+        self.documents = DocumentStore(self._folder, self._space, options.limit)
 
     @property
     def bytes_used(self) -> int:
@@ -155,6 +155,8 @@ class DiskStore:
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
         """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
 
+        Files with the name of a block that contain no block are removed too, such as a document that was renamed.
+
         Args:
             keys: Keys of the blocks to keep.
             space: Digest of the namespace. None is the store's own namespace.
@@ -167,12 +169,13 @@ class DiskStore:
         Raises:
             StoreError: A block cannot be removed.
         """
-        own, folder = self._own if space is None else self._folder.path / space, self._folder
-        others = (path for path in block_paths(own) if bytes.fromhex(path.stem) not in keys)
-        if claimed:
-            return folder.remove(path for path in others if not folder.is_claimed(path))
-        freed = folder.remove(others)
-        folder.disclaim(block_paths(own))
+        own, folder = self._space if space is None else self._folder.path / space, self._folder
+        paths = set(block_paths(own))
+        kept = {path for path in paths if bytes.fromhex(path.stem) in keys or (claimed and folder.is_claimed(path))}
+        kept -= folder.without_block(kept)
+        freed = folder.remove(paths - kept)
+        if not claimed:
+            folder.disclaim(kept)
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -181,11 +184,11 @@ class DiskStore:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the keys of all blocks that waiting turns will use, soonest first. The blocks need not be stored."""
+        """Set the blocks that waiting turns will use, soonest first. They are evicted last. They need not exist yet."""
         self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect the blocks `keys` from eviction, also if they are not stored yet. Each pin needs one `unpin`."""
+        """Protect the blocks `keys` from eviction, even if they are not stored yet. Each pin needs one `unpin`."""
         self._index.pin(self._path(key) for key in keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
@@ -193,7 +196,7 @@ class DiskStore:
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
-        return self._own / name[:2] / f"{name}{BLOCKS}"
+        return self._space / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
         """Release the write lock. A second call has no effect."""

@@ -1,4 +1,4 @@
-"""Store small named files (documents) with two generations each: the newest one and the one before.
+"""Store small named files (documents), each with its newest and its previous generation.
 
 If the newest generation is damaged, only the last change is lost. A document is written to a temporary file and synced
 to disk. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. If the process
@@ -28,12 +28,12 @@ _SETTLED_NS = 2 * 10**9
 
 @dataclass(frozen=True)
 class Document:
-    """Content of an intact document.
+    """Content of a document that was read from a store.
 
     Attributes:
-        data: Content of the document.
-        damage: Why the newest generation cannot be read, or "" if it can. If it cannot, `data` is the generation before
-            it.
+        data: Content of the newest intact generation.
+        damage: Why the newest generation cannot be read, or "" if it can. If it is not empty, `data` is the previous
+            generation.
     """
 
     data: bytes
@@ -42,12 +42,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Summary:
-    """Properties of a session history that a deletion needs.
+    """The parts of a session history that a deletion needs.
 
     Attributes:
-        document: Name of the document that the history belongs to. A renamed file keeps it.
+        document: Name of the document that the history belongs to. It is known even if the file was renamed.
         blocks: Keys of the blocks that the session uses.
-        sinks: Name of the document with the keys of its attention sinks.
+        sinks: Name of the document with the keys of the session's attention sinks.
     """
 
     document: str
@@ -61,13 +61,13 @@ Summarise = Callable[[bytes], Summary | None]
 
 @dataclass(frozen=True)
 class Known:
-    """The summary of an intact file. None means that the file is not a session history."""
+    """Cache entry of an intact document file. `summary` is None if the file is not a session history."""
 
     summary: Summary | None
 
 
 class SummaryCache:
-    """Summaries of document files, kept as long as the files do not change.
+    """Caches summaries of document files until the files change.
 
     A deletion needs the block keys of all sessions. Without this cache, it would read all histories again each time.
     Thread-safe, because each entry is replaced as a whole.
@@ -77,7 +77,7 @@ class SummaryCache:
         self._known: dict[Path, tuple[tuple[int, ...], Known]] = {}
 
     def get(self, path: Path, summarise: Summarise) -> Known | None:
-        """Return the summary of a file, or None if the file is damaged or does not exist."""
+        """Return the entry of a file, which is read again if it has changed. None if the file is damaged or missing."""
         try:
             status = path.lstat()
         except OSError:
@@ -99,9 +99,9 @@ class SummaryCache:
 
 
 class DocumentStore:
-    """Documents of one namespace, in the folder `own`. Thread-safe.
+    """Stores the documents of one namespace in the folder `own`. Thread-safe.
 
-    The name of a document consists of a kind and a digest (`folder.NAME`). It never contains text chosen by a user.
+    The name of a document (`folder.NAME`) is a word such as "session" and a digest, so it contains no text of a user.
     Documents are never evicted. Their size counts towards the limit of the store's `folder`, of `limit` bytes.
     """
 
@@ -128,12 +128,12 @@ class DocumentStore:
             raise StoreError(f"{str(newest)!r} would be too large ({format_size(len(record))}): start another session")
         with self._writing, folder.usable():
             folder.make_subfolder(self._own)
-            temporary = self._take_room(newest, len(record))
+            temporary = self._reserve(newest, len(record))
             try:
                 try:
                     self._write(newest, before, temporary, record)
                 except OSError as error:
-                    if error.errno not in (ENOSPC, EDQUOT) or not folder.make_disk_room(len(record)):
+                    if error.errno not in (ENOSPC, EDQUOT) or not folder.free_disk_space(len(record)):
                         raise
                     self._write(newest, before, temporary, record)
             except BaseException:
@@ -141,31 +141,34 @@ class DocumentStore:
                 raise
             sync(self._own)
 
-    def _take_room(self, newest: Path, size: int) -> Path:
+    def _reserve(self, newest: Path, size: int) -> Path:
         """Reserve space for a new generation of `newest`. Return the temporary file to write. Raises StoreError."""
         folder = self._folder
         with folder.mutex:
-            if not (folder.make_room(size) or folder.make_room(size, pinned=True)):
+            if not (folder.free_space(size) or folder.free_space(size, pinned=True)):
                 raise StoreError(
                     f"the store {str(folder.path)!r} is full: {format_size(size)} do not fit within "
                     f"{format_size(self._limit or 0)}; raise the limit or delete sessions"
                 )
-            return folder.hold(newest, size)
+            return folder.reserve_bytes(newest, size)
 
     def _write(self, newest: Path, before: Path, temporary: Path, record: bytes) -> None:
         """Make `record` the newest generation. If this raises OSError, the newest generation is unchanged."""
         folder = self._folder
         write_synced(temporary, record)
         with folder.mutex:
-            there = read_document(newest)
-            if there.data is not None:
-                self._keep(newest, before, seal(there.data))
-            elif there.damage:
+            current = read_document(newest)
+            if current.data is not None:
+                self._keep(newest, before, seal(current.data))
+            elif current.damage:
                 folder.put_aside(newest)
             folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
-        """Save the current content of `newest` as the previous generation, `before`. The file `newest` stays."""
+        """Copy the current content of `newest` to `before`, the file of the previous generation.
+
+        The file `newest` stays.
+        """
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)

@@ -68,7 +68,10 @@ def read_document(path: Path) -> Reading:
 
 
 def read_claim(path: Path) -> bool | None:
-    """Return whether the block in this file is claimed: False if the file is damaged, None if it cannot be read."""
+    """Return whether the block in this file is claimed (see `DiskStore.claim`).
+
+    The result is False if the file is damaged, and None if it cannot be read.
+    """
     header = read_header(path)
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
@@ -78,7 +81,7 @@ def read_claim(path: Path) -> bool | None:
 
 
 def write_claim(path: Path, claimed: bool) -> None:
-    """Add the claim to a block file or remove it. A damaged file is not changed. Raises OSError."""
+    """Set or clear the claim in a block file. A damaged file is not changed. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -8,18 +8,21 @@ import itertools
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from errno import ELOOP
 from pathlib import Path
 
 from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
-from .files import read_claim, read_document, write_claim
+from .files import read_claim, read_document, read_header, write_claim
 from .index import BEFORE, DOCUMENTS, DiskIndex
 from .options import StoreOptions
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
+
+_MANY = 100  # number of files of one size from which on this is the size of full blocks
 
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
@@ -39,7 +42,7 @@ nor changed.
 
 
 class StoreFolder:
-    """Manage the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
+    """Manages the files of one store in the folder `path`, at most `options.limit` bytes including temporary files.
 
     Only one process writes. It holds an advisory lock (`fcntl.flock`), which the kernel releases when the process ends.
     Any number of processes read. The index is built at the start from file names, sizes and modification times.
@@ -76,7 +79,7 @@ class StoreFolder:
                     self._protect()
                 self._scan()
             if not read_only:
-                self.make_room(0)
+                self.free_space(0)
         except BaseException:
             self.close()
             raise
@@ -90,16 +93,16 @@ class StoreFolder:
             raise
         except OSError as error:
             raise StoreError(
-                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; give a folder on a disk with "
-                "room where you may write"
+                f"cannot use the store {str(self.path)!r}: {error.strerror or error}; choose a writable folder on a "
+                "disk with free space"
             ) from error
 
     # ---------------------------------------------------------------------------------------------------------- space
 
-    def make_room(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
+    def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
         """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
 
-        Return False if evicting all files would not free enough space. Then no file is evicted. For `cost`, see
+        Return False, without evicting any file, if evicting all of them would not free enough space. For `cost`, see
         `DiskIndex.victims`.
         """
         with self.mutex:
@@ -108,7 +111,7 @@ class StoreFolder:
                 self.discard(path)
             return victims is not None and not any(path in self.index for path in victims)
 
-    def make_disk_room(self, size: int) -> bool:
+    def free_disk_space(self, size: int) -> bool:
         """Remove block files, in eviction order, to free `size` bytes on a full disk.
 
         Return False, without removing any file, if all block files together are smaller.
@@ -124,20 +127,20 @@ class StoreFolder:
             return True
 
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
-        """Reserve `size` bytes for the new file `path`. `cost`: see `DiskStore.begin`.
+        """Reserve `size` bytes for the new file `path`. For `cost`, see `DiskStore.begin`.
 
-        Return the temporary file to write, or None if there is no space or `path` already exists. An existing file then
-        gets the claim, if `claim` is True.
+        Return the temporary file to write, or None if there is no space or `path` already exists. If `claim` is True,
+        an existing file is claimed.
         """
         with self.mutex:
             if claim:
                 self.claim([path])
-            if path in self.index or not self.make_room(size, cost=cost):
+            if path in self.index or not self.free_space(size, cost=cost):
                 return None
-            return self.hold(path, size)
+            return self.reserve_bytes(path, size)
 
-    def hold(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes for the file `path`, for which `make_room` has made room.
+    def reserve_bytes(self, path: Path, size: int) -> Path:
+        """Reserve `size` bytes for the file `path`. Call this after `free_space` has freed them.
 
         Return the temporary file to write. The caller must pass it to `finish` or `give_up`.
         """
@@ -151,9 +154,10 @@ class StoreFolder:
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
-        """Rename a completely written and synced temporary file to `path`. Raises OSError.
+        """Rename a completely written and synced temporary file to `path`, and replace an existing file.
 
-        An existing file is replaced and keeps its claim. `claimed` tells whether the temporary file contains a claim.
+        `claimed` tells whether the temporary file contains a claim. If not, it gets the claim of the replaced file, if
+        there is one. Raises OSError.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
@@ -188,6 +192,25 @@ class StoreFolder:
                 self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
             return bool(file.claimed)
 
+    def without_block(self, paths: Iterable[Path]) -> set[Path]:
+        """Return the files among the block files `paths` that contain no block.
+
+        Full blocks of a namespace have equal sizes. Files of a size that many files have are therefore not read.
+        """
+        sizes = dict[Path, int]()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[path] = status.st_size
+        found, number = set[Path](), Counter(sizes.values())
+        for path in (path for path, size in sizes.items() if number[size] < _MANY):
+            if read_header(path) is None:
+                found.add(path)
+            elif path in self.index:
+                self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+        return found
+
     def disclaim(self, paths: Iterable[Path]) -> None:
         """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""
         with self.mutex, self.usable():
@@ -198,7 +221,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file, and free its reserved space. If there was an `error`, set `last_error`."""
+        """Remove a temporary file, and free its reserved space. If writing it failed with `error`, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -228,7 +251,7 @@ class StoreFolder:
     def remove(self, paths: Iterable[Path]) -> int:
         """Remove files and return their total size in bytes.
 
-        Raises StoreError if a file cannot be removed, after all others are removed.
+        If some files cannot be removed, raise StoreError after all others are removed.
         """
         assert not self.read_only
         freed, refused = 0, ""
@@ -258,11 +281,11 @@ class StoreFolder:
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
+        """Raise OSError if a folder on the way from the store folder to `path` is a symbolic link."""
         # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
-                raise OSError(ELOOP, "a link is in the place of a folder of the store")
+                raise OSError(ELOOP, "a symbolic link replaces a folder of the store")
 
     # --------------------------------------------------------------------------------------------------- lock and scan
 
@@ -289,7 +312,7 @@ class StoreFolder:
     def _scan(self) -> None:
         """Add the existing files to the index. A writer also removes temporary files of crashed processes."""
         found = []
-        for path in self._ours():
+        for path in self._store_files():
             with contextlib.suppress(OSError):
                 if path.suffix == _TEMPORARY and not self.read_only:
                     path.unlink()
@@ -318,7 +341,7 @@ class StoreFolder:
                     if file.suffix in (BLOCKS, DAMAGED, DOCUMENTS, BEFORE, _TEMPORARY) and not file.is_dir():
                         make_private(file)
 
-    def _ours(self) -> Iterator[Path]:
+    def _store_files(self) -> Iterator[Path]:
         for space in spaces(self.path):
             found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
             for path in itertools.chain(found, _block_files(space)):
@@ -328,8 +351,8 @@ class StoreFolder:
     def check_integrity(self) -> None:
         with self.mutex:
             self.index.check_integrity()
-            files, there = self.index.files, set(self._ours())
-            assert there == set(files), there ^ set(files)
+            files, found = self.index.files, set(self._store_files())
+            assert found == set(files), found ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
             assert all(read_claim(path) for path, file in files.items() if file.claimed), "a claim is not on disk"
 

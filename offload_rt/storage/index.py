@@ -1,4 +1,4 @@
-"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. The files are not opened."""
+"""In-memory index of the files of a store: sizes, eviction order, pins and time to live. It opens no files."""
 
 from __future__ import annotations
 
@@ -85,9 +85,10 @@ class DiskIndex:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
-        """Add the existing files `found`: (modification time, path, size, access time) of each, in any order.
+        """Add the existing files `found`, given as (modification time, path, size, access time), in any order.
 
-        Files from the future count as used now. Return them; the caller must update their times (`write_stamp`).
+        Modification times in the future are replaced by the current time. Return these files; the caller must update
+        their times on disk (`write_stamp`).
         """
         now, ahead = self._clock(), []
         for used, path, size, accessed in sorted(found, key=lambda one: (one[0], str(one[1]))):
@@ -112,9 +113,10 @@ class DiskIndex:
                 self._order.expect(path)
 
     def mark_used(self, paths: Sequence[Path]) -> None:
-        """Mark the block files of a sequence as used now, the first block first. The policy "fifo" ignores uses.
+        """Mark the block files of a sequence as used now, given in the order of its blocks.
 
-        Within a sequence, later files are evicted before earlier ones.
+        Within a sequence, files of later blocks are evicted before those of earlier ones. The policy "fifo" ignores
+        uses.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -129,14 +131,14 @@ class DiskIndex:
                 self._order.remove(path)
 
     def set_window(self, paths: Sequence[Path]) -> None:
-        """Set the files that waiting requests will use, soonest first (`EvictionOrder.set_window`)."""
+        """Set the files that are evicted last, because waiting requests will use them, soonest first."""
         with self.mutex:
             self._wanted = set(paths)
             for path in self._order.set_window(paths):
                 self._mark(path)
 
     def pin(self, paths: Iterable[Path]) -> None:
-        """Protect `paths` from eviction, also if the files do not exist yet. Each pin needs one `unpin`."""
+        """Protect `paths` from eviction, even if the files do not exist yet. Each pin needs one `unpin`."""
         with self.mutex:
             self._pins.update(paths)
 
@@ -153,8 +155,8 @@ class DiskIndex:
         Args:
             size: Number of bytes needed.
             pinned: Also evict pinned files, if no other files are left.
-            cost: Number of tokens to compute again without the new file, or None for a document. With the policy
-                "lookahead", no file with a higher rank than the new file is evicted, except for a document.
+            cost: Number of tokens to compute again if the new file is lost, or None for a document. With the policy
+                "lookahead", a block file does not evict files with a higher rank than its own.
 
         Returns:
             The files to evict, or None if evicting all of them would not free enough space.
@@ -188,8 +190,8 @@ class DiskIndex:
         return list(gone) if limit is None or used <= limit else None
 
     def _expired(self, horizon: int) -> Iterator[Path]:
-        """Yield the files that were last used before `horizon` and may be evicted. `files` is sorted by last use."""
-        for path, file in self.files.items():
+        """Yield the files that may be evicted and were last used before `horizon` (in nanoseconds since 1970)."""
+        for path, file in self.files.items():  # sorted by last use
             if file.last_used >= horizon:
                 return
             if path.suffix not in _STAYING and not self._pins[path] and not self._order.in_window(path):

@@ -29,9 +29,9 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block, and where to load it: its index in the block table (`place`), and its layer group."""
+    """A stored block with its layer group and the index in the block table at which it will be loaded."""
 
-    place: int
+    table_index: int
     block: StoredBlock
     group: int = 0
 
@@ -47,9 +47,9 @@ class DamagedBlockError(Exception):
 def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int) -> int:
     """Return the number of layers to load before the prefill starts, so that the prefill never waits for loading.
 
-    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new): the bytes that cannot be loaded while the new
-    tokens are computed. A layer has B load_seconds / layers bytes, so the number of layers is k = layers (1 - compute /
-    load). If computing takes longer than loading, k is 1.
+    The paper's buffer size is S_buf = B (T_load L_hist - T_pref L_new), with the bandwidth B: the bytes that cannot be
+    loaded while the new tokens are computed. A layer has B load_seconds / layers bytes, so the number of layers is k =
+    layers (1 - compute_seconds / load_seconds). If computing takes longer than loading, k is 1.
 
     Args:
         load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
@@ -62,7 +62,7 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 
 
 class BlockLoader:
-    """Load stored blocks into a block table, layer by layer, on a background thread.
+    """Loads stored blocks into a block table, layer by layer, on a background thread.
 
     The first `ahead` layers are loaded immediately. After that, loading stays at most `ahead` layers ahead of the layer
     that is computed. With `ahead=0`, each layer is loaded only when `wait` is called for it.
@@ -84,7 +84,8 @@ class BlockLoader:
         self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
         tokens = [
-            range(placed.place * BLOCK_SIZE, placed.place * BLOCK_SIZE + placed.block.count) for placed in placed_blocks
+            range(placed.table_index * BLOCK_SIZE, placed.table_index * BLOCK_SIZE + placed.block.count)
+            for placed in placed_blocks
         ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]
         largest = max((placed.block.layer_bytes for placed in placed_blocks), default=0)
@@ -122,7 +123,7 @@ class BlockLoader:
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is loaded. Allow the thread to load layers up to `layer + ahead`.
+        """Wait until `layer` is loaded, and let the loader thread continue up to `layer + ahead`.
 
         Raises DamagedBlockError if a stored block cannot be read, or the error that ended the loader thread.
         """
@@ -171,11 +172,11 @@ class BlockLoader:
         """Load all blocks of a layer. Return the key of the first damaged block, or None if all are intact."""
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
         mine = [(placed.block, span, extent) for placed, span, extent in parts if placed.group == group]
-        whole = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
-        return next((block.key for (block, *_), right in zip(mine, whole, strict=True) if not right), None)
+        intact = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
+        return next((block.key for (block, *_), right in zip(mine, intact, strict=True) if not right), None)
 
     def _may_load(self, layer: int) -> bool:
-        """Wait until `layer` is at most `ahead` layers ahead of the computation. Return False after `close`."""
+        """Wait until `layer` is at most `ahead` layers ahead of the computed layer. Return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or layer <= self._wanted + self._ahead)
             return not self._closed
@@ -185,29 +186,34 @@ class BlockLoader:
 
         With `extent`, the pool reads the KV from the file in the store, so it is not copied.
         """
-        return all(self._fill_place(block, place, span, extent) for place in self._pool.groups.places(layer))
+        return all(
+            self._fill_storage_layer(block, storage_layer, span, extent)
+            for storage_layer in self._pool.groups.storage_layers(layer)
+        )
 
-    def _fill_place(self, block: StoredBlock, place: int, span: SlotSpan, extent: StoredExtent | None) -> bool:
+    def _fill_storage_layer(
+        self, block: StoredBlock, storage_layer: int, span: SlotSpan, extent: StoredExtent | None
+    ) -> bool:
         layout, format = self._pool.layout, self._pool.format
         buffer = self._buffers.get()
         try:
             own = buffer.numpy().data[: block.layer_bytes]
             if extent is not None:
-                return block.read_from(extent.file.handle, place, own)
-            if not block.read_layer(place, own):
+                return block.read_from(extent.file.handle, storage_layer, own)
+            if not block.read_layer(storage_layer, own):
                 return False
             rows = buffer[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
             k, v = rows.view(layout.kv_heads, span.size, 2, format.width).unbind(2)
-            self._pool.fill_place(place, span, k, v)
+            self._pool.fill_storage_layer(storage_layer, span, k, v)
             return True
         finally:
             self._buffers.put(buffer)
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Let the pool block at `span` use the file of a stored block as its extent, so that KV need not be copied.
+    """Let the pool block that contains `span` use the file of a stored block as its extent, so that no KV is copied.
 
-    Return None if this is not possible.
+    Return None if the KV must be copied instead, for example because the pool is not on disk.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

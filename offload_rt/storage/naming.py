@@ -17,7 +17,7 @@ STATE = -1
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """Name of a stored block: its place in a sequence, and the inputs of its key.
+    """Name of a stored block: its index in a sequence, and the inputs of its key.
 
     Attributes:
         index: Index of the block in the block table.
@@ -43,17 +43,17 @@ class NamedBlock:
         return len(self.tokens) // TOKEN_BYTES
 
     def window(self, group: int) -> NamedBlock:
-        """Return the name of the block with these tokens' KV in the sliding-window layers of `group`."""
+        """Return the name of the block that contains the same tokens' KV in the sliding-window layers of `group`."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} window {group}", self.tokens, group)
 
     def state(self) -> NamedBlock:
-        """Return the name of the block with a snapshot of the recurrent state after these tokens."""
+        """Return the name of the block that contains a snapshot of the recurrent state after these tokens."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} state", self.tokens, STATE)
 
 
 @dataclass(frozen=True)
 class SessionProvenance:
-    """Part of the KV provenance key that all blocks of a sequence have in common.
+    """The part of the KV provenance key that is the same for all blocks of a sequence.
 
     Attributes:
         root: Parent key of the first block (`DiskStore.root`).

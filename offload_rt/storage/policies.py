@@ -36,10 +36,10 @@ def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
 
 
 def recomputation_cost(tokens: int, start: int) -> int:
-    """Return the cost, in tokens to compute again, of losing the block that begins at token `start` of `tokens` tokens.
+    """Return the cost of losing the block that begins at token `start` of a text of `tokens` tokens.
 
-    A block of a long sequence costs more than a block of a short one, such as a request for a title. Within a sequence,
-    an earlier block costs more, because all later blocks are useless without it.
+    The cost is measured in tokens to compute again. A block of a long text costs more than a block of a short one.
+    Within a text, an earlier block costs more, because all later blocks are useless without it.
     """
     return 2 * tokens - start
 
@@ -78,7 +78,7 @@ class EvictionOrder(Generic[K]):
         self._others[item] = rank, number
         heapq.heappush(self._heap, (rank, number, item))
         if len(self._heap) > 2 * len(self._others) + 64:
-            self._heap = [(*place, item) for item, place in self._others.items()]
+            self._heap = [(*order, item) for item, order in self._others.items()]
             heapq.heapify(self._heap)
 
     def remove(self, item: K) -> None:
@@ -86,13 +86,16 @@ class EvictionOrder(Generic[K]):
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Add an item to the end of the eviction window. Has no effect on unknown items and without "lookahead"."""
+        """Move a known item to the end of the eviction window.
+
+        Has no effect on unknown items and without "lookahead".
+        """
         if self._looks_ahead and item in self._others:
             del self._others[item]
             self._wanted[item] = None
 
     def set_window(self, items: Sequence[K]) -> list[K]:
-        """Set the eviction window to `items`, soonest needed first.
+        """Set the eviction window to `items`, in the order in which they will be needed.
 
         Return the items that left the window. Their rank is now 0, the lowest.
         """

@@ -55,7 +55,7 @@ class PendingBlock:
     moved: bool = False
 
     def give_up(self) -> None:
-        """Stop saving the block, and discard the data already written to the store."""
+        """Stop saving the block, and discard its data in the store."""
         if self.writer is not None:
             self.writer.abort()
         self.writer = self.extent = None
@@ -63,7 +63,7 @@ class PendingBlock:
 
 @dataclass(eq=False)
 class SaveHandle:
-    """Blocks of one block table that are being saved.
+    """Blocks of one block table that are being saved. Created by `Saver.begin` and passed to `layer_done` and `abort`.
 
     Attributes:
         blocks: Block table with the KV.
@@ -94,9 +94,9 @@ class Saver:
     are saved.
 
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
-    pool writes full blocks directly to that file, and later reads them from it (`kv_cache.disk.extents`):
+    pool writes full blocks directly to that file (*stored extent*, `kv_cache.disk.extents`), and reads them there:
 
-    * A full block without computed KV gets its stored extent in `begin`.
+    * A block whose KV is not computed yet gets its stored extent in `begin`.
     * A block that is complete and still in memory is written to a stored extent after its last layer.
     * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
       pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
@@ -123,12 +123,12 @@ class Saver:
         self._worker.start()
 
     def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> SaveHandle | None:
-        """Start to save the first blocks of `named`, as many as fit in the write buffer.
+        """Start to save blocks of `named`, in order, as many as fit in the write buffer.
 
-        Return a handle for `layer_done`, or None if no block fits. `claim`: see `DiskStore.begin`.
+        Return a handle for `layer_done`, or None if no block fits. For `claim`, see `DiskStore.begin`.
         """
         with self._mutex:
-            room = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
+            most = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
         saving = SaveHandle(blocks)
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
@@ -137,7 +137,7 @@ class Saver:
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
             entry = PendingBlock(block, self._pool_block(blocks, block), span, cost, claim)
             if not self._attach(saving, entry):
-                if saving.buffered == room:
+                if saving.buffered == most:
                     break
                 saving.buffered += 1
             saving.entries.append(entry)
@@ -161,9 +161,9 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
-        """Let the pool write the KV of a full block to a new store file as soon as it is computed.
+        """Let the pool write a block directly to a new store file (stored extent) as soon as its KV is computed.
 
-        Return whether that is possible.
+        Return False if the block must be copied instead, for example because its KV is computed already.
         """
         file, block = self._file, entry.block
         if (
@@ -180,15 +180,15 @@ class Saver:
         return False
 
     def _move(self, file: FileArena, entry: PendingBlock) -> None:
-        """Write a complete block of a pool on disk to a file of the store, if its KV is still in memory."""
+        """Write a complete block of a pool on disk directly to a store file, if the block is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
-        layers = self._pool.groups.used_places(entry.block.group)
+        layers = self._pool.groups.used_storage_layers(entry.block.group)
         if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.pool_block, extent, layers):
             entry.give_up()
 
     def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
-        """Create a file of the store that the pool can use for a block. Return None if that is not possible."""
+        """Create a store file to which the pool can write a block itself. Return None if the store provides none."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
@@ -196,7 +196,10 @@ class Saver:
         return entry.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
-        """Save all layers of blocks whose KV is complete. Return how many were accepted. `claim`: see `begin`."""
+        """Save all layers of blocks whose KV is complete. Return how many of `named` were accepted.
+
+        For `claim`, see `DiskStore.begin`.
+        """
         saving = self.begin(blocks, named, claim=claim)
         if saving is None:
             return 0
@@ -206,15 +209,15 @@ class Saver:
 
     def _pool_block(self, blocks: BlockTable, block: NamedBlock) -> int:
         """Return the id of the pool block with the KV of `block`, or -1 if the block table has released it."""
-        held = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
-        return held[0] if held else -1
+        found = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
+        return found[0] if found else -1
 
     def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
 
         A block is replaced or released in three cases: an equal block is already in the prefix tree, a shared partial
-        block is copied before it grows, or the block leaves the sliding window. Call this directly afterwards, before
-        the next write to the pool.
+        block is copied before it grows, or the block leaves the sliding window. Call this directly after any such
+        operation, before the next write to the pool.
         """
         cancelled = set()
         with self._mutex:
@@ -298,7 +301,7 @@ class Saver:
                 if layer == self._last:
                     self._commit(writer, entry)
         if layer == self._last:
-            self._end(saving)
+            self._finish(saving)
 
     def _write_stored(self, file: FileArena, entry: PendingBlock) -> None:
         """Commit a block of a pool on disk. If its KV is not in a file of the store yet, copy the KV first."""
@@ -316,11 +319,11 @@ class Saver:
         groups = self._pool.groups
         for layer in layers:
             if groups.group[layer] == entry.block.group:
-                for place, part in self._pool.view_places(layer, entry.span):
-                    writer.write(place, place_block(self._pool, part))
+                for storage_layer, part in self._pool.view_storage_layers(layer, entry.span):
+                    writer.write(storage_layer, layer_data(self._pool, part))
 
     def _begin_writer(self, entry: PendingBlock) -> BlockWriter | None:
-        """Return the writer of a block. Return None if the store has the block already or does not accept it."""
+        """Return the store's writer for a block, or None if the store has the block already or does not accept it."""
         if entry.writer is None and not entry.refused:
             size = layer_bytes(self._pool, entry.block.count)
             entry.writer = self._store.begin(entry.block, size, entry.cost, claim=entry.claim)
@@ -329,9 +332,9 @@ class Saver:
 
     def _commit(self, writer: BlockWriter, entry: PendingBlock) -> None:
         """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
-        # If a stored block has more places than its layer group uses, write zeros for the remaining places.
-        for place in range(self._pool.groups.used_places(entry.block.group), self._store.layers):
-            writer.write(place, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
+        # If a stored block has more storage layers than its layer group uses, write zeros for the remaining ones.
+        for storage_layer in range(self._pool.groups.used_storage_layers(entry.block.group), self._store.layers):
+            writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
         with self._mutex:  # all KV has been read, so later changes of the block do no harm
             moved = entry.moved
         writer.abort() if moved else writer.commit()
@@ -339,9 +342,9 @@ class Saver:
     def _give_up(self, saving: SaveHandle) -> None:
         for entry in saving.entries:
             entry.give_up()
-        self._end(saving)
+        self._finish(saving)
 
-    def _end(self, saving: SaveHandle) -> None:
+    def _finish(self, saving: SaveHandle) -> None:
         if not saving.ended:
             saving.ended = True
             for entry in saving.entries:
@@ -351,12 +354,12 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Return the number of bytes that a place takes in the store, for a block with `tokens` tokens."""
+    """Return the size in bytes of a storage layer in the store, for a block with `tokens` tokens."""
     return block_layer_bytes(tokens, pool.layout)
 
 
-def place_block(pool: HostPool, part: KVPart) -> memoryview:
-    """Return a copy of the KV of one place, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
+def layer_data(pool: HostPool, part: KVPart) -> memoryview:
+    """Return a copy of the KV of one storage layer, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
     layout, size = pool.layout, part.k.shape[1]
     block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: 2 * part.k.numel()].view(layout.kv_heads, size, 2, -1)

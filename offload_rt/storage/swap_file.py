@@ -1,6 +1,6 @@
 """One unnamed file with the KV blocks of preempted sequences.
 
-The file never has a name in the file system. The kernel therefore deletes it when the process ends, even after a crash.
+The file has no name in the file system. The kernel therefore deletes it when the process ends, even after a crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .naming import NamedBlock
 
 
 class SwapFile:
-    """Store KV blocks by key in an unnamed file, with the methods of `DiskStore` that a `Saver` needs.
+    """Stores KV blocks by key in an unnamed file, with the methods of `DiskStore` that a `Saver` needs.
 
     Blocks are never evicted. When no block is left, the file is truncated. Not thread-safe: the caller must flush the
     saver before it calls the store.
@@ -44,8 +44,8 @@ class SwapFile:
             self.handle = nameless_file(folder)
         except OSError as error:
             raise StoreError(
-                f"cannot use the folder {str(folder)!r} for preempted requests: {error.strerror or error}; give a "
-                "folder on a disk with room where you may write"
+                f"cannot use the folder {str(folder)!r} for preempted requests: {error.strerror or error}; choose a "
+                "writable folder on a disk with free space"
             ) from error
 
     @property

@@ -75,7 +75,7 @@ class _Pages:
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
-        self._first_rows = [pool.layout.row(place, 0, 0) for place in pool.groups.place]
+        self._first_rows = [pool.layout.row(first, 0, 0) for first in pool.groups.storage_layer]
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
     def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:

@@ -75,11 +75,11 @@ class CudaStorage(KVStorage):
         with state.write_back.behind_compute():
             at = 0
             format = state.pool.format_of(layer)
-            stored_k, stored_v = format.encode(k), format.encode(v)
-            for run in state.pool.stored(blocks, layer, kept):
-                piece = slice(at, at + run.k.shape[1])
-                copy_heads(run.k, stored_k[:, piece])
-                copy_heads(run.v, stored_v[:, piece])
+            encoded = state.pool.in_planes(layer, format.encode(k), format.encode(v))
+            for run in state.pool.planes(blocks, layer, kept):
+                piece = slice(at, at + run[0].shape[1])
+                for into, rows in zip(run, encoded, strict=True):
+                    copy_heads(into, rows[:, piece])
                 at = piece.stop
             one.written = state.write_back.record_event()
         state.pending_writes.hold(one.written, k, v)
@@ -200,4 +200,6 @@ class CudaTransfer:
         """Return a function (layer, tokens `[Hkv, n]`) -> stored KV `[2, Hkv, n, width]`, read from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
-        return lambda layer, tokens: pool.rows[row_ids(pool.layout, base, pool.groups.place[layer], tokens.cpu())]
+        return lambda layer, tokens: pool.rows[
+            row_ids(pool.layout, base, pool.groups.storage_layer[layer], tokens.cpu())
+        ]

@@ -110,19 +110,26 @@ class CudaRows(RowFetch):
 
         If `visible` is not None, the result begins with the resident KV of the tokens `visible`.
         """
-        state, one = self._state, self._state[blocks]
-        shape = (2, state.geometry.rows(layer).kv_heads, len(tokens), state.pool.format_of(layer).width)
+        state, one, pool = self._state, self._state[blocks], self._state.pool
+        shape = (2, state.geometry.rows(layer).kv_heads, len(tokens), pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
-        held = state.staging.hold(staged)
+        # Rows that K and V share are copied as a whole, because a copy of one of them would not be contiguous.
+        shared = pool.shares_rows(layer)
+        planes = staged.new_empty((1, *shape[1:3], pool.layout.head_dim)) if shared else staged
+        held = state.staging.hold(staged, planes)
         with state.prefetch.behind_compute():
             if (written := one.written) is not None:
                 state.prefetch.wait_for(written)
             at = 0
-            for run in state.pool.stored(blocks, layer, tokens):
-                piece = slice(at, at + run.k.shape[1])
-                copy_heads(staged[0, :, piece], run.k)
-                copy_heads(staged[1, :, piece], run.v)
+            for run in pool.planes(blocks, layer, tokens):
+                piece = slice(at, at + run[0].shape[1])
+                for into, rows in zip(planes, run, strict=True):
+                    copy_heads(into[:, piece], rows)
                 at = piece.stop
+            if shared:
+                part = pool.layout.window_part(planes[0])
+                staged[0].copy_(part.k)
+                staged[1].copy_(part.v)
             event = state.prefetch.record_event()
         return _PendingFetch(state, held, event, staged, None, None, one.residency, layer, visible)
 

@@ -35,7 +35,7 @@ class _Open:
     _blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the current block ids."""
+        """Return the block ids as an array. The array is rebuilt only if the block table has changed."""
         if self._listed != self.blocks.ids:
             self._listed = list(self.blocks.ids)
             self._blocks = np.array(self._listed, np.int64)
@@ -260,7 +260,7 @@ class DiskRows(RowFetch):
         room = visible.resident if visible is not None and state.pool.format.exact else 0
         heads, count = tokens.shape
         staged = state.staging((heads, room + count, 2, state.pool.format.width))
-        place = state.pool.groups.place[layer]
+        place = state.pool.groups.storage_layer[layer]
         reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, room, staged)
         size = heads * count * state.pair_bytes
         return _SelectedFetch(
@@ -284,7 +284,7 @@ def _gather(
     if not count:
         return
     wanted, heads = tokens.numpy(), np.arange(kv_heads)[:, None]
-    ids = file.file_layout.ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
+    ids = file.file_layout.entry_ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
     into = heads * (room + count) + np.arange(room, room + count)
     file.gather(place, ids.reshape(-1), staged.view(kv_heads * (room + count), -1), into.reshape(-1))
 

@@ -70,7 +70,7 @@ class RowLists:
         self._moves: Any = dispatch if state.in_place else lists
         """Module with the functions that read and write the pool: kernels, or torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
-        places = state.pool.groups.place
+        places = state.pool.groups.storage_layer
         self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
         each = zip(places, state.pool.groups.group, strict=True)
         firsts = [layout.vectors(place, window=group > 0) for place, group in each]

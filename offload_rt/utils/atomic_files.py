@@ -30,13 +30,24 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
     _write(temporary, data, private=private, durable=durable)
     try:
         if keep:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
+            _put_new(temporary, path)
         else:
             os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _put_new(temporary: Path, path: Path) -> None:
+    """Give a complete file the name `path`, unless a file has this name already."""
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # the file system has no hard links; other processes may see an empty file for a moment
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+            os.replace(temporary, path)
 
 
 def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:

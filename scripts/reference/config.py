@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 from data import Mixture
-from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
+from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3_5TextConfig
 
 
 @dataclass(frozen=True)
 class ReferenceShape:
-    """Model architecture with head dimension 64. `kv_heads` applies to Llama only; OPT has no grouped queries."""
+    """Model architecture with head dimension 64. `kv_heads` does not apply to OPT, which has no grouped queries.
+
+    In "qwen3_5", every fourth layer has attention. The others are recurrent (gated delta rule).
+    """
 
     architecture: str = "llama"
     vocab_size: int = 2048
@@ -26,8 +29,8 @@ class ReferenceShape:
     max_positions: int = 2048
 
     def __post_init__(self) -> None:
-        if self.architecture not in ("llama", "opt"):
-            raise ValueError(f"architecture must be 'llama' or 'opt', got {self.architecture!r}")
+        if self.architecture not in ("llama", "opt", "qwen3_5"):
+            raise ValueError(f"architecture must be 'llama', 'opt' or 'qwen3_5', got {self.architecture!r}")
         if self.hidden != 64 * self.heads:
             raise ValueError(f"head_dim is 64: hidden must be 64 * heads = {64 * self.heads}, got {self.hidden}")
         if self.heads % self.kv_heads:
@@ -50,12 +53,21 @@ class ReferenceShape:
             return OPTConfig(
                 ffn_dim=self.mlp, word_embed_proj_dim=self.hidden, pad_token_id=None, **no_dropout, **common
             )
-        return LlamaConfig(
-            intermediate_size=self.mlp,
-            num_key_value_heads=self.kv_heads,
-            head_dim=64,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        common |= {
+            "intermediate_size": self.mlp,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-6,
+        }
+        if self.architecture == "llama":
+            return LlamaConfig(rope_parameters=rope, **common)
+        return Qwen3_5TextConfig(
+            linear_num_key_heads=self.heads,
+            linear_num_value_heads=self.heads,
+            linear_key_head_dim=32,
+            linear_value_head_dim=64,
+            rope_parameters={**rope, "partial_rotary_factor": 0.25},
             **common,
         )
 
@@ -230,5 +242,23 @@ PRESETS: dict[str, TrainConfig] = {
         decay_share=0.7,
         evaluate_lengths=(512, 2048),
         shifted=0.5,
+    ),
+    # A hybrid model for tests of selection and snapshots with learned states. It is trained for minutes only.
+    "hybrid": TrainConfig(
+        shape=ReferenceShape(
+            architecture="qwen3_5", layers=8, hidden=192, mlp=256, heads=3, kv_heads=1, rope_theta=10_000.0
+        ),
+        stages=_curriculum(
+            (0.50, ((128, 0.5), (256, 0.5)), 0.55, 0.15),
+            (1.00, ((256, 0.5), (512, 0.3), (1024, 0.2)), 0.6, 0.05),
+        ),
+        total_tokens=1_600_000,
+        tokens_per_step=2048,
+        peak_lr=2e-3,
+        warmup_steps=40,
+        decay_share=0.8,
+        checkpoint_every=50,
+        evaluate_every=100,
+        evaluate_lengths=(256, 512),
     ),
 }

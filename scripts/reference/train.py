@@ -1,10 +1,11 @@
-"""Train a reference model (Llama or OPT architecture) on a folder of novels and on recall passages.
+"""Train a reference model (Llama, OPT or hybrid architecture) on a folder of novels and on recall passages.
 
     python scripts/reference/train.py cpu  --data ../shared/data/books --out runs/llama --init-from FOLDER
     python scripts/reference/train.py cpu-longer --data ../shared/data/books --out runs/more --init-from CHECKPOINT
     python scripts/reference/train.py cuda --data ../shared/data/books --out runs/llama-16k
     python scripts/reference/train.py opt  --data ../shared/data/books --out runs/opt --tokenizer FOLDER
     python scripts/reference/train.py opt-longer --data ../shared/data/books --out runs/opt2 --init-from CHECKPOINT
+    python scripts/reference/train.py hybrid --data ../shared/data/books --out runs/hybrid --tokenizer FOLDER
 
 If started again with the same arguments, training resumes from its last checkpoint, bit-exactly on a CPU.
 """

@@ -222,7 +222,7 @@ def check_empty(engine: AsyncLLM) -> None:
     assert not engine._by_number
     engine._engine.check_integrity()
     engine.llm.runner.check_integrity()
-    assert not engine.llm.runner._open and engine.llm.runner.pool.bytes_held == 0
+    assert not engine.llm.runner._open and engine.llm.runner.pool.sequence_bytes == 0
 
 
 def serve_case(seed: int, store: Path | None, log: Log) -> Counter[str]:

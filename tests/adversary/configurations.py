@@ -257,7 +257,9 @@ class Case:
                 )
                 self.attempt(action, llm)
                 runner.check_integrity()
-                assert runner.pool.bytes_held == 0, f"{action.__name__} left {runner.pool.bytes_held} bytes of the pool"
+                assert runner.pool.sequence_bytes == 0, (
+                    f"{action.__name__} left {runner.pool.sequence_bytes} bytes of the pool"
+                )
             assert llm.reset_prefix_cache(), "published blocks are left"
             assert runner.pool.bytes_used == 0, f"{runner.pool.bytes_used} bytes of the pool are left"
 

@@ -233,7 +233,7 @@ def run_engines(seed: int, folder: Path) -> Counter[str]:
 
             steps = run_in_rounds(state.engines, seed, 3000, after_step)
         counts = state.verify(injected)
-        assert llm.runner.pool.bytes_held == 0
+        assert llm.runner.pool.sequence_bytes == 0
         assert not any(engine.runner._open for engine in state.engines)
         following: Asked = random_prompt(rng), random_params(rng, "greedy sampled")
         [output] = llm.generate([list(following[0])], following[1])
@@ -387,7 +387,7 @@ async def run_clients(seed: int, folder: Path) -> Counter[str]:
     for runner in (llm.runner, other.runner):
         runner.check_integrity()
         assert not runner._open
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     return clients.verify()
 
 

@@ -4,8 +4,8 @@
     python tests/adversary/run.py files --case 1000042
 
 A part is a module of this folder with `run_case(seed) -> Counter`: it derives everything from `seed`, compares with an
-oracle, raises on a failure, and returns counts of the work done. A failing case does not stop the run. Its seed is
-printed as a command, and the exit status is 1.
+oracle, raises on a failure, and returns counts of the work done. A failing case does not stop the run. The command that
+repeats it is printed and, with the traceback, added to `out/adversary-failures.txt`. The exit status is then 1.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ PARTS = ("configurations", "interleavings", "names", "files", "clients")
 CASES_PER_SEED = 1_000_000
 CASE_SECONDS = 180
 """Time limit of one case. A case that exceeds it counts as a failure: it may be a deadlock."""
+
+FAILURES = Path(__file__).parents[2] / "out" / "adversary-failures.txt"
 
 Case = Callable[[int], Counter[str]]
 
@@ -54,6 +56,20 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def command(part: str, seed: int) -> str:
+    """Return the command that repeats a case."""
+    return f"python tests/adversary/run.py {part} --case {seed}"
+
+
+def record_failure(part: str, seed: int) -> None:
+    """Print the current exception and the command that repeats the case, and add both to `FAILURES`."""
+    report = f"FAILED: {command(part, seed)}\n{traceback.format_exc()}"
+    print(report, end="", flush=True)
+    FAILURES.parent.mkdir(exist_ok=True)
+    with FAILURES.open("a") as file:
+        file.write(report)
+
+
 def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[str], list[int]]:
     """Run cases until `seconds` have passed or `seeds` ends. Return the summed counts and the seeds that failed."""
     case, done, failed = load(part), Counter[str](), list[int]()
@@ -66,8 +82,7 @@ def run_part(part: str, seeds: Iterator[int], seconds: float) -> tuple[Counter[s
             break
         except BaseException:
             failed.append(seed)
-            print(f"FAILED: python tests/adversary/run.py {part} --case {seed}", flush=True)
-            traceback.print_exc(file=sys.stdout)
+            record_failure(part, seed)
         done["cases"] += 1
         if time.monotonic() - reported > 30:
             reported = time.monotonic()
@@ -92,7 +107,7 @@ def main() -> int:
     done, failed = run_part(options.part, seeds, options.seconds)
     print(f"{options.part}: {dict(done)}, {len(failed)} failed")
     for seed in failed:
-        print(f"  python tests/adversary/run.py {options.part} --case {seed}")
+        print(f"  {command(options.part, seed)}")
     return 1 if failed else 0
 
 

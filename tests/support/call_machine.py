@@ -338,7 +338,7 @@ class Calls(RuleBasedStateMachine):
             self.closed(name)
         for store in stores:
             store.context.storage.check_integrity()
-        assert self.llm.runner.pool.bytes_held == 0
+        assert self.llm.runner.pool.sequence_bytes == 0
         assert not list(Path(self.home.name).rglob("*.tmp"))
 
     @invariant()

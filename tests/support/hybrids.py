@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.sessions.session import Session
 
 from . import sessions
-from .architectures import VOCAB, architecture
+from .architectures import RECURRENT, VOCAB, architecture
+
+FAMILIES = tuple(name for name in RECURRENT if "multimodal" not in name)
+"""All families of hybrid models."""
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
@@ -19,9 +23,14 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make(name: str, **options: Any) -> tuple[Any, LLM]:
-    """Return a model of transformers and a runtime with its weights."""
-    model = architecture(name)
+def rotated(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return all pairs of names and values. With `sampled(len(values))`, each name has one value, in rotation."""
+    return [(name, values[(i + k) % len(values)]) for i, name in enumerate(names) for k in range(len(values))]
+
+
+def make(name: str, *, overrides: dict[str, Any] | None = None, **options: Any) -> tuple[Any, LLM]:
+    """Return a model of transformers and a runtime with its weights. `overrides` change its configuration."""
+    model = architecture(name, **overrides or {})
     return model, LLM(model, **{"policy": "full", "host_memory": "8MiB", "verify": "off"} | options)
 
 

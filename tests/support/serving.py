@@ -37,7 +37,7 @@ TEMPLATE = (
 
 def reference_tokenizer() -> PreTrainedTokenizerBase:
     """Return the reference model's tokenizer with a chat template."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(find_source("reference").place)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -92,7 +92,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 def tiny_checkpoint(folder: Path, architecture: str, **config: Any) -> str:
     """Save a tiny random model of `architecture` with the reference model's tokenizer."""
     tiny_model(architecture, vocab_size=2048, **config).save_pretrained(folder)
-    for file in Path(find_source("reference").place).glob("tokenizer*"):
+    for file in Path(find_source("reference").name_or_path).glob("tokenizer*"):
         shutil.copy(file, folder)
     return str(folder)
 

@@ -30,35 +30,36 @@ from .verification import accept, replay, rewind, verify
 
 
 @dataclass(eq=False)
-class _Known:
-    """State of a request between rounds.
+class _RequestHistory:
+    """Draft statistics of a request, kept between rounds.
 
     Attributes:
         lookup: Prompt lookup over the tokens of the request.
         found: Acceptance rate of draft tokens from prompt lookup.
         decoded: Acceptance rate of draft tokens that the policy or the draft model decoded.
-        alone: Seconds of the fastest pass without draft tokens, divided by the number of sequences in this pass.
-            Infinite if there was none.
+        plain_seconds: Seconds of the fastest pass without draft tokens, divided by its number of sequences. Infinite if
+            there was none.
     """
 
     lookup: Lookup
     found: Acceptance = field(default_factory=Acceptance)
     decoded: Acceptance = field(default_factory=Acceptance)
-    alone: float = math.inf
+    plain_seconds: float = math.inf
 
 
 @dataclass(eq=False)
 class Draft:
-    """Draft tokens of a request in one round.
+    """Draft tokens of a request in one round of speculative decoding.
 
     Attributes:
+        request: The request.
         start: Position of the newest token of the sequence.
         tokens: Draft tokens after it.
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.
         logits: Logits of the verification pass: `[n + 1, V]` after the newest token and after each of n draft tokens.
             Without draft tokens `[S, V]`, one row per sequence of the request.
         best: Most likely token of each row of `logits` (see `best_tokens`).
-        alone: Estimated seconds per token without draft tokens. Infinite if unknown.
+        plain_seconds: Estimated seconds per token without draft tokens. Infinite if unknown.
     """
 
     request: Request
@@ -67,7 +68,7 @@ class Draft:
     decoded: int = 0
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     best: list[int] = field(default_factory=list)
-    alone: float = math.inf
+    plain_seconds: float = math.inf
 
     @property
     def sequence(self) -> Sequence:
@@ -86,7 +87,7 @@ class _Pass:
 
 
 class SpeculativeDecoder:
-    """Draft and verify tokens for the requests of an engine, in rounds. A round replaces a decode step.
+    """Drafts and verifies tokens for the requests of an engine, in rounds. A round replaces a decode step.
 
     Between rounds, a sequence is in the same state as without speculation: the KV of all tokens except the newest one
     is computed and verified.
@@ -99,7 +100,7 @@ class SpeculativeDecoder:
         vocab = runner.adapter.geometry.vocab
         self._model = None if runner.draft is None else DraftModel(runner.draft, vocab)
         self._costs = Costs()
-        self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Request, _RequestHistory] = WeakKeyDictionary()
         self._passed: _Pass | None = None
         self._rejected: list[Draft] = []
 
@@ -120,17 +121,17 @@ class SpeculativeDecoder:
         return drafts
 
     def accepted(self, draft: Draft) -> Iterator[Answer]:
-        """Commit tokens one by one, and yield the logits `[1, V]` after each (`[S, V]` for several sequences).
+        """Mark tokens of a draft as computed one by one, and yield the logits `[1, V]` after each.
 
-        After each yield, the request must sample a token before it continues the iteration. The iteration ends at the
-        first sampled token that differs from its draft token.
+        Yields `[S, V]` if the request has S sequences. After each yield, the request must sample a token before it
+        continues the iteration. The iteration ends at the first sampled token that differs from its draft token.
         """
-        request, runner, right = draft.request, self._runner, 0
+        request, runner, matched = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):
             for sequence in request.sequences:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
-                sequence.trace.alone_seconds += draft.alone
+                sequence.trace.alone_seconds += draft.plain_seconds
                 if row == len(draft.tokens) and runner.snapshots is not None:
                     runner.snapshots.after_step(sequence)
             rows = slice(row, row + 1) if draft.tokens else slice(None)
@@ -143,12 +144,17 @@ class SpeculativeDecoder:
                     draft.sequence.interrupted = True  # until `end_round` has taken back the rejected tokens
                     self._rejected.append(draft)
                 break
-            right += 1
-        self._learn(draft, right)
+            matched += 1
+        self._learn(draft, matched)
+
+    @property
+    def rejected(self) -> list[Request]:
+        """Running requests whose recurrent state contains rejected tokens until `end_round`."""
+        return [draft.request for draft in self._rejected if draft.request.sequences]
 
     def end_round(self) -> None:
-        """Take rejected tokens out of the recurrent state of all sequences (hybrid models)."""
-        began, rejected = time.perf_counter(), [draft.sequence for draft in self._rejected if draft.request.sequences]
+        """Remove rejected draft tokens from the recurrent state of all sequences (hybrid models)."""
+        began, rejected = time.perf_counter(), [request.sequences[0] for request in self.rejected]
         if rejected:
             replay(self._runner, rejected)
         seconds = time.perf_counter() - began if rejected else 0.0
@@ -162,35 +168,35 @@ class SpeculativeDecoder:
     def _begin(self, request: Request) -> Draft:
         """Look up draft tokens of a request, or choose how many to decode, and reserve slots for them.
 
-        If the pool has no room, the round has no draft tokens for this request.
+        If the pool is full, the round has no draft tokens for this request.
         """
         start = request.sequences[0].position
-        most = min(self._most, request.draft_room)
+        most = min(self._most, request.max_draft_tokens)
         if self._runner.snapshots is not None:
             # Snapshots are taken at the ends of blocks. A round must end there, after its verification.
             most = min(most, -(start + 1) % BLOCK_SIZE)
         if most <= 0:
             return Draft(request, start)
         draft = Draft(request, start)
-        self._choose(draft, self._known.setdefault(request, _Known(Lookup(self._options.ngram))), most)
+        self._choose(draft, self._histories.setdefault(request, _RequestHistory(Lookup(self._options.ngram))), most)
         if not self._reserve(draft.sequence, 1 + (draft.decoded or len(draft.tokens))):
             draft.tokens, draft.decoded = [], 0
         if draft.decoded and self._model is not None and not self._model.prepare(draft.sequence, draft.decoded):
             draft.decoded = 0
         return draft
 
-    def _choose(self, draft: Draft, known: _Known, most: int) -> None:
+    def _choose(self, draft: Draft, history: _RequestHistory, most: int) -> None:
         """Choose at most `most` draft tokens: set either the looked-up tokens or the number of tokens to decode.
 
         With the option `adaptive`, choose the source and the number that give the most expected tokens per second, from
-        the acceptance rates in `known`.
+        the acceptance rates in `history`.
         """
         options = self._options
-        tokens = known.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
+        tokens = history.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
         decodable = most if options.decodes else 0
         if options.adaptive:
-            found = known.found.best_round(len(tokens), self._costs, decoded=False)
-            decoded = known.decoded.best_round(decodable, self._costs, decoded=True)
+            found = history.found.best_round(len(tokens), self._costs, decoded=False)
+            decoded = history.decoded.best_round(decodable, self._costs, decoded=True)
             looked_up = tokens and found.rate >= decoded.rate
             tokens, decodable = (tokens[: found.drafts], 0) if looked_up else ([], decoded.drafts)
         draft.tokens, draft.decoded = tokens, 0 if tokens else decodable
@@ -225,9 +231,9 @@ class SpeculativeDecoder:
 
     def _decode_steps(self, drafts: Seq[Draft]) -> None:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
-        while going := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
-            logits = self._step([draft.sequence for draft in going])
-            for draft, row, best in zip(going, logits, best_tokens(logits), strict=True):
+        while unfinished := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
+            logits = self._step([draft.sequence for draft in unfinished])
+            for draft, row, best in zip(unfinished, logits, best_tokens(logits), strict=True):
                 sequence = draft.sequence
                 try:
                     prompt = len(draft.request.prompt.token_ids)
@@ -263,30 +269,30 @@ class SpeculativeDecoder:
         self._passed = _Pass(sum(map(len, rows)), len(batch), seconds)
         for sequence, draft in batch:
             sequence.trace.decode_seconds += seconds
-            draft.alone = self._alone(draft, seconds / len(batch)) * len(batch)
+            draft.plain_seconds = self._update_plain_seconds(draft, seconds / len(batch)) * len(batch)
         logits, start = torch.cat(rows), 0
         best = best_tokens(logits)
         for draft in drafts:
             stop = start + (len(draft.tokens) + 1) * len(draft.request.sequences)
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
-    def _alone(self, draft: Draft, seconds: float) -> float:
-        """Return the seconds per sequence of the fastest pass without draft tokens, or infinity if there was none.
+    def _update_plain_seconds(self, draft: Draft, seconds: float) -> float:
+        """Return the shortest duration of a pass without draft tokens, or infinity if there was none.
 
-        `seconds` is the time per sequence of the pass that has just run.
+        Durations are in seconds per sequence. `seconds` is the duration of the pass that has just run with `draft`.
         """
-        if (known := self._known.get(draft.request)) is None:
+        if (history := self._histories.get(draft.request)) is None:
             return math.inf
         if not draft.tokens:
-            known.alone = min(known.alone, seconds)
-        return known.alone
+            history.plain_seconds = min(history.plain_seconds, seconds)
+        return history.plain_seconds
 
-    def _learn(self, draft: Draft, right: int) -> None:
-        known = self._known.get(draft.request)
-        if known is None:
+    def _learn(self, draft: Draft, matched: int) -> None:
+        history = self._histories.get(draft.request)
+        if history is None:
             return
-        for acceptance, used in ((known.found, not draft.decoded), (known.decoded, draft.decoded > 0)):
+        for acceptance, used in ((history.found, not draft.decoded), (history.decoded, draft.decoded > 0)):
             if draft.tokens and used:
-                acceptance.observe(len(draft.tokens), right)
+                acceptance.observe(len(draft.tokens), matched)
             else:
                 acceptance.record_unused()

@@ -1,4 +1,4 @@
-"""Propose draft tokens with a small model that has its own KV cache."""
+"""Propose draft tokens with a small model (the draft model) that has its own KV cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
 
 
 class DraftModel:
-    """Propose draft tokens for the sequences of the target model's runner.
+    """Proposes draft tokens for the sequences of the target model's runner.
 
     Each sequence has a draft sequence with the same tokens (`Sequence.drafter`), and both are freed together. The KV of
     the draft sequence is kept between drafts, except the KV of rejected tokens. If a hybrid draft model drafts a token
@@ -42,7 +42,7 @@ class DraftModel:
     """
 
     def __init__(self, runner: Runner, vocab: int) -> None:
-        """Create the drafter.
+        """Create the object.
 
         Args:
             runner: Runner of the draft model, with policy "full".
@@ -51,9 +51,9 @@ class DraftModel:
         self._runner, self._vocab = runner, vocab
 
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
-        """Prefill the tokens that the draft sequence lacks, and reserve slots for `drafts` tokens.
+        """Prefill the tokens that the draft sequence of `sequence` lacks, and reserve slots for `drafts` tokens.
 
-        Return False if there is no room, or if a token is not in the draft model's vocabulary.
+        Return False if the draft model's pool is full, or if a token is not in its vocabulary.
         """
         began = time.perf_counter()
         try:
@@ -70,9 +70,9 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """Run one decode step of the draft model for `sequences`.
+        """Run one decode step of the draft model for the draft sequences of `sequences`.
 
-        Return float32 logits `[V]` of the next token of each sequence, where V is the vocabulary size of the verifying
+        Return float32 logits `[V]` of the next token of each sequence, where V is the vocabulary size of the target
         model.
         """
         began, runner = time.perf_counter(), self._runner
@@ -88,7 +88,7 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence after prefilling all but at most `CATCH_UP` of the tokens that it lacks."""
+        """Return the draft sequence of `sequence`, after a prefill if it lacks more than `CATCH_UP` tokens."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
@@ -103,7 +103,7 @@ class DraftModel:
         return drafter
 
     def _followed(self, sequence: Sequence) -> Sequence:
-        """Return the draft model's sequence for `sequence`, after giving it the same tokens.
+        """Give the draft sequence of `sequence` the same tokens, and return it.
 
         KV after the first token that differs is discarded. The KV of the newest token is always computed again.
         """

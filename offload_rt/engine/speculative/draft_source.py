@@ -11,7 +11,7 @@ HOPE = 0.6  # assumed acceptance rate before any observation
 
 
 class Lookup:
-    """Prompt lookup: propose the tokens that followed the last n-gram of a text at its latest earlier occurrence.
+    """Prompt lookup: proposes the tokens that followed the last n-gram of a text at its latest earlier occurrence.
 
     The index grows by one entry per token and n-gram length.
     """
@@ -23,9 +23,7 @@ class Lookup:
         self._known = 0
 
     def propose(self, tokens: Seq[int], most: int) -> list[int]:
-        """Find the longest n-gram at the end of `tokens` that occurred before.
-
-        Return up to `most` tokens that followed it.
+        """Return up to `most` tokens that followed the longest n-gram at the end of `tokens` when it last occurred.
 
         Each call must pass the tokens of the last call with new tokens appended.
         """
@@ -77,11 +75,14 @@ class Costs:
         self._step = _Cost()
 
     def observe_verification(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record a verification pass. Each of its sequences is counted with an equal share of tokens and seconds."""
+        """Record the duration of a verification pass with `tokens` tokens in total.
+
+        Each of its sequences is counted with an equal share of tokens and seconds.
+        """
         self._verification.observe(tokens / sequences, seconds / sequences)
 
     def observe_drafts(self, tokens: int, seconds: float) -> None:
-        """Record the time of decode steps that produced `tokens` draft tokens in total."""
+        """Record the seconds of the decode steps that produced `tokens` draft tokens in total."""
         self._step.observe(1, seconds / tokens)
 
     def round_seconds(self, drafts: int, *, decoded: bool) -> float:
@@ -94,7 +95,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Round:
-    """A possible number of draft tokens (`drafts`), and the expected tokens per second with it (`rate`)."""
+    """A possible number of draft tokens (`drafts`), and the expected output tokens per second with it (`rate`)."""
 
     drafts: int
     rate: float
@@ -122,11 +123,11 @@ class Acceptance:
         self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
 
     def best_round(self, most: int, costs: Costs, *, decoded: bool) -> Round:
-        """Return the number of draft tokens, at most `most`, with the most expected tokens per second.
+        """Return the number of draft tokens, at most `most`, that gives the most expected tokens per second.
 
         n draft tokens give 1 + r + ... + r^n tokens, where r is the probability that a draft token is accepted if all
         before it were accepted. `costs` gives the expected time, which depends on whether the draft tokens are
-        `decoded`.
+        `decoded` or looked up.
         """
         best, tokens, chance = Round(0, 0.0), 0.0, 1.0
         for drafts in range(most + 1):

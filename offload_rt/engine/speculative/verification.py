@@ -16,13 +16,16 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next tokens of each sequence with full attention in one pass.
 
-    `batch` contains pairs (sequence, `count`), where `count` is the number of tokens to compute.
+    The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Afterwards, the
+    caller commits the tokens one by one with `accept`. The recurrent state of a hybrid model includes all computed
+    tokens.
 
-    The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Commit the
-    tokens one by one with `accept`. The recurrent state of a hybrid model includes all `count` tokens.
+    Args:
+        runner: Runner of the model.
+        batch: Pairs (sequence, number of tokens to compute).
 
     Returns:
-        float32 logits `[count, V]` for each sequence.
+        float32 logits `[tokens, V]` for each sequence.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device
@@ -46,7 +49,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
-    """Commit the next token of `sequence`, whose KV `verify` has computed."""
+    """Mark the next token of `sequence` as computed. `verify` must have computed its KV."""
     sequence.position += 1
     sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
     runner.pool.commit(sequence.blocks, sequence.position)
@@ -55,8 +58,8 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard the decoded tokens of `sequence` from `position` on.
 
-    Their slots stay reserved, and the KV in them is invalid. The recurrent state of a hybrid model returns to its mark,
-    which must be at `position`.
+    Their slots stay reserved, and the KV in them is invalid. The recurrent state of a hybrid model returns to the copy
+    that `StateMarks.set` has made, which must be at `position`.
     """
     runner.transfer.storage.settle(sequence.blocks)
     if runner.marks is not None:
@@ -67,7 +70,7 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """Take tokens from `position` on, which a verification pass computed, out of the recurrent state of `sequences`."""
+    """Remove the rejected tokens of a verification pass, from `position` on, from the sequences' recurrent state."""
     assert runner.marks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

@@ -81,26 +81,26 @@ class DirectFile(BlockFile):
             handle = nameless_file(folder)
         except OSError as error:
             raise ConfigError(
-                f"cannot store KV in {str(folder)!r}: {error.strerror or error}; give a folder on a disk with space "
-                "where you may write"
+                f"cannot store KV in {str(folder)!r}: {error.strerror or error}; choose a writable folder on a "
+                "disk with free space"
             ) from error
         super().__init__(handle)
-        self._readers, self._own = readers or reader, threading.local()
+        self._readers, self._local = readers or reader, threading.local()
         self.files = FileTable(handle, direct=self.direct)
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
         """Read whole disk blocks of `files` into `buffer` (uint8, from `aligned`).
 
-        Then copy rows from the buffer (`copies`). The rows of one request may be copied while other requests are still
-        being read. Raise OSError.
+        Then copy rows from the buffer to `copies.out`. The rows of one request may be copied while other requests are
+        still being read. Raise OSError.
         """
-        if not hasattr(self._own, "reader"):
-            self._own.reader = self._readers()
+        if not hasattr(self._local, "reader"):
+            self._local.reader = self._readers()
         handles = self.files.handles
-        self._own.reader.read(handles, requests, buffer.numpy().data, copies)
+        self._local.reader.read(handles, requests, buffer.numpy().data, copies)
         if not self.files.direct:
-            places = zip(*np.divmod(requests.offset, 1 << FILE_BITS), requests.size, strict=True)
-            for number, offset, size in places:
+            pieces = zip(*np.divmod(requests.offset, 1 << FILE_BITS), requests.size, strict=True)
+            for number, offset, size in pieces:
                 os.posix_fadvise(int(handles[number]), int(offset), int(size), os.POSIX_FADV_DONTNEED)
 
 

@@ -1,8 +1,8 @@
 """Extents: the location of the KV of each block on disk.
 
 Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it. KV of
-a session is then written once and read in place. In both files, one layer of a block is `[Hkv, 64, 2 (K, V), width]`,
-padded to whole disk blocks (`file_layout.py`).
+a session is then written once and read in place. An extent consists of the storage layers (`layer_groups`) of its
+block. In both files, each is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk blocks (`file_layout.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def ignore(layer: int, block: memoryview) -> None:
 
 @dataclass(eq=False)
 class StoredExtent:
-    """Location of the KV of one block in a file of a session store. Each layer is written once, as a whole.
+    """Location of the KV of one block in a file of a session store. Each storage layer is written once, as a whole.
 
     Attributes:
         file: The open file.
-        offset: Offset in bytes of the first layer.
-        layer_bytes: Size in bytes of a layer (`FileLayout.layer`).
-        written: Function that the writer thread calls after it has written a layer, with the layer's index and bytes.
+        offset: Offset in bytes of the first storage layer.
+        layer_bytes: Size in bytes of a storage layer (`FileLayout.layer_bytes`).
+        written: Function that the writer thread calls after it has written a storage layer, with its index and bytes.
     """
 
     file: BlockFile
@@ -44,7 +44,7 @@ class StoredExtent:
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write the data of one layer at byte `offset` of the file. Raise OSError."""
+        """Write the data of one storage layer at byte `offset` of the file. Raise OSError."""
         self.file.write(offset, data)
         self.written((offset - self.offset) // self.layer_bytes, data.numpy().data)
 
@@ -53,12 +53,12 @@ class StoredExtent:
 class _Entry:
     """A stored extent in use, with its file number (`FileTable`).
 
-    `places` are the layers, by index within the block, that are written or queued for writing.
+    `storage_layers` are the storage layers that are written or queued for writing.
     """
 
     extent: StoredExtent
     number: int
-    places: set[int] = field(default_factory=set)
+    storage_layers: set[int] = field(default_factory=set)
 
 
 class Extents:
@@ -66,18 +66,18 @@ class Extents:
 
     The caller must hold the arena's lock for all calls, and read files only inside `with extents:`.
 
-    If a block leaves its stored extent, the file stays open until all reads that started earlier have ended: they use
-    its file number, which a new file could get otherwise. Pending writes (`WriteBehind`) also keep the file open. Open
-    files count against the process limit, which is raised to its maximum. When the limit is reached, additional blocks
-    stay in the pool's file.
+    When a block is released from its stored extent, the extent's file stays open until all reads that started earlier
+    have ended. These reads use its file number, and a newly opened file could otherwise get the same number. Pending
+    writes (`WriteBehind`) also keep the file open. Open files count against the process limit, which is raised to its
+    maximum. When the limit is reached, additional blocks stay in the pool's file.
     """
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
         self._stored: dict[int, _Entry] = {}
-        # File position (`requests`) of layer 0 of each block, and the distance in bytes from one layer to the next.
-        self._base = layout.base(np.arange(layout.arena.blocks, dtype=np.int64))
-        self._step = np.full(layout.arena.blocks, layout.step, np.int64)
+        # File position (`requests`) of storage layer 0 of each block, and the distance in bytes between storage layers.
+        self._base = layout.block_offset(np.arange(layout.arena.blocks, dtype=np.int64))
+        self._step = np.full(layout.arena.blocks, layout.layer_stride, np.int64)
         self._released: list[_Entry] = []
         self._reading = 0
         self._mutex = threading.Lock()
@@ -93,63 +93,66 @@ class Extents:
         entry = self._stored.get(block)
         return None if entry is None else entry.extent
 
-    def room(self) -> bool:
+    def can_open_file(self) -> bool:
         """Return whether the process may open one more file."""
         if self._most is None:
             self._most = most_files() - SPARE_FILES
         return len(self._stored) + len(self._released) < self._most
 
-    def assign(self, block: int, extent: StoredExtent, places: Sequence[int] = ()) -> None:
-        """Let `block`, which has no KV yet, use a stored extent, which already contains the layers `places`."""
-        assert block not in self._stored and extent.layer_bytes == self._layout.layer
+    def assign(self, block: int, extent: StoredExtent, storage_layers: Sequence[int] = ()) -> None:
+        """Let `block`, which has no KV yet, use a stored extent, which already contains the given storage layers."""
+        assert block not in self._stored and extent.layer_bytes == self._layout.layer_bytes
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
-        self._stored[block] = _Entry(extent, number, set(places))
+        self._stored[block] = _Entry(extent, number, set(storage_layers))
         self._base[block], self._step[block] = file_position(number, extent.offset), extent.layer_bytes
 
     def release(self, block: int) -> None:
-        """Let `block` use its extent in the pool's file again. No KV is copied."""
+        """Let `block` use its extent in the pool's file again, if it has a stored extent. No KV is copied."""
         if (entry := self._stored.pop(block, None)) is not None:
-            self._base[block], self._step[block] = self._layout.base(block), self._layout.step
+            self._base[block], self._step[block] = self._layout.block_offset(block), self._layout.layer_stride
             with self._mutex:
                 self._released.append(entry)
             self._close_released()
 
-    def accepts(self, block: int, place: int) -> bool:
-        """Return whether the layer at index `place` of `block` may be written to the current extent of the block.
+    def accepts(self, block: int, storage_layer: int) -> bool:
+        """Return whether a storage layer of `block` may be written to disk now.
 
-        A stored extent accepts each layer once. The extent in the pool's file accepts every write.
+        In a file of a session store, each storage layer is written only once. The pool's own file has no such limit.
         """
-        return (entry := self._stored.get(block)) is None or place not in entry.places
+        return (entry := self._stored.get(block)) is None or storage_layer not in entry.storage_layers
 
-    def target(self, block: int, place: int) -> tuple[StoredExtent | DirectFile, int]:
-        """Return the file and the byte offset for writing the layer at `place` of `block`, and record the write."""
+    def target(self, block: int, storage_layer: int) -> tuple[StoredExtent | DirectFile, int]:
+        """Return the file and the byte offset for writing a storage layer of `block`, and record the write."""
         if (entry := self._stored.get(block)) is None:
-            return self._file, int(self.layers(block, place))
-        assert place not in entry.places
-        entry.places.add(place)
-        return entry.extent, entry.extent.offset + place * entry.extent.layer_bytes
+            return self._file, int(self.layer_positions(block, storage_layer))
+        assert storage_layer not in entry.storage_layers
+        entry.storage_layers.add(storage_layer)
+        return entry.extent, entry.extent.offset + storage_layer * entry.extent.layer_bytes
 
-    def layers(self, blocks: Offsets | int, place: Offsets | int) -> Offsets:
-        """Return the position at which the layer at `place` of each block begins (`requests.file_position`).
+    def layer_positions(self, blocks: Offsets | int, storage_layer: Offsets | int) -> Offsets:
+        """Return the file positions at which a storage layer of each block begins (`requests.file_position`).
 
         A position combines a file number and a byte offset. The arguments are broadcast.
         """
-        found: Offsets = self._base[blocks] + place * self._step[blocks]
+        found: Offsets = self._base[blocks] + storage_layer * self._step[blocks]
         return found
 
-    def entries(self, ids: Offsets, place: int) -> Offsets:
-        """Return the positions at which KV entries of the layer at `place` begin (`requests.file_position`).
+    def entry_positions(self, ids: Offsets, storage_layer: int) -> Offsets:
+        """Return the file positions at which KV entries of a storage layer begin (`requests.file_position`).
 
-        `ids` are ids of KV entries (`FileLayout.ids`).
+        `ids` are ids of KV entries (`FileLayout.entry_ids`).
         """
-        rows = ids % self._layout.layer_pairs
-        return self.layers(ids // self._layout.block_pairs, place) + rows * self._layout.pair_bytes
+        rows = ids % self._layout.layer_entries
+        return self.layer_positions(ids // self._layout.block_entries, storage_layer) + rows * self._layout.entry_bytes
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def __enter__(self) -> None:
-        """Begin a read. Positions stay valid until the context ends, even if blocks leave their extents."""
+        """Begin a read.
+
+        Positions in files stay valid until the context ends, even if blocks are released from their extents.
+        """
         with self._mutex:
             self._reading += 1
 
@@ -169,7 +172,7 @@ class Extents:
             self._released.clear()
 
     def check_integrity(self) -> None:
-        own = self._layout.base(np.arange(len(self._base), dtype=np.int64))
+        own = self._layout.block_offset(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
         numbers = [entry.number for entry in (*self._stored.values(), *self._released)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers

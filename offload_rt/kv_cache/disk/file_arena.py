@@ -20,7 +20,7 @@ from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
 from .file_layout import DiskTier, FileLayout, MemoryBudget, disk_limit, round_up_to_page
-from .requests import DISK_PAGE, Offsets, Requests, merged
+from .requests import DISK_PAGE, Offsets, Requests, merge_reads
 from .row_cache import RowCache
 from .row_copy import RowCopies
 from .write_behind import ExtentWrite, WriteBehind
@@ -109,14 +109,14 @@ class FileArena:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of KV in host memory: the cache, and the buffers of partly filled blocks."""
+        """Size in bytes of the host memory in use: cached KV entries, and the buffers of partly filled blocks."""
         buffers = len(self._buffers) * (self.budget.blocks // self.budget.block_buffers)
         return self._cache.used * self.budget.slot_bytes + buffers
 
     def activate(self) -> None:
         """Allocate disk space for the next slab. Raise PoolFullError if there is not enough space."""
         assert self.active < self.layout.slabs
-        slab = self.file_layout.slab
+        slab = self.file_layout.slab_bytes
         try:
             self.file.allocate(self.active * slab, slab)
         except OSError as error:
@@ -153,29 +153,29 @@ class FileArena:
             return self._extents.get(block)
 
     def is_empty(self, block: int) -> bool:
-        """Return whether `block` has no KV yet, so that it can get a stored extent."""
+        """Return whether `block` can get a stored extent: it has no KV yet, and another file can be opened."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
-            return nowhere and self._extents.room()
+            return nowhere and self._extents.can_open_file()
 
     def is_buffered(self, block: int) -> bool:
-        """Return whether all KV of `block` is in its memory buffer, so that it can get a stored extent."""
+        """Return whether `move_to` can write `block`: it is in its memory buffer, and another file can be opened."""
         with self._mutex:
-            return block in self._buffers and self._extents.room()
+            return block in self._buffers and self._extents.can_open_file()
 
-    def attach(self, block: int, extent: StoredExtent, places: range = range(0)) -> bool:
-        """Assign a stored extent, which contains the layers `places`, to an empty block.
+    def attach(self, block: int, extent: StoredExtent, storage_layers: range = range(0)) -> bool:
+        """Assign a stored extent, which already contains the given storage layers, to an empty block.
 
         Return False, without assigning it, if the block has KV now or if no more files can be opened.
         """
         with self._mutex:
             if blank := self.is_empty(block):
                 self._forget_all(block)
-                self._extents.assign(block, extent, places)
+                self._extents.assign(block, extent, storage_layers)
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Write the first `layers` layers of a full, buffered block to a stored extent.
+        """Write the first `layers` storage layers of a full, buffered block to a stored extent.
 
         Return False if the KV of the block is no longer in its buffer.
         """
@@ -189,56 +189,57 @@ class FileArena:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def fill(self, slab: int, place: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n slots of one place of a slab, from slot `offset` on."""
+    def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write encoded k and v `[Hkv, n, width]` to n slots of one storage layer of a slab, from slot `offset` on."""
         done, total = 0, k.shape[1]
         while done < total:
             slot, first = divmod(offset + done, BLOCK_SIZE)
             block = slab * self.layout.slab_blocks + slot
-            whole = 0 if first else self._writable_whole(block, place, (total - done) // BLOCK_SIZE)
+            whole = 0 if first else self._count_writable(block, storage_layer, (total - done) // BLOCK_SIZE)
             count = whole * BLOCK_SIZE or min(BLOCK_SIZE - first, total - done)
             own_k, own_v = k[:, done : done + count], v[:, done : done + count]
             if whole:
-                data = aligned(whole * self.file_layout.layer).view(whole, -1)
+                data = aligned(whole * self.file_layout.layer_bytes).view(whole, -1)
                 rows = torch.stack((own_k, own_v), dim=2).cpu().unflatten(1, (whole, BLOCK_SIZE))
                 self._rows(data)[:] = rows.transpose(0, 1)
                 with self._mutex:
                     for own in range(block, block + whole):
-                        self._cache.remove(self.file_layout.ids_of(own, place))
-                self._write(range(block, block + whole), place, data)
+                        self._cache.remove(self.file_layout.layer_entry_ids(own, storage_layer))
+                self._write(range(block, block + whole), storage_layer, data)
             else:
                 with self._mutex:
-                    rows = self._rows(self._buffer_of(block))[place, :, first : first + count]
+                    rows = self._rows(self._buffer_of(block))[storage_layer, :, first : first + count]
                     rows[:, :, 0], rows[:, :, 1] = own_k, own_v
                     for slot in range(first, first + count):
-                        self._cache.remove(self.file_layout.ids_of(block, place)[slot::BLOCK_SIZE])
+                        self._cache.remove(self.file_layout.layer_entry_ids(block, storage_layer)[slot::BLOCK_SIZE])
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""
         with self._mutex:
-            held = self._read_block(source) if source in self._extents else self._buffer_of(source)
-            rows = self._rows(held)[:, :, :tokens].clone()
+            data = self._read_block(source) if source in self._extents else self._buffer_of(source)
+            rows = self._rows(data)[:, :, :tokens].clone()
             self._rows(self._buffer_of(target))[:, :, :tokens] = rows
             self._forget_all(target)
 
-    def _writable_whole(self, block: int, place: int, most: int) -> int:
-        """Return how many blocks from `block` on, at most `most`, can store the whole layer at `place` directly.
+    def _count_writable(self, block: int, storage_layer: int, most: int) -> int:
+        """Return how many blocks from `block` on can write a whole storage layer directly to their extents.
 
-        These blocks have no buffer, and their extents accept the layer.
+        These blocks have no buffer, and their extents accept the storage layer. The result is at most `most`.
         """
         with self._mutex:
-            takes = (block + i not in self._buffers and self._extents.accepts(block + i, place) for i in range(most))
-            return next((i for i, whole in enumerate(takes) if not whole), most)
+            following = range(block, block + most)
+            blocked = (b in self._buffers or not self._extents.accepts(b, storage_layer) for b in following)
+            return next((i for i, stop in enumerate(blocked) if stop), most)
 
     def _forget_all(self, block: int) -> None:
-        pairs = self.file_layout.block_pairs
-        self._cache.remove(range(block * pairs, (block + 1) * pairs))
+        count = self.file_layout.block_entries
+        self._cache.remove(range(block * count, (block + 1) * count))
 
-    def _write(self, blocks: range, place: int, data: torch.Tensor) -> None:
-        """Write one layer of full blocks of a slab to their extents, asynchronously.
+    def _write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
+        """Write one storage layer of full blocks of a slab to their extents, asynchronously.
 
-        `data` is uint8 `[blocks, layer bytes]`. `place` is the index of the layer within a block.
+        `data` is uint8 `[blocks, layer bytes]`.
         """
         with self._mutex:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
@@ -247,19 +248,22 @@ class FileArena:
             # Blocks with consecutive ids are adjacent in the pool's file, so one write covers them.
             for run in (*stored, *own):
                 part = data[run.start - blocks.start : run.stop - blocks.start]
-                pieces.append(ExtentWrite(*self._extents.target(run.start, place), part.flatten()))
+                pieces.append(ExtentWrite(*self._extents.target(run.start, storage_layer), part.flatten()))
             for run in own:
                 self._written[run.start : run.stop] = True
             self.use.bytes_written += data.numel()
-        self._writer.add([(block, place) for block in blocks], pieces)
+        self._writer.add([(block, storage_layer) for block in blocks], pieces)
 
     def _write_buffer(self, block: int, data: torch.Tensor) -> None:
         """Write all layers of a block, uint8 `[layers, layer bytes]`, to its extent."""
-        for place, own in enumerate(data):
-            self._write(range(block, block + 1), place, own[None])
+        for storage_layer, own in enumerate(data):
+            self._write(range(block, block + 1), storage_layer, own[None])
 
     def _buffer_of(self, block: int) -> torch.Tensor:
-        """Return the buffer of a block. Read it from the disk if needed. May write the oldest buffers to the disk."""
+        """Return the buffer of a block.
+
+        Create it if needed, with the block's KV from the disk. This may write the oldest buffers to the disk.
+        """
         if block in self._buffers:
             self._buffers.move_to_end(block)
             return self._buffers[block]
@@ -269,61 +273,62 @@ class FileArena:
             self._buffers[block] = self._read_block(block)
             self._extents.release(block)
         else:
-            self._buffers[block] = aligned(self.layout.layers * self.file_layout.layer).view(self.layout.layers, -1)
+            layers = self.layout.layers
+            self._buffers[block] = aligned(layers * self.file_layout.layer_bytes).view(layers, -1)
         return self._buffers[block]
 
     def _read_block(self, block: int) -> torch.Tensor:
-        layers, size = self.layout.layers, self.file_layout.layer
+        layers, size = self.layout.layers, self.file_layout.layer_bytes
         self._wait(block)
         at = np.arange(layers, dtype=np.int64)
-        requests = Requests(self._extents.layers(block, at), np.full(layers, size, np.int64), at * size)
+        requests = Requests(self._extents.layer_positions(block, at), np.full(layers, size, np.int64), at * size)
         self._read(requests, data := aligned(layers * size))
         return data.view(layers, size)
 
     def _wait(self, block: int) -> None:
         """Wait for pending writes of a block. Raise DiskError if a write failed."""
-        self._writer.wait([(block, place) for place in range(self.layout.layers)])
+        self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _rows(self, data: torch.Tensor) -> torch.Tensor:
         """View n layers of blocks, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
-        own = data[:, : self.file_layout.layer_pairs * self.file_layout.pair_bytes].view(self.dtype)
+        own = data[:, : self.file_layout.layer_entries * self.file_layout.entry_bytes].view(self.dtype)
         return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def view(self, slab: int, place: int, offset: int, size: int) -> KVPart:
-        """Return a copy of K and V `[Hkv, size, width]` for `size` contiguous slots of a slab, from slot `offset` on.
+    def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
+        """Return a copy of K and V `[Hkv, size, width]` of one storage layer.
 
-        `place` is the index of the layer within a block.
+        The copy has `size` contiguous slots of a slab, from slot `offset` on.
         """
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:
             with self._mutex:
-                here = self._buffers.keys() & range(start, start + count)
-                held = {block: self._rows(self._buffers[block])[place].clone() for block in here}
-                there = np.array([i for i in range(count) if start + i not in here], np.int64)
-                self._writer.wait_layer(place, start + there)
-                offsets = self._extents.layers(start + there, place)
+                buffered = self._buffers.keys() & range(start, start + count)
+                copies = {block: self._rows(self._buffers[block])[storage_layer].clone() for block in buffered}
+                on_disk = np.array([i for i in range(count) if start + i not in buffered], np.int64)
+                self._writer.wait_layer(storage_layer, start + on_disk)
+                offsets = self._extents.layer_positions(start + on_disk, storage_layer)
             rows = self._blocks.empty((heads * count, BLOCK_SIZE * 2 * self.layout.head_dim), self.dtype)
-            self._read_rows(offsets, there[:, None] + np.arange(heads) * count, rows)
+            self._read_rows(offsets, on_disk[:, None] + np.arange(heads) * count, rows)
         stored = rows.view(heads, count, BLOCK_SIZE, 2, -1)
-        for block, own in held.items():
+        for block, own in copies.items():
             stored[:, block - start] = own
         flat = stored.flatten(1, 2)[:, offset - first * BLOCK_SIZE :][:, :size]
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
-    def planes_of(self, slab: int, places: range, offset: int, size: int) -> torch.Tensor:
-        """Return a copy `[p, size, width]` of all planes of consecutive places, for `size` slots from `offset` on."""
-        parts = [self.view(slab, place, offset, size) for place in places]
+    def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
+        """Return a copy `[p, size, width]` of all planes of storage layers, for `size` slots from slot `offset` on."""
+        parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
-    def gather(self, place: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Read KV entries of one layer from the cache, the buffers or the disk.
+    def gather(self, storage_layer: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
+        """Read KV entries of one storage layer from the cache, the buffers or the disk.
 
         Args:
-            place: Index of the layer within a block.
-            ids: Distinct ids of KV entries (`FileLayout.ids`), int64 `[n]`.
+            storage_layer: Index of the storage layer in the block (`layer_groups`).
+            ids: Distinct ids of KV entries (`FileLayout.entry_ids`), int64 `[n]`.
             out: Contiguous output `[m, 2 * width]`, with K and V of an entry in one row.
             into: Row of `out` for each entry, int64 `[n]`.
         """
@@ -332,37 +337,41 @@ class FileArena:
                 self._cache.advance(1 / self.layout.layers)
                 self.use.wanted += (wanted := len(ids))
                 ids, into = self._from_buffers(*self._cache.lookup(ids, out, into), out)
-                self._writer.wait_layer(place, ids // self.file_layout.block_pairs)
+                self._writer.wait_layer(storage_layer, ids // self.file_layout.block_entries)
                 self.use.cached += wanted - len(ids)
-                offsets = self._extents.entries(ids, place)
+                offsets = self._extents.entry_positions(ids, storage_layer)
             if len(ids):
                 self._read_rows(offsets, into[:, None], out)
                 with self._mutex:
                     self._cache.insert(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
-        """Copy the KV entries of buffered blocks to `out`. Return `ids` and `into` of the other entries."""
-        blocks = ids // self.file_layout.block_pairs
+        """Copy the KV entries of buffered blocks to `out`.
+
+        Return `ids` and `into` of the entries that are not buffered.
+        """
+        blocks = ids // self.file_layout.block_entries
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block
-            slots = torch.from_numpy(ids[here] % self.file_layout.block_pairs)
+            slots = torch.from_numpy(ids[here] % self.file_layout.block_entries)
             found = self._rows(self._buffers[block]).flatten(0, 2)[slots]
             out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
             ids, into, blocks = ids[~here], into[~here], blocks[~here]
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read pieces of r rows from the positions `offsets` `[n]` into the rows `into` `[n, r]` of out `[m, size]`.
+        """Read n pieces of r rows each from a file into rows of `out` `[m, size]`.
 
-        The pieces are read in batches that fit in the staging buffer.
+        `offsets` `[n]` are the file positions of the pieces, and `into` `[n, r]` their rows of `out`. The pieces are
+        read in batches that fit in the staging buffer.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:
             least = round_up_to_page(own * row) + DISK_PAGE  # A piece may begin within a disk block.
             buffer = staging if len(staging) >= least else aligned(least)
             largest = min(len(buffer), max(LARGEST_READ, least))
-            for reads in merged(offsets, own * row, GAP, largest).batches(len(buffer)):
-                at = reads.places[:, None] + np.arange(own) * row
+            for reads in merge_reads(offsets, own * row, GAP, largest).batches(len(buffer)):
+                at = reads.starts[:, None] + np.arange(own) * row
                 copies = RowCopies(reads.first * own, at.reshape(-1), into[reads.pieces].reshape(-1), out)
                 self._read(reads.requests, buffer, copies)
         finally:
@@ -390,11 +399,11 @@ class FileArena:
             assert len(self._buffers) <= self.budget.block_buffers
             assert not any(block in self._extents for block in self._buffers)
             slots = self._cache.occupied
-            for place, which in self.file_layout.layers(owners := self._cache.owners(slots)):
+            for storage_layer, which in self.file_layout.by_layer(owners := self._cache.owners(slots)):
                 kept = self._cache.rows[torch.from_numpy(slots[which])]
                 stored = torch.empty_like(kept)
                 ids, into = self._from_buffers(owners[which], np.arange(len(which)), stored)
-                self._read_rows(self._extents.entries(ids, place), into[:, None], stored)
+                self._read_rows(self._extents.entry_positions(ids, storage_layer), into[:, None], stored)
                 assert torch.equal(kept.view(torch.uint8), stored.view(torch.uint8)), (
-                    f"place {place}: cache and disk differ"
+                    f"storage layer {storage_layer}: cache and disk differ"
                 )

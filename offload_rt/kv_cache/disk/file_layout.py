@@ -2,11 +2,12 @@
 
 The pool's file consists of equal slabs, each
 
-    [layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
+    [storage layer, slab_blocks, kv_head, 64 tokens, 2 (K, V), d]
 
 K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. The 64 tokens
-of one head are contiguous, because a head often selects adjacent tokens. The layers of a block are aligned to disk
-blocks. A file of a session store contains the layers of one block in the same format, one after the other.
+of one head are contiguous, because a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block
+are aligned to disk blocks. A file of a session store contains the storage layers of one block in the same format, one
+after the other.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class DiskTier:
 def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
     """Return the maximum size in bytes of the KV file in `folder`, which need not exist yet.
 
-    `limit` None is the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk space.
+    If `limit` is None, return the default (see `DiskTier`). Raises MemoryLimitError if `limit` exceeds the free disk
+    space.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     found = os.statvfs(there)
@@ -85,55 +87,55 @@ class FileLayout:
         return cls(ArenaLayout.fit(geometry, format.storage, rows, slab_tokens))
 
     @cached_property
-    def pair_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Size in bytes of a KV entry: K and V of one token, layer and head."""
         return 2 * self.arena.row_bytes
 
     @cached_property
-    def layer(self) -> int:
-        """Size in bytes of one layer in a block, padded to whole disk blocks."""
+    def layer_bytes(self) -> int:
+        """Size in bytes of one storage layer of a block, padded to whole disk blocks."""
         return block_layer_bytes(BLOCK_SIZE, self.arena)
 
     @cached_property
-    def step(self) -> int:
-        """Distance in bytes from one layer of a block to the next layer in the pool's file."""
-        return self.arena.slab_blocks * self.layer
+    def layer_stride(self) -> int:
+        """Distance in bytes from one storage layer of a block to the next in the pool's file."""
+        return self.arena.slab_blocks * self.layer_bytes
 
     @cached_property
-    def slab(self) -> int:
-        return self.arena.layers * self.step
+    def slab_bytes(self) -> int:
+        return self.arena.layers * self.layer_stride
 
     @cached_property
-    def layer_pairs(self) -> int:
+    def layer_entries(self) -> int:
         return self.arena.kv_heads * BLOCK_SIZE
 
     @cached_property
-    def block_pairs(self) -> int:
-        return self.arena.layers * self.layer_pairs
+    def block_entries(self) -> int:
+        return self.arena.layers * self.layer_entries
 
-    def base(self, block: Ids) -> Ids:
-        """Return the byte offset in the pool's file at which the first layer of `block` begins."""
-        return block // self.arena.slab_blocks * self.slab + block % self.arena.slab_blocks * self.layer
+    def block_offset(self, block: Ids) -> Ids:
+        """Return the byte offset in the pool's file at which the first storage layer of `block` begins."""
+        return block // self.arena.slab_blocks * self.slab_bytes + block % self.arena.slab_blocks * self.layer_bytes
 
-    def ids(self, place: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
-        """Return the ids of KV entries in the layer at `place`, its index within a block.
+    def entry_ids(self, storage_layer: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
+        """Return the ids of KV entries in one storage layer.
 
         `blocks`, `slots` (token within the block) and `heads` are int64 arrays and are broadcast. All entries in one
-        layer of a block have consecutive ids.
+        storage layer of a block have consecutive ids.
         """
-        first: Offsets = (blocks * self.arena.layers + place) * self.layer_pairs + slots
+        first: Offsets = (blocks * self.arena.layers + storage_layer) * self.layer_entries + slots
         return first + heads * BLOCK_SIZE
 
-    def layers(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Yield, for each layer (index within a block) of the entries `ids`, the positions of its entries in `ids`."""
-        places = ids // self.layer_pairs % self.arena.layers
-        for place in np.unique(places).tolist():
-            yield place, np.flatnonzero(places == place)
+    def by_layer(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
+        """Yield each storage layer that has entries among `ids`, with the indices of its entries in `ids`."""
+        layers = ids // self.layer_entries % self.arena.layers
+        for storage_layer in np.unique(layers).tolist():
+            yield storage_layer, np.flatnonzero(layers == storage_layer)
 
-    def ids_of(self, block: int, place: int) -> range:
-        """Return the ids of all KV entries in the layer at index `place` of a block."""
-        first = (block * self.arena.layers + place) * self.layer_pairs
-        return range(first, first + self.layer_pairs)
+    def layer_entry_ids(self, block: int, storage_layer: int) -> range:
+        """Return the ids of all KV entries in one storage layer of a block."""
+        first = (block * self.arena.layers + storage_layer) * self.layer_entries
+        return range(first, first + self.layer_entries)
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,9 @@ class MemoryBudget:
         Raises MemoryLimitError if the limit is too small.
         """
         staged = max(LEAST_STAGED, min(MOST_STAGED, limit // 32 // DISK_PAGE * DISK_PAGE))
-        block = layout.arena.layers * layout.layer
+        block = layout.arena.layers * layout.layer_bytes
         buffers = max(1, limit // 16 // block)
-        slot = layout.pair_bytes + SLOT_BYTES
+        slot = layout.entry_bytes + SLOT_BYTES
         slots = (limit - 3 * staged - buffers * block) // slot
         if slots < 1:
             least = 3 * staged + buffers * block + slot
@@ -182,7 +184,7 @@ def round_up_to_page(size: int) -> int:
 
 
 def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
-    """Return the size in bytes of one layer `[Hkv, tokens, 2 (K, V), width]` of a block with `tokens` tokens.
+    """Return the size in bytes of one storage layer `[Hkv, tokens, 2 (K, V), width]` of a block with `tokens` tokens.
 
     The size of a full block is padded to whole disk blocks, so that it can be read with direct I/O.
     """

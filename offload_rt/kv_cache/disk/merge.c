@@ -16,7 +16,7 @@ static int by_offset(const void *a, const void *b) {
    the size, and the offset in the buffer. Returns the number of requests, or -1 if memory allocation fails. */
 int64_t merge(int64_t n, int64_t piece, int64_t block, int64_t gap, int64_t most, const int64_t *offsets,
               int64_t *lists) {
-    int64_t *order = lists, *places = order + n + 1, *first = places + n + 1, *offset = first + n + 1;
+    int64_t *order = lists, *starts = order + n + 1, *first = starts + n + 1, *offset = first + n + 1;
     int64_t *size = offset + n + 1, *at = size + n + 1;
     struct piece *own = malloc(sizeof *own * (size_t)(n ? n : 1));
     if (!own) return -1;
@@ -36,7 +36,7 @@ int64_t merge(int64_t n, int64_t piece, int64_t block, int64_t gap, int64_t most
         }
         size[r] = stop - offset[r];
         order[i] = own[i].number;
-        places[i] = at[r] + own[i].offset - offset[r];
+        starts[i] = at[r] + own[i].offset - offset[r];
     }
     first[r + 1] = n;
     free(own);

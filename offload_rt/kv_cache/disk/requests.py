@@ -66,8 +66,7 @@ def file_position(number: int, byte: int = 0) -> int:
 class Requests(NamedTuple):
     """n read requests, as int64 arrays `[n]`.
 
-    Request i reads `size[i]` bytes from `offset[i]` (see `file_position`) to byte `at[i]` of the
-    buffer.
+    Request i reads `size[i]` bytes from file position `offset[i]` (see `file_position`) to byte `at[i]` of the buffer.
     """
 
     offset: Offsets
@@ -80,36 +79,36 @@ class Reads(NamedTuple):
 
     Attributes:
         requests: The requests.
-        pieces: Index of each piece among the arguments of `merged`, int64 `[n]`.
-        places: Byte offset of each piece in the buffer, int64 `[n]`.
+        pieces: Index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`.
+        starts: Byte offset of each piece in the buffer, int64 `[n]`.
         first: Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
             [first[i], first[i + 1]).
     """
 
     requests: Requests
     pieces: Offsets
-    places: Offsets
+    starts: Offsets
     first: Offsets
 
-    def batches(self, room: int) -> Iterator[Reads]:
-        """Split the requests into batches that fit in a buffer of `room` bytes.
+    def batches(self, buffer_bytes: int) -> Iterator[Reads]:
+        """Split the requests into batches that fit in a buffer of `buffer_bytes` bytes.
 
         No request may be larger than the buffer.
         """
         (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
-        if count and at[-1] + size[-1] <= room:
+        if count and at[-1] + size[-1] <= buffer_bytes:
             yield self
             return
         while done < count:
-            stop = int(np.searchsorted(at + size, at[done] + room, side="right"))
+            stop = int(np.searchsorted(at + size, at[done] + buffer_bytes, side="right"))
             own, pieces = slice(done, stop), slice(self.first[done], self.first[stop])
             requests = Requests(offset[own], size[own], at[own] - at[done])
             first = self.first[done : stop + 1] - self.first[done]
-            yield Reads(requests, self.pieces[pieces], self.places[pieces] - at[done], first)
+            yield Reads(requests, self.pieces[pieces], self.starts[pieces] - at[done], first)
             done = stop
 
 
-def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
+def merge_reads(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     """Merge reads of distinct pieces of a file into requests.
 
     Args:
@@ -119,15 +118,15 @@ def merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
         most: Largest size in bytes of a request; whole disk blocks, and larger than a piece.
     """
     if (library := _merge_library()) is None:
-        return _merged(offsets, size, gap, most)
+        return _merge_with_numpy(offsets, size, gap, most)
     n, offsets = len(offsets), np.ascontiguousarray(offsets, np.int64)
-    count, (order, places, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
+    count, (order, starts, first, offset, length, at) = 0, np.zeros((6, n + 1), np.int64)
     if n and (count := library.merge(n, size, DISK_PAGE, gap, most, address(offsets), address(order))) < 0:
         raise MemoryError
-    return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], places[:n], first[: count + 1])
+    return Reads(Requests(offset[:count], length[:count], at[:count]), order[:n], starts[:n], first[: count + 1])
 
 
-def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
+def _merge_with_numpy(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     order = np.argsort(offsets, kind="stable")
     ordered = offsets[order]
     first = ordered // DISK_PAGE * DISK_PAGE
@@ -142,8 +141,8 @@ def _merged(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
     lengths = stop[heads[1:] - 1] - first[heads[:-1]]
     at = np.cumsum(lengths) - lengths
     request = np.cumsum(starts) - 1
-    places = at[request] + ordered - first[heads[:-1]][request]
-    return Reads(Requests(first[heads[:-1]], lengths, at), order, places, heads)
+    piece_starts = at[request] + ordered - first[heads[:-1]][request]
+    return Reads(Requests(first[heads[:-1]], lengths, at), order, piece_starts, heads)
 
 
 class RingReader:
@@ -162,7 +161,7 @@ class RingReader:
         return cls(library, ring)
 
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
-        """Execute `requests` for the open `files` (`FileTable.handles`). Copy rows from `buffer` (`copies`).
+        """Execute `requests` for the open `files` (`FileTable.handles`), and copy rows from `buffer` to `copies.out`.
 
         Rows of one request may be copied while other requests are still being read. Raise OSError for the first request
         that fails, including a read past the end of a file. After the error, no request writes to `buffer` any more.

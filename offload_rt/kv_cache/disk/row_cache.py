@@ -2,8 +2,8 @@
 
 Replacement is LRFU (Lee et al. 2001), as in the working set on the device: each use adds 1 to the score of an entry,
 each step multiplies all scores by `DECAY`, and the entry with the lowest score is evicted. The implementation increases
-the weight of a use instead of decreasing all scores. The order of the entries is the same, and the cost depends only on
-the entries looked up.
+the weight of later uses instead of decreasing all scores. The order of the entries is the same, and the cost depends
+only on the entries looked up.
 
 The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction search only
 this set, and entries that are not cached need no memory.
@@ -54,7 +54,7 @@ class _Arrays(ctypes.Structure):
 class RowCache:
     """A set-associative cache of rows of `width` elements. A row is a KV entry and has a non-negative id.
 
-    `slots` is rounded down to whole sets. Each call handles a batch of distinct ids. Not thread-safe.
+    The cache has `slots` slots, rounded down to whole sets. Each call gets a batch of distinct ids. Not thread-safe.
     """
 
     def __init__(self, slots: int, width: int, storage: torch.dtype) -> None:
@@ -123,7 +123,7 @@ class RowCache:
         return missing[0, :count], missing[1, :count]
 
     def insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> None:
-        """Insert rows that are not cached. A row is skipped if all slots of its set were used in this step.
+        """Insert rows that are not cached. A row is skipped if all slots of its set were used since the last `advance`.
 
         Args:
             ids: Ids of the rows, int64 `[n]`.
@@ -169,7 +169,7 @@ class RowCache:
     def _insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
         """Insert rows without C code, in passes that insert at most one row per set.
 
-        Return how many slots were empty.
+        Return how many previously empty slots were filled.
         """
         fresh = 0
         while len(ids):
@@ -188,10 +188,10 @@ class RowCache:
 
     def check_integrity(self) -> None:
         """Assert that every row is in its set exactly once."""
-        held = self.occupied
-        owners = self.owners(held)
-        assert len(held) == self.used == len(np.unique(owners))
-        assert np.array_equal(self._slots_of(owners)[:, 0], held // self._ways * self._ways)
+        occupied = self.occupied
+        owners = self.owners(occupied)
+        assert len(occupied) == self.used == len(np.unique(owners))
+        assert np.array_equal(self._slots_of(owners)[:, 0], occupied // self._ways * self._ways)
 
 
 @functools.cache

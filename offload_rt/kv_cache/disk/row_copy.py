@@ -1,4 +1,4 @@
-"""Copy scattered rows in memory, in one pass with C code or in two passes with torch."""
+"""Copy scattered rows in memory: in one pass with C code if it is available, otherwise in two passes with torch."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ class ExtentWrite(NamedTuple):
 class WriteBehind:
     """Writer thread of a KV pool on disk. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write contains the KV of some keys. A key is `(block, index of the layer within the block)`. Before it reads
-    the KV of a key, a thread must call `wait`, which raises the error of a failed write. `add` blocks while more than
-    `limit` bytes would be pending.
+    Each write contains the KV of some keys. A key is `(block, storage layer)`. Before a thread reads the KV of a key
+    from a file, it must call `wait`, which raises DiskError if the write failed. `add` blocks while more than `limit`
+    bytes would be pending.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -45,30 +45,30 @@ class WriteBehind:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-rt row writer")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
-    def add(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces`, the complete KV of the keys `places`. They are written after all earlier pieces."""
+    def add(self, keys: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
+        """Queue `pieces`, the complete KV of `keys`. They are written after all earlier pieces."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
-            self._waiting.update(places)
-            self._unwanted.difference_update(places)
+            self._waiting.update(keys)
+            self._unwanted.difference_update(keys)
             self._bytes += size
-        self._thread.submit(self._write, places, pieces, size)
+        self._thread.submit(self._write, keys, pieces, size)
 
-    def wait(self, places: Sequence[tuple[int, int]]) -> None:
-        """Wait until the KV of the keys `places` is written. Raise DiskError if a write failed."""
+    def wait(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Wait until the KV of `keys` is written. Raise DiskError if a write failed."""
         with self._changed:
             if self._waiting:
-                self._changed.wait_for(lambda: not any(place in self._waiting for place in places))
-            if self._lost and (why := next((self._lost[place] for place in places if place in self._lost), None)):
+                self._changed.wait_for(lambda: not any(key in self._waiting for key in keys))
+            if self._lost and (why := next((self._lost[key] for key in keys if key in self._lost), None)):
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
-    def wait_layer(self, place: int, blocks: NDArray[np.int64]) -> None:
-        """Wait until the layer at index `place` of all `blocks` is written. `blocks` may contain duplicates."""
+    def wait_layer(self, storage_layer: int, blocks: NDArray[np.int64]) -> None:
+        """Wait until one storage layer of all `blocks` is written. `blocks` may contain duplicates."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
-            self.wait([(block, place) for block in np.unique(blocks).tolist()])
+            self.wait([(block, storage_layer) for block in np.unique(blocks).tolist()])
 
     @property
     def lost(self) -> set[int]:
@@ -79,27 +79,27 @@ class WriteBehind:
         """Ignore past and pending write errors of `blocks`, which have been freed."""
         gone = set(blocks)
         with self._changed:
-            self._lost = {place: why for place, why in self._lost.items() if place[0] not in gone}
-            self._unwanted.update(place for place in self._waiting if place[0] in gone)
+            self._lost = {key: why for key, why in self._lost.items() if key[0] not in gone}
+            self._unwanted.update(key for key in self._waiting if key[0] in gone)
 
     def drain(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
-    def _write(self, places: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite], size: int) -> None:
+    def _write(self, keys: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite], size: int) -> None:
         why = self._written(pieces)
         with self._changed:
             self._bytes -= size
-            self._waiting -= Counter(places)
-            for place in places:
-                self._lost.pop(place, None)
+            self._waiting -= Counter(keys)
+            for key in keys:
+                self._lost.pop(key, None)
             if why:
-                self._lost.update((place, why) for place in places if place not in self._unwanted)
+                self._lost.update((key, why) for key in keys if key not in self._unwanted)
             self._unwanted &= self._waiting.keys()
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string."""
+        """Write `pieces`. Return the reason of a failure, or an empty string if all were written."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)

@@ -33,6 +33,12 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
             module.__class__ = backend.layer_class
 
 
+def plain_weight(layer: Any) -> nn.Parameter | None:
+    """Return the weight `[out, in]` of a linear layer, or None if it is packed."""
+    weight = getattr(layer, "weight", None)
+    return weight if type(weight) is nn.Parameter and weight.is_floating_point() else None
+
+
 def packing(config: Any) -> str | None:
     """Return the quantisation method stated in a configuration, such as "bitsandbytes". None if it states none."""
     method = quantization_option(config, "quant_method")

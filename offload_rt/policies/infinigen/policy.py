@@ -22,8 +22,8 @@ from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
 from ...kernels.selection import extend_selection, select_tokens, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
-from ...skewing.guess import SOURCES
-from ..base import KeyReader, PolicyState, QuerySource
+from ...skewing.guess import SOURCES, source_index
+from ..base import KeyReader, PolicyState, QuerySource, source_between
 from ..demand import MemoryDemand
 from ..options import InfiniGenOptions
 from ..registry import PolicyContext
@@ -227,7 +227,8 @@ class InfiniGen:
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
         self.query_source = _settled_source(options, device)
-        self.options = replace(options, alpha=self.alpha, source=self.query_source)
+        source = self.query_source if isinstance(self.query_source, str) else options.source
+        self.options = replace(options, alpha=self.alpha, source=source)
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
         self.wants_queries = options.keys == "partial" and options.columns == "prompt"
@@ -295,14 +296,14 @@ class InfiniGen:
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return slope and offset, both `[D]`, of every layer whose predicted attention input is corrected."""
-        guesses = self.options.corrected and self.query_source in SOURCES
-        layers = range(self.geometry.layers) if guesses else ()
-        source = SOURCES.index(self.query_source) if guesses else 0
-        return {
-            layer: (artifact.slope[source, layer].to(device, dtype), artifact.offset[source, layer].to(device, dtype))
-            for layer in layers
-            if layer not in self.dense_layers
-        }
+        found = {}
+        for layer in range(self.geometry.layers):
+            source = source_between(self.query_source, self.geometry.between(layer))
+            if self.options.corrected and source != "query" and layer not in self.dense_layers:
+                s = source_index(source)
+                slope, offset = artifact.slope[s, layer], artifact.offset[s, layer]
+                found[layer] = slope.to(device, dtype), offset.to(device, dtype)
+        return found
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
         """Return an empty state. `keys` is not used."""
@@ -360,6 +361,8 @@ def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
     """Return the source of the predicted query, with "auto" replaced by the default for `device`."""
+    if options.ahead is not None:
+        return options.ahead
     if options.source != "auto":
         return options.source
     return "query" if device.type == "cpu" else "attention_input"
@@ -371,4 +374,10 @@ def _check(options: InfiniGenOptions, geometry: ModelGeometry, artifact: SkewArt
         raise ArtifactError(
             f"the skew artifact has shape {tuple(artifact.query.shape)} (layers, KV heads, head dimension twice), but "
             f"this model needs {expected}; create an artifact for this model with 'offload-rt skew'"
+        )
+    sources = len(SOURCES) + min(options.ahead or 0, geometry.most_between)
+    if options.corrected and len(artifact.slope) < sources:
+        raise ArtifactError(
+            f"the skew artifact has no correction for ahead={options.ahead}: an earlier version made it; create it "
+            "again with 'offload-rt skew'"
         )

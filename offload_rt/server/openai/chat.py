@@ -28,12 +28,12 @@ from .requests import ChatRequest, sampling_fields, structured_outputs
 
 router = APIRouter()
 
-MAX_SEGMENTS = 1024
-"""Maximum number of segments of a prompt in trace events. A segment is one or more consecutive tokens."""
+MAX_BINS = 1024
+"""Maximum number of bins of a prompt in trace events. A bin is one or more consecutive tokens, counted together."""
 
 
 class TraceEvents:
-    """Create the trace events of one request. The web page shows from them which tokens the model selects.
+    """Creates the trace events of one request, from which the web page shows which prompt tokens the model selects.
 
     The first event is `head`. `next_event` returns the following events.
     """
@@ -42,12 +42,12 @@ class TraceEvents:
         """Create the first event.
 
         Args:
-            llm: Engine of the request.
+            llm: The model with its policy.
             text: Rendered prompt.
             spans: (start, end) of each prompt token in `text`, in characters. Empty if unknown.
             tokens: Number of prompt tokens.
         """
-        self._size = max(1, -(-tokens // MAX_SEGMENTS))
+        self._size = max(1, -(-tokens // MAX_BINS))
         self._starts = list(range(0, tokens, self._size))
         self._selected: NDArray[np.int64] = np.zeros(len(self._starts), np.int64)
         self._steps, self._prefilled = 0, -1
@@ -60,12 +60,12 @@ class TraceEvents:
             "sinks": policy.sinks,
             "recent": policy.recent,
             "prompt_tokens": tokens,
-            "segment_tokens": self._size,
-            "segments": self._segments(text, spans),
+            "bin_tokens": self._size,
+            "bins": self._bins(text, spans),
         }
 
-    def _segments(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the texts of the prompt's segments, or an empty list if `spans` is empty."""
+    def _bins(self, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Return the text of each bin of the prompt (see `MAX_BINS`), or an empty list if `spans` is empty."""
         if not spans:
             return []
         cuts = [0, *(spans[start][0] for start in self._starts[1:]), len(text)]
@@ -74,7 +74,7 @@ class TraceEvents:
     def next_event(self, output: RequestOutput) -> dict[str, Any] | None:
         """Return the event with the changes since the last call, or None if there are none.
 
-        The field "selected" has one count per segment of the prompt: the number of selections of its tokens since the
+        The field "selected" has one count per bin (see `MAX_BINS`): how often its tokens were selected since the
         last event, summed over decode steps, layers and KV heads.
         """
         trace = output.trace
@@ -112,10 +112,10 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
     arguments = service.arguments(body, request, trace=bool(body.trace))
     steps = generate_steps(service, request, job, arguments)
     if body.session is not None:
-        steps = _stored(service, body, request, steps, arguments.session, continues=conversation.continues)
+        steps = _store_conversation(service, body, request, steps, arguments.session, continues=conversation.continues)
     head = response_head(service, request, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
-        traced = await _traced(service, job, arguments) if body.trace else None
+        traced = await _make_trace_events(service, job, arguments) if body.trace else None
         return await stream_response(request, _events(steps, head, top, body.include_usage, traced))
     whole = await run_for_client(request, collect_steps(steps))
     choices = [
@@ -131,7 +131,7 @@ async def chat(body: ChatRequest, request: Request, service: CurrentService) -> 
     return json_response(head | {"choices": choices, "usage": usage_json(whole[-1].usage)})
 
 
-async def _stored(
+async def _store_conversation(
     service: Service,
     body: ChatRequest,
     request: Request,
@@ -140,7 +140,7 @@ async def _stored(
     *,
     continues: bool,
 ) -> AsyncGenerator[Step, None]:
-    """Lock the session and yield `steps`. Store the conversation after the first step and at the end."""
+    """Yield `steps` with the session locked. Store the messages after the first step, and add the answer at the end."""
     begun, pieces = False, list[Piece]()
 
     def store() -> None:
@@ -165,7 +165,7 @@ async def _stored(
                 store()
 
 
-async def _traced(service: Service, job: ChatJob, arguments: EngineArguments) -> TraceEvents:
+async def _make_trace_events(service: Service, job: ChatJob, arguments: EngineArguments) -> TraceEvents:
     spans = await service.prompts.token_spans(job.text, len(job.ids))
     async with service.engines.engine_for(arguments.policy, arguments.policy_options) as engine:
         return TraceEvents(engine.llm, job.text, spans, len(job.ids))

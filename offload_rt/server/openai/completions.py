@@ -41,8 +41,8 @@ class _Prompt:
         ids: Token ids of the prompt.
         ends: Token ids that end the completion, in addition to those of the model.
         echo: Text to return before the completion, if the client requested an echo.
-        first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The first
-            token has no log-probabilities, from which the texts of the other tokens are taken.
+        first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The other
+            tokens' texts come with their log-probabilities, which the first token does not have.
     """
 
     ids: list[int]
@@ -85,7 +85,9 @@ async def complete(body: CompletionRequest, request: Request, service: CurrentSe
             "stop_reason": step.stop_reason,
         }
 
-    steps = _merged([_one(service, request, *each, arguments) for each in zip(prompts, params, strict=True)], n)
+    steps = _merge_streams(
+        [_prompt_steps(service, request, *each, arguments) for each in zip(prompts, params, strict=True)], n
+    )
     head = response_head(service, request, "cmpl", "text_completion")
     if body.stream:
         return await stream_response(request, _events(steps, head, choice, body.include_usage))
@@ -158,10 +160,10 @@ async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[li
     return ids, ends
 
 
-async def _one(
+async def _prompt_steps(
     service: Service, request: Request, prompt: _Prompt, params: SamplingParams, arguments: EngineArguments
 ) -> AsyncGenerator[Step, None]:
-    """Yield the steps of all completions of one prompt. The first step of each includes the echoed prompt, if any."""
+    """Yield the steps of all completions of one prompt. The first step of each completion includes the echo, if any."""
     stream, echoed = ChatStream(), set[int]()
     with service.locked(arguments.session):
         async with aclosing(service.outputs(request, prompt.ids, params, arguments)) as outputs:
@@ -178,7 +180,7 @@ async def _one(
                     yield step
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
+async def _merge_streams(streams: Sequence[AsyncGenerator[Step, None]], n: int) -> AsyncGenerator[Step, None]:
     """Merge the streams of several prompts, with `n` completions each, in the order in which their steps arrive.
 
     Completion indices and token counts of the result refer to the whole request. An error in one stream ends all.
@@ -231,7 +233,7 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields that begin every response of chat and text completions."""
+    """Return the fields that chat responses and text completions have in common, without output."""
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 
@@ -258,7 +260,7 @@ def chat_logprobs(step: Step, top: int) -> dict[str, Any] | None:
     content = []
     for token, there in zip(step.token_ids, step.logprobs, strict=True):
         assert there is not None, "chat responses echo no prompt"
-        best = [_entry(i, one) for i, one in _best(there, top)]
+        best = [_entry(i, one) for i, one in _most_likely(there, top)]
         content.append(_entry(token, there[token]) | {"top_logprobs": best})
     return {"content": content, "refusal": None}
 
@@ -285,14 +287,14 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
         "tokens": tokens,
         "token_logprobs": [_finite(there[token].logprob) if there else None for token, there in known],
         "top_logprobs": [
-            {_text(i, one): _finite(one.logprob) for i, one in _best(there, top)} if there else None
+            {_text(i, one): _finite(one.logprob) for i, one in _most_likely(there, top)} if there else None
             for _, there in known
         ],
         "text_offset": offsets,
     }
 
 
-def _best(logprobs: Logprobs, top: int) -> list[tuple[int, Logprob]]:
+def _most_likely(logprobs: Logprobs, top: int) -> list[tuple[int, Logprob]]:
     return sorted(logprobs.items(), key=lambda item: item[1].rank)[:top]
 
 

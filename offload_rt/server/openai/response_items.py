@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 class Items:
-    """Convert pieces of a response to output items and to the events of a stream.
+    """Converts the pieces of a response to output items of `/v1/responses`, and to the events of its stream.
 
     Adjacent pieces of the same kind form one item. `output` contains the complete items.
     """
@@ -31,7 +31,7 @@ class Items:
         return [*found, self._event("delta", delta=text)] if text else found
 
     def close(self) -> list[Event]:
-        """Complete the current item, if there is one. Return the events that report this."""
+        """Complete the current item, if there is one. Return the events that report its end."""
         if self._kind is None:
             return []
         item = self._item(self._text, "completed")

@@ -42,7 +42,7 @@ async def respond(body: ResponsesRequest, request: Request, service: CurrentServ
     service.check_request(body, request)
     if body.background:
         raise bad_request("background is not supported: remove it, and wait for the response", "background")
-    head = _head(service, body, request)
+    head = _initial_response(service, body, request)
     try:
         json.dumps(head, allow_nan=False)
     except (ValueError, RecursionError):
@@ -125,9 +125,12 @@ async def delete(name: str, request: Request, service: CurrentService) -> dict[s
 
 @dataclass(frozen=True)
 class _Generation:
-    """Generate one response and store it.
+    """Generates and stores one response.
 
     Attributes:
+        service: The server's service.
+        request: The HTTP request.
+        body: Body of the request.
         job: The rendered and tokenized conversation.
         messages: Messages of the conversation without instructions.
         before: Engine session of the conversation to continue, or None for a new conversation.
@@ -172,7 +175,7 @@ class _Generation:
 
     def _finish(self, head: dict[str, Any], session: str, step: Step, items: Items) -> dict[str, Any]:
         """Return the completed response object. Store it unless `store` is false."""
-        response = _done(head, step, items.output)
+        response = _completed_response(head, step, items.output)
         if self._stored:
             messages = with_answer(self.messages, _message(items.output), continues=self.continues)
             prefill = content_text(self.messages[-1].get("content"), "input") if self.continues else ""
@@ -215,7 +218,7 @@ async def _last_response(events: AsyncGenerator[Event, None]) -> dict[str, Any]:
     return response
 
 
-def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
+def _initial_response(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
     """Return the response object before generation, without output."""
     return {
         "id": f"resp_{request.state.request_id}",
@@ -253,7 +256,7 @@ def _head(service: Service, body: ResponsesRequest, request: Request) -> dict[st
     }
 
 
-def _done(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _completed_response(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the response object with its output, status and token counts."""
     cut = step.finish_reason == "length"
     return head | {

@@ -19,9 +19,9 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call, complete or only its beginning.
+    """A tool call, or only its beginning.
 
-    `arguments` is JSON text. In a stream, `Arguments` pieces with the rest of the text may follow.
+    `arguments` is JSON text. In a stream, `Arguments` pieces with the rest of this text may follow.
     """
 
     name: str
@@ -42,7 +42,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class Parser(Protocol):
-    """Interface of parsers, which split a streamed response into pieces.
+    """Interface of parsers, which split the text of a streamed response into pieces.
 
     Text that may be the beginning of a tag is held back until more text has arrived. The joined pieces therefore do not
     depend on how the text is split into `push` calls.
@@ -53,7 +53,7 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the text that is still held back, as pieces. Call this at the end of the response."""
+        """Return the text that was held back, as pieces. Call this at the end of the response."""
         ...
 
 

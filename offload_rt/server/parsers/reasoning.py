@@ -32,20 +32,20 @@ class Think:
             if not seen:
                 break
             blank = not self._begun and not before.strip()
-            found += self._shown(before.rstrip() if self._inside or blank else before)
+            found += self._emitted(before.rstrip() if self._inside or blank else before)
             self._text, self._inside, self._fresh = after, not self._inside, True
         keep = partial_tag(self._text, tag)
         body = self._text[: len(self._text) - keep]
         if self._inside or not body.strip():  # hold back whitespace, because a tag may follow
             body = body.rstrip()
         self._text = self._text[len(body) :]
-        return found + self._shown(body)
+        return found + self._emitted(body)
 
     def finish(self) -> list[Piece]:
         text, self._text = self._text, ""
-        return self._shown(text.rstrip() if self._inside else text)
+        return self._emitted(text.rstrip() if self._inside else text)
 
-    def _shown(self, text: str) -> list[Piece]:
+    def _emitted(self, text: str) -> list[Piece]:
         if self._fresh:
             text = text.lstrip()
         if not text:
@@ -95,7 +95,7 @@ class Harmony(Scanner):
         text, complete = yield from self.read_until(MESSAGE)
         header = tag + text
         if not complete:
-            show = self._reason if _ANALYSIS.search(header) else self._show
+            show = self._reason if _ANALYSIS.search(header) else self._emit_content
             show(_HEADER.sub("", header) if CHANNEL in header or START in header else header)
             return ""
         recipient = _RECIPIENT.search(header)
@@ -103,7 +103,7 @@ class Harmony(Scanner):
             yield from self.stream_call(recipient[1])
             _, end = yield from self.read_until(*ENDS, START, CHANNEL)
         else:
-            show = self._reason if _ANALYSIS.search(header) and not recipient else self._show
+            show = self._reason if _ANALYSIS.search(header) and not recipient else self._emit_content
             end, _ = yield from self.stream_until(show, *ENDS, START, CHANNEL)
         if end in ENDS:
             end = (yield from self.accept(CHANNEL, START)) or (yield from self.content_until(CHANNEL, START))

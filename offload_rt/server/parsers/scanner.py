@@ -24,9 +24,10 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 class Brackets:
-    """Find the closing bracket of a text that begins with a bracket and arrives in parts.
+    """Finds the end of a bracketed text that arrives in parts.
 
-    Brackets inside strings are ignored. The closing bracket sets `done`. A bracket that does not match sets `failed`.
+    The text begins with a bracket and ends with the matching one. Brackets inside strings are ignored. `done` is set at
+    the end, and `failed` if a bracket does not match.
 
     Args:
         quotes: Characters that begin and end a string.
@@ -55,10 +56,10 @@ class Brackets:
                 found = self._outside.search(text, at)
                 if found is None:
                     return len(text)
-                at = found.end() if self._take(found[0]) else found.start()
+                at = found.end() if self._process(found[0]) else found.start()
         return at
 
-    def _take(self, character: str) -> bool:
+    def _process(self, character: str) -> bool:
         """Process a bracket or a quote. Return whether the character belongs to the bracketed text."""
         if character in self._quotes:
             self._quote = character
@@ -100,12 +101,12 @@ class Scanner:
         self._running = self.parse()
 
     def parse(self) -> Scan[None]:
-        """Read the whole response."""
+        """Read the whole response, and emit its content and calls."""
         if self.untagged and not (yield from self.read_calls("")):
             self._at = 0
         while tag := (yield from self.content_until(*self.tags)):
             if not (yield from self.read_calls(tag)):
-                self._show(self._space + tag)
+                self._emit_content(self._space + tag)
                 self._at = self._mark
 
     def read_calls(self, tag: str) -> Scan[bool]:
@@ -202,13 +203,13 @@ class Scanner:
         tag, _ = yield from self.stream_until(parts.append, *tags)
         return "".join(parts), tag
 
-    def stream_until(self, emit: Callable[[str], None], *tags: str, held: str = "") -> Scan[tuple[str, str]]:
+    def stream_until(self, emit: Callable[[str], None], *tags: str, trailing: str = "") -> Scan[tuple[str, str]]:
         """Pass the text before the next tag to `emit` as it arrives.
 
         Args:
             emit: Receives the text in parts.
             tags: The text ends at any of these tags.
-            held: Characters that are not passed to `emit` if they directly precede the tag, such as newlines.
+            trailing: Characters that are not passed to `emit` if they directly precede the tag, such as newlines.
 
         Returns:
             The tag ("" at the end of the response), and the characters before it that were not passed to `emit`.
@@ -218,7 +219,7 @@ class Scanner:
             found = [(at, tag) for tag in tags if (at := rest.find(tag)) >= 0]
             keep = 0 if self._ended else max(partial_tag(rest, tag) for tag in tags)
             end, tag = min(found) if found else (len(rest) - keep, "")
-            shown = rest[:end].rstrip(held) if held else rest[:end]
+            shown = rest[:end].rstrip(trailing) if trailing else rest[:end]
             if shown:
                 emit(shown)
             if tag or self._ended:
@@ -242,13 +243,13 @@ class Scanner:
 
     def content_until(self, *tags: str) -> Scan[str]:
         """Emit the text before the next tag as content. Return the tag, or "" at the end of the response."""
-        tag, self._space = yield from self.stream_until(self._show, *tags, held=WHITESPACE)
+        tag, self._space = yield from self.stream_until(self._emit_content, *tags, trailing=WHITESPACE)
         self._mark = self._at
         if not tag and not self._called:
-            self._show(self._space)
+            self._emit_content(self._space)
         return tag
 
-    def _show(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         text = text.lstrip(WHITESPACE) if self._called else text
         if text:
             self._called = False
@@ -269,9 +270,10 @@ class Scanner:
         yield from self.stream_brackets(self.emit_arguments)
 
     def json_call(self) -> Scan[bool]:
-        """Read and emit the call `{"name": …, "arguments": {…}}`. Return False if it is not a call of an offered tool.
+        """Read and emit the call `{"name": …, "arguments": {…}}`.
 
-        The position in the text then stays. If the keys have another order, the call is emitted when it is complete.
+        Return False, without moving the position, if the text is not a call of an offered tool. If the keys have
+        another order, the call is emitted only when it is complete.
         """
         if (yield from self.peek()) != "{":
             return False
@@ -292,7 +294,7 @@ class Scanner:
         return True
 
     def read_call(self) -> Scan[ToolCall | None]:
-        """Read the whole JSON object that follows. Return it as a call, or None if it is no call of an offered tool."""
+        """Read the JSON object that follows. Return it as a call, or None if it is not a call of an offered tool."""
         parts: list[str] = []
         complete = yield from self.stream_brackets(parts.append)
         return _described_call(_json("".join(parts)), self.tools) if complete else None

@@ -10,7 +10,7 @@ from .scanner import WHITESPACE, Scan, Scanner
 
 
 class XmlCalls(Scanner):
-    """Base class that converts XML parameters to JSON. Strings are streamed, other values returned when complete."""
+    """Base class that converts XML parameters to JSON. Only strings are streamed before they are complete."""
 
     _count = 0
     """Number of parameters of the current call."""
@@ -37,7 +37,7 @@ class XmlCalls(Scanner):
         kind = schema.get("type") if isinstance(schema, dict) else None
         if kind == "string":
             self.emit_arguments('"')
-            _, rest = yield from self.stream_until(self._emit_string, end, held="\n" * strip)
+            _, rest = yield from self.stream_until(self._emit_string, end, trailing="\n" * strip)
             self._emit_string(rest[strip:])
             self.emit_arguments('"')
         else:

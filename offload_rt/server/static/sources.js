@@ -10,7 +10,7 @@ let answer = null; // the message whose sources are shown
 let trace = null;
 let parts = []; // sentences of the answer, see `sentences`
 let chosen = -1; // index into `parts`; -1: the whole answer
-let spans = []; // elements of the prompt segments of `trace`
+let spans = []; // elements of the bins of the prompt of `trace`
 let drawing = false;
 
 // Show the newest trace of a running answer.
@@ -70,9 +70,9 @@ function mark(elements) {
 }
 
 function use(next) {
-  if (trace === next && spans.length === (next?.head?.segments.length ?? 0)) return;
+  if (trace === next && spans.length === (next?.head?.bins.length ?? 0)) return;
   trace = next ?? null;
-  spans = (trace?.head?.segments || []).map((text) => make("span", text));
+  spans = (trace?.head?.bins || []).map((text) => make("span", text));
   $("prompt-text").replaceChildren(...spans);
 }
 
@@ -98,7 +98,7 @@ function explanation() {
   if (!trace?.head) return answer.traces ? "Reading…" : "The trace of this answer is not kept. Regenerate the answer to see its sources.";
   const { head } = trace, selecting = head.layers - head.dense_layers.length;
   if (!selecting) return `The policy ${head.policy} attends to all ${count(head.prompt_tokens)} tokens in every layer. It selects no sources.`;
-  if (!head.segments.length) return "The tokenizer of this model reports no positions, so sources cannot be shown.";
+  if (!head.bins.length) return "The tokenizer of this model reports no positions, so sources cannot be shown.";
   return `${selecting} of ${head.layers} layers select among the ${count(head.prompt_tokens)} tokens of the prompt. The first ${head.sinks} and the most `
     + `recent ${head.recent} tokens are always attended to and not counted.`;
 }
@@ -195,8 +195,8 @@ $("whole").addEventListener("click", () => select(-1));
 $("strip").addEventListener("click", (event) => {
   if (!spans.length) return;
   const box = $("strip").getBoundingClientRect();
-  const segment = Math.min(spans.length - 1, Math.floor((event.clientX - box.left) / box.width * spans.length));
-  jump(trace.passages.findIndex((passage) => passage.last >= segment));
+  const bin = Math.min(spans.length - 1, Math.floor((event.clientX - box.left) / box.width * spans.length));
+  jump(trace.passages.findIndex((passage) => passage.last >= bin));
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 figures();

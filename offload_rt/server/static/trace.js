@@ -7,10 +7,10 @@ export class Trace {
   // `offset`: length of the answer before the request, for answers that are continued.
   constructor(offset) {
     this.offset = offset;
-    this.head = null; // first event: policy, layers, prompt segments
+    this.head = null; // first event: policy, layers, bins of the prompt
     this.attended = []; // exact attention fraction `[steps][layers]`
-    this.events = []; // {from, to, steps, selected}: selections per segment while the text from..to was generated
-    this.passages = []; // spans of segments that are shown together
+    this.events = []; // {from, to, steps, selected}: selections per bin while the text from..to was generated
+    this.passages = []; // spans of bins that are shown together
     this.prefill = null;
     this.bytes = 0;
     this.lastBytes = 0;
@@ -19,9 +19,9 @@ export class Trace {
 
   // Add an event of the server. `at`: length of the answer so far.
   take(data, at) {
-    if (data.segments) {
+    if (data.bins) {
       this.head = data;
-      this.passages = passages(data.segments);
+      this.passages = passages(data.bins);
       return;
     }
     this.prefill = data.prefill;
@@ -33,11 +33,11 @@ export class Trace {
     this.steps = data.step;
   }
 
-  get selects() { return this.head !== null && this.head.segments.length > 0 && this.head.layers > this.head.dense_layers.length; }
+  get selects() { return this.head !== null && this.head.bins.length > 0 && this.head.layers > this.head.dense_layers.length; }
 
-  // Selections per segment during the steps that generated the text from..to, and the number of these steps.
+  // Selections per bin during the steps that generated the text from..to, and the number of these steps.
   selected(from = -1, to = Infinity) {
-    const counts = new Array(this.head.segments.length).fill(0);
+    const counts = new Array(this.head.bins.length).fill(0);
     let steps = 0;
     for (const event of this.events) {
       if (event.to <= from || event.from >= to) continue;
@@ -49,7 +49,7 @@ export class Trace {
 
   // Fraction of layers, heads and steps that selected a token of each passage, on average.
   shares({ counts, steps }) {
-    const choices = steps * (this.head.layers - this.head.dense_layers.length) * this.head.kv_heads * this.head.segment_tokens;
+    const choices = steps * (this.head.layers - this.head.dense_layers.length) * this.head.kv_heads * this.head.bin_tokens;
     return this.passages.map(({ first, last }) => {
       let sum = 0;
       for (let i = first; i <= last; i++) sum += counts[i];
@@ -58,14 +58,14 @@ export class Trace {
   }
 }
 
-// Group segments into passages: they end with a sentence or a line, or at `LONGEST` characters.
-function passages(segments) {
+// Group bins into passages: they end with a sentence or a line, or at `LONGEST` characters.
+function passages(bins) {
   const found = [];
   let first = 0, text = "";
-  segments.forEach((segment, i) => {
-    text += segment;
+  bins.forEach((bin, i) => {
+    text += bin;
     const ends = /[.!?:;]["'”’)]*\s*$|\n\s*$/.test(text);
-    if ((ends && text.length >= SHORTEST) || text.length >= LONGEST || i === segments.length - 1) {
+    if ((ends && text.length >= SHORTEST) || text.length >= LONGEST || i === bins.length - 1) {
       found.push({ first, last: i, text: text.trim().replace(/\s+/g, " ") });
       [first, text] = [i + 1, ""];
     }

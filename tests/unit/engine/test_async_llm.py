@@ -57,7 +57,7 @@ def serve(asks: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM | None 
         assert engine._engine.idle and not engine._clients and not engine._by_number
         assert (engine.load().waiting, engine.load().running) == (0, 0)
         runner.check_integrity()
-        assert runner.pool.bytes_held == 0
+        assert runner.pool.sequence_bytes == 0
         return found
 
     return asyncio.run(run())
@@ -328,6 +328,6 @@ def test_closing_ends_what_runs_and_nothing_begins_afterwards() -> None:
         with pytest.raises(InputError, match="closed"):
             engine.llm.generate(tiny_prompt(9))
         await engine.close()
-        assert not engine._thread.is_alive() and engine.llm.runner.pool.bytes_held == 0
+        assert not engine._thread.is_alive() and engine.llm.runner.pool.sequence_bytes == 0
 
     asyncio.run(run())

@@ -59,7 +59,7 @@ def test_beams_are_those_of_transformers(
         assert got == [row[: len(tokens)] for row, tokens in zip(expected, got, strict=True)]
         padding = {token for row, tokens in zip(expected, got, strict=True) for token in row[len(tokens) :]}
         assert padding <= {150}
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     llm.runner.check_integrity()
 
 
@@ -88,7 +88,7 @@ def test_beams_share_the_prompt_and_copy_no_full_block() -> None:
     while len(request.sequences) < 4:
         engine.step()
     while not engine.idle:
-        assert pool.bytes_held <= (10 + 4) * pool.block_bytes
+        assert pool.sequence_bytes <= (10 + 4) * pool.block_bytes
         engine.step()
         engine.check_integrity()
 
@@ -117,7 +117,7 @@ def test_n_completions_come_in_order_and_each_from_its_own_seed() -> None:
     assert [c.token_ids for c in completed(llm.generate(prompts, params))] == [c.token_ids for c in done]
     assert [c.stats.reused_tokens for c in done] == [0, 130, 130, 130, 0, 70, 70, 70]
     assert [(c.stats.prompt_tokens, c.stats.new_tokens) for c in done] == [(130, 12)] * 4 + [(70, 12)] * 4
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_a_stream_is_of_one_completion() -> None:
@@ -126,7 +126,7 @@ def test_a_stream_is_of_one_completion() -> None:
         llm.stream([1, 2], SamplingParams(n=2))
     with pytest.raises(PoolFullError, match=r"299 blocks .* are needed"):
         llm.generate([[1, 2]], beams(300))
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_stop_strings_end_beams() -> None:

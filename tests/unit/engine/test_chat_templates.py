@@ -129,9 +129,9 @@ def test_an_answer_that_ends_anywhere_stays_as_it_was_written(name: str) -> None
         for answer in answers:
             history = conversation(name, [ids(name, family.written), answer])
             turn = turn_tokens(tokenizer, history, "U", ends(name))
-            assert turn.held == len(history.tokens) and turn.dropped == (answer[-1] in ends(name))
+            assert turn.tokens_before == len(history.tokens) and turn.dropped == (answer[-1] in ends(name))
             assert tokenizer.decode(turn.added) == family.behind
-            kept = tokenizer.decode(history.tokens[: turn.held - turn.dropped])
+            kept = tokenizer.decode(history.tokens[: turn.tokens_before - turn.dropped])
             assert kept.endswith(family.behind + tokenizer.decode(answer[: len(answer) - turn.dropped]))
             assert kept.count(family.written) == 1 + kept.endswith(family.written), "also the answer before"
 
@@ -143,7 +143,7 @@ def test_the_first_turn_is_the_whole_template(name: str) -> None:
         [{"role": "user", "content": "U"}], tokenize=False, add_generation_prompt=True
     )
     turn = turn_tokens(tokenizer, History("s", "m"), "U", ends(name))
-    assert (turn.held, turn.dropped, tokenizer.decode(turn.added)) == (0, 0, whole)
+    assert (turn.tokens_before, turn.dropped, tokenizer.decode(turn.added)) == (0, 0, whole)
 
 
 def test_a_message_that_holds_the_marker_is_found() -> None:
@@ -259,7 +259,7 @@ def test_templates_of_models_on_this_machine(model: str) -> None:
     history.tokens = [*first.added, *said, tokenizer.eos_token_id]
     history.turns = [("user", "Hello"), ("assistant", "  A\n\nB. \n")]
     second = turn_tokens(tokenizer, history, "And then?", {tokenizer.eos_token_id})
-    text = tokenizer.decode([*history.tokens[: second.held - second.dropped], *second.added])
+    text = tokenizer.decode([*history.tokens[: second.tokens_before - second.dropped], *second.added])
     messages = [*history.turns, ("user", "And then?")]
     rendered = [{"role": role, "content": content} for role, content in messages]
     assert text == tokenizer.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True)

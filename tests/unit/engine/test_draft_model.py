@@ -42,7 +42,7 @@ def texts(llm: LLM, params: Any) -> list[list[int]]:
     found = [completion.token_ids for completion in completed(llm.generate(PROMPTS, params))]
     llm.runner.check_integrity()
     draft = llm.runner.draft
-    assert draft is None or draft.pool.bytes_held == 0, "the draft sequence is freed with its request"
+    assert draft is None or draft.pool.sequence_bytes == 0, "the draft sequence is freed with its request"
     return found
 
 

@@ -50,7 +50,7 @@ def test_requests_join_and_leave_mid_decode() -> None:
         steps += 1
     assert list(got.values()) == alone
     assert widest == 4
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_a_prefill_does_not_starve_running_decodes() -> None:
@@ -86,7 +86,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers_and_the_others_go_
     while not engine.idle:
         events += engine.step()
     assert [event.request_id for event in events] == [1] * 5
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
@@ -100,7 +100,7 @@ def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     for request in (prefilling, waiting, running, running):
         engine.cancel(request)
         engine.check_integrity()
-    assert engine.idle and llm.runner.pool.bytes_held == 0
+    assert engine.idle and llm.runner.pool.sequence_bytes == 0
     assert running.completion().finish_reason == "abort"
     assert len(running.new_tokens) == 2 and waiting.stats(llm.runner) is None
 
@@ -112,7 +112,7 @@ def test_closing_a_stream_keeps_its_statistics() -> None:
     stream.close()  # type: ignore[attr-defined]
     stats = llm.last_stats
     assert stats is not None and (stats.prompt_tokens, stats.new_tokens) == (40, 10) and len(texts) == 10
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     llm.generate([tiny_prompt(9)], greedy(2))
     assert llm.last_stats is None, "a generate is not the stream before it"
 
@@ -160,7 +160,7 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
     short = LLM(tiny_model("llama", max_position_embeddings=64), policy="full", host_memory="8MiB")
     with pytest.warns(UserWarning, match="trained for 64"):
         short.generate([tiny_prompt(60)], greedy(10))
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.slow

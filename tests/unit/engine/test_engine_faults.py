@@ -69,7 +69,7 @@ def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list
         for i, request in enumerate(requests):
             if request.prompt.id not in gone:
                 assert [one.token_ids for one in request.completions()] == alone[i]
-        assert llm.runner.pool.bytes_held == 0 and not llm.runner._open
+        assert llm.runner.pool.sequence_bytes == 0 and not llm.runner._open
         assert tokens(llm, 0) == alone[0], "a following request works"
     assert called or place in ("select", "fork")
 
@@ -111,7 +111,7 @@ def test_only_the_request_that_fails_again_and_again_ends(
     assert list(failed) == [culprit]
     for i, request in enumerate(requests[:3]):
         assert [one.token_ids for one in request.completions()] == alone[i]
-    assert llm.runner.pool.bytes_held == 0 and not llm.runner._open
+    assert llm.runner.pool.sequence_bytes == 0 and not llm.runner._open
     assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1, "logged once"
 
 
@@ -139,7 +139,7 @@ def test_generate_raises_the_error_of_its_request(llm: LLM, alone: list[list[lis
     with fault(llm, "finish", 1, KeyError("lost")), pytest.raises(EngineError, match=r"KeyError: 'lost'") as caught:
         llm.generate(PROMPTS, PARAMS)
     assert isinstance(caught.value.__cause__, KeyError)
-    assert [tokens(llm, i) for i in range(2)] == alone[:2] and llm.runner.pool.bytes_held == 0
+    assert [tokens(llm, i) for i in range(2)] == alone[:2] and llm.runner.pool.sequence_bytes == 0
 
 
 async def ask_all(engine: AsyncLLM) -> list[Any]:
@@ -165,7 +165,7 @@ async def ask_with_fault(store: Path, place: str, call: int) -> tuple[list[Any],
         again = await ask_all(engine)
         assert engine._thread.is_alive()
         llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     return first, again
 
 

@@ -25,7 +25,6 @@ from offload_rt.engine.request import Request
 from offload_rt.engine.scheduler import Scheduler
 from offload_rt.engine.snapshot_keeper import SnapshotKeeper
 from offload_rt.engine.swap import FOLDER, Swap
-from offload_rt.kv_cache.prefix_tree import EXACT
 from offload_rt.model_runner.sequence import Sequence
 from offload_rt.storage.options import StoreOptions
 
@@ -56,7 +55,7 @@ def run(llm: LLM, swap: Swap, params: list[SamplingParams] = PARAMS) -> tuple[li
             swap._disk.check_integrity()
         swap._write_seconds_per_byte, swap._read_seconds_per_byte = rates
     assert engine.scheduler.preemptions > 0
-    assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0, "nothing stays behind"
+    assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0, "nothing stays behind"
     return [c.token_ids for one in requests for c in one.completions()], engine.scheduler
 
 
@@ -245,7 +244,7 @@ def test_a_swap_file_has_no_name_at_any_moment(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "notes.kv"]
     for one in requests:
         engine.cancel(one)
-    assert swap.bytes_used == 0 and llm.runner.pool.bytes_held == 0 and os.fstat(swap._disk.handle).st_size == 0
+    assert swap.bytes_used == 0 and llm.runner.pool.sequence_bytes == 0 and os.fstat(swap._disk.handle).st_size == 0
     swap.close()
 
 
@@ -323,28 +322,4 @@ def test_blocks_that_have_left_the_window_stay_on_disk(tmp_path: Path, position:
         assert restored is not None and restored.position == position
         llm.runner.free(restored)
         swap.discard(swapped)
-        assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0
-
-
-@pytest.mark.parametrize(
-    ("params", "spare"),
-    [(greedy(10), 0), (SamplingParams(max_tokens=1, temperature=0, num_beams=3), 2)],
-    ids=["greedy", "beams"],
-)
-def test_a_request_that_fits_alone_is_answered_after_a_cached_prefix(params: SamplingParams, spare: int) -> None:
-    """With the prefix, sliding-window layers need three blocks at once. Without it, they need two."""
-    model, prompt = architecture("gemma3", dtype=torch.float32), [token % 90 + 1 for token in tiny_prompt(200)]
-    options: dict[str, Any] = {"policy": "full", "dtype": "float32", "verify": "off"}
-    with LLM(model, host_memory="4MiB", **options) as roomy:
-        [expected] = completed(roomy.generate([prompt], params))
-        groups, block_bytes = roomy.runner.pool.groups, roomy.runner.pool.block_bytes
-    memory = (groups.blocks(len(prompt) + params.max_tokens) + spare * groups.blocks_at_once) * block_bytes
-    with LLM(model, host_memory=memory, **options) as llm:
-        llm.generate([prompt[: 2 * BLOCK_SIZE + 2]], greedy(1))
-        cached = llm.runner.pool.match(prompt, EXACT)
-        assert cached.length == 2 * BLOCK_SIZE
-        llm.runner.pool.release(cached)
-        [output] = llm.generate([prompt], params)
-        assert output.outputs[0].token_ids == expected.token_ids
-        assert output.num_cached_tokens == 0, "the prefix is computed again"
-        assert llm.runner.pool.bytes_held == 0
+        assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0

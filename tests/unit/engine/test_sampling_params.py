@@ -211,7 +211,7 @@ def test_a_processor_that_raises_ends_its_own_request() -> None:
     assert isinstance(failed[1].__cause__, ArithmeticError)
     assert (wild.finish_reason, none.finish_reason, calm.finish_reason) == ("abort", "abort", "length")
     assert calm.completions()[0].token_ids == theirs() and wild.completions()[0].token_ids == [10, 11, 12]
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     with pytest.raises(EngineError, match="no more numbers"):
         llm.generate(PROMPT, SamplingParams(logits_processors=[Remembers(10)]))
 
@@ -338,7 +338,7 @@ def test_constraints_without_an_answer_are_errors(
     with pytest.raises(error, match=message):
         llm.generate(tiny_prompt(20), SamplingParams(max_tokens=4, temperature=0, num_beams=beams, **options))
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
@@ -350,7 +350,7 @@ def test_logits_that_are_not_finite_are_errors(beams: int, value: float) -> None
         model.lm_head.weight.fill_(value)
     with pytest.raises(LogitsError, match="not finite"):
         llm.generate(tiny_prompt(20), SamplingParams(max_tokens=4, temperature=0, num_beams=beams))
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_a_closed_runtime_has_no_other_policies() -> None:
@@ -392,7 +392,7 @@ def test_a_beam_that_only_forbidden_tokens_continue_is_no_answer(beams: int) -> 
         return
     with pytest.raises(InputError, match="the constraints leave fewer than n=3 completions of num_beams=3 beams"):
         llm.generate(tiny_prompt(20), params)
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_logits_that_overflow_when_drawn_are_an_error() -> None:
@@ -400,7 +400,7 @@ def test_logits_that_overflow_when_drawn_are_an_error() -> None:
     params = SamplingParams(max_tokens=2, temperature=1e-5, logit_bias={5: 1e38})
     with pytest.raises(InputError, match="too large for float32"):
         llm.generate(tiny_prompt(20), params)
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("exact", [None, "sparse"])
@@ -411,7 +411,7 @@ def test_scores_of_logits_that_are_not_finite_are_an_error(exact: str | None) ->
         model.lm_head.weight[7] = torch.nan
     with pytest.raises(LogitsError, match="not finite"):
         llm.score([tiny_prompt(20)], [[1, 2]])
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_log_probabilities_of_a_prompt_that_overflows_are_an_error() -> None:
@@ -424,4 +424,4 @@ def test_log_probabilities_of_a_prompt_that_overflows_are_an_error() -> None:
         model.model.embed_tokens.weight[198] = torch.nan
     with pytest.raises(LogitsError, match="not finite"):
         llm.generate(ids, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1))
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0

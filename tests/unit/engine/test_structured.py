@@ -164,7 +164,7 @@ def test_an_answer_that_cannot_go_on_is_an_error_of_its_own(exact: str | None) -
     with pytest.raises(InputError, match="no token is allowed"):
         llm.generate("It was", asked)
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_a_schema_may_be_text() -> None:

@@ -27,6 +27,22 @@ def test_the_faster_mode_is_kept() -> None:
     assert sum(run(choice, 1000, several=0.15, one=0.05)) < 40, "tries cost little"
 
 
+def test_several_threads_must_be_clearly_faster() -> None:
+    """Several threads vary more, and use more processor time."""
+    choice = ThreadChoice()
+    assert sum(run(choice, 1000, several=0.049, one=0.05)) < 60
+
+
+def test_a_mode_with_slow_steps_now_and_then_is_not_kept() -> None:
+    """Two of three steps of several threads are faster than one thread's, but their mean is slower."""
+    choice, used = ThreadChoice(), 0
+    for step in range(1000):
+        mode = choice._several ^ (choice._trying > 0)
+        used += mode
+        choice.took(mode, (0.09 if step % 3 == 0 else 0.04) if mode else 0.05)
+    assert used < 80
+
+
 def test_a_busy_machine_is_noticed() -> None:
     """Another process starts, and ends later."""
     choice = ThreadChoice()

@@ -70,7 +70,7 @@ def test_threads_wait_for_the_room_that_others_free() -> None:
         asked = [threads.submit(llm.generate, [prompt], params) for prompt in prompts]
         assert [one.result()[0].outputs[0].token_ids for one in asked] == expected
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_nobody_waits_for_what_nobody_drives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: p
     run_in_rounds(engines, seed, 3 * longest * completions, check)
     for name, request in requests:
         assert [one.token_ids for one in request.completions()] == case.expected[name]
-    assert case.llm.runner.pool.bytes_held == 0
+    assert case.llm.runner.pool.sequence_bytes == 0
 
 
 def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

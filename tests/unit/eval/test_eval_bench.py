@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import architecture
 
 from offload_rt.cli import main
 from offload_rt.core import VisibleTokens
@@ -19,7 +20,7 @@ from offload_rt.eval.core.report import say_nothing
 from offload_rt.eval.speed import bench
 from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, Ours, Peer, Shape
 from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
-from offload_rt.eval.speed.synthetic_kv import RESIDENT
+from offload_rt.eval.speed.synthetic_kv import RESIDENT, SyntheticKV
 from offload_rt.kernels import low_bit_cpu, native
 from offload_rt.models.registry import adapter_for
 from offload_rt.utils.native_code import available_levels
@@ -43,6 +44,11 @@ def uneven(request: pytest.FixtureRequest) -> Field:
     """Heads with half as many and half again as many, two sequences."""
     model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
     return make_field(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
+
+
+def test_contexts_of_sliding_windows_are_refused() -> None:
+    with pytest.raises(AssertionError, match="outside a sliding window"):
+        SyntheticKV.draw(adapter_for(architecture("gemma4")).geometry, LENGTH, FRACTION)
 
 
 def filled(field: Field, name: str) -> Any:

@@ -46,7 +46,7 @@ def test_summary_weights_windows_by_their_tokens() -> None:
 def test_distributions_are_those_of_transformers() -> None:
     tested = ModelUnderTest("reference")
     text = cut_windows(tested, BOOK.read_text(encoding="utf-8"), CONFIG)[0].text
-    model = AutoModelForCausalLM.from_pretrained(find_source("reference").place, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(find_source("reference").name_or_path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([text.tokens])).logits[0, text.scored_from - 1 : -1]
     expected = torch.log_softmax(logits.float(), -1)

@@ -74,7 +74,7 @@ def ours() -> OffloadLM:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return HFLM(pretrained=find_source("reference").place, dtype="float32", device="cpu", batch_size=4)
+    return HFLM(pretrained=find_source("reference").name_or_path, dtype="float32", device="cpu", batch_size=4)
 
 
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
@@ -281,7 +281,7 @@ def test_rulers_documents_are_the_same_in_every_process(monkeypatch: pytest.Monk
     monkeypatch.setattr(random_word, "_DEFAULT_CATEGORIES", few)
     ruler = Path(str(importlib.resources.files("lm_eval"))) / "tasks" / "ruler"
     about = {limit: _task_manager(length=1024, tokenizer="reference", limit=limit).metadata for limit in (3, 5)}
-    assert about[3]["tokenizer"] == find_source("reference").place
+    assert about[3]["tokenizer"] == find_source("reference").name_or_path
 
     def documents(task: str, limit: int) -> list[Any]:
         manager = TaskManager(include_path=str(ruler), include_defaults=False, metadata=about[limit])

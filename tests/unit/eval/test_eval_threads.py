@@ -23,17 +23,18 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(count)
 
 
-def measured(tmp_path: Path, context: int) -> int:
+def measured(tmp_path: Path, context: int, *more: str) -> int:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    flags = ["--text", str(text), "--out", str(tmp_path / "out"), "--context", str(context), "--tokens", "3"]
+    flags = ["--text", str(text), "--out", str(tmp_path / "out"), "--context", str(context), "--tokens", "3", *more]
     return main(
         ["eval", "threads", "reference", *flags, "--threads", "1,2", "--busy", "0.5", "--policies", "full,auto"]
     )
 
 
-def test_each_case_has_a_row_and_its_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measured(tmp_path, 100) == 0
+@pytest.mark.parametrize("interface", ["llm", "offload"])
+def test_each_case_has_a_row_and_its_ratios(interface: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measured(tmp_path, 100, "--interface", interface) == 0
     rows = json.loads((tmp_path / "out" / "threads.json").read_text())["rows"]
     assert [(row["threads"], row["policy"]) for row in rows] == [(1, "full"), (1, "auto"), (2, "full"), (2, "auto")]
     for row in rows:

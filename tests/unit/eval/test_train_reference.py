@@ -221,8 +221,12 @@ def test_presets_reach_their_final_contexts():
     assert PRESETS["cpu"].longest() == PRESETS["opt"].longest() == 2048
     with torch.device("meta"):
         large = AutoModelForCausalLM.from_config(PRESETS["cuda"].shape.config())
+        hybrid = AutoModelForCausalLM.from_config(PRESETS["hybrid"].shape.config())
     assert 20e6 < sum(p.numel() for p in large.parameters()) < 30e6
     assert large.config.num_hidden_layers >= 8
+    assert 2e6 < sum(p.numel() for p in hybrid.parameters()) < 4e6
+    kinds = hybrid.config.layer_types
+    assert kinds == [*["linear_attention"] * 3, "full_attention"] * 2
 
 
 # Model
@@ -240,7 +244,7 @@ def test_grown_model_computes_the_same_logits():
         grow(model, replace(small, layers=5, hidden=128, heads=2))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3_5"])
 def test_model_of_the_shape_is_taken_as_it_is(architecture):
     shape = ReferenceShape(architecture, 64, layers=2, hidden=64, mlp=96, heads=1, kv_heads=1)
     model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)

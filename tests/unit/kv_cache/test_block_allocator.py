@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload_rt.kv_cache.block_allocator import BlockAllocator
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["best_fit", "roomy", "extend", "share", "drop", "slab"]), st.integers(0, 2**16)),
+    st.tuples(st.sampled_from(["best_fit", "worst_fit", "extend", "share", "drop", "slab"]), st.integers(0, 2**16)),
     max_size=80,
 )
 
@@ -41,7 +41,7 @@ def test_table_against_a_list_of_counts(steps: list[tuple[str, int]], slab_block
         if action == "slab":
             assert table.add_slab() == len(refs) // slab_blocks
             refs += [0] * slab_blocks
-        elif action in ("best_fit", "roomy"):
+        elif action in ("best_fit", "worst_fit"):
             count = number % (table.free + 1)
             lengths = sorted(free_runs(refs, slab_blocks))
             taken = getattr(table, action)(count)
@@ -101,10 +101,12 @@ def test_best_fit_uses_the_shortest_run_that_fits() -> None:
 def test_growing_leaves_room_for_the_neighbour() -> None:
     table = BlockAllocator(64)
     table.add_slab()
-    assert table.roomy(1) == [0], "no run can grow into the start of a slab"
-    assert table.roomy(1) == [32]
-    assert table.roomy(1) == [1 + 31 // 2]
-    assert table.roomy(40) == [*range(33, 64), *range(1, 10)], "all free blocks are found if no space can be left free"
+    assert table.worst_fit(1) == [0], "no run can grow into the start of a slab"
+    assert table.worst_fit(1) == [32]
+    assert table.worst_fit(1) == [1 + 31 // 2]
+    assert table.worst_fit(40) == [*range(33, 64), *range(1, 10)], (
+        "all free blocks are found if no space can be left free"
+    )
 
 
 def test_a_hundred_thousand_blocks_are_handled_in_microseconds() -> None:

@@ -74,7 +74,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def key(self, number: int) -> bytes:
         return block_name(self.store, number).key
 
-    def make_room(self) -> None:
+    def free_space(self) -> None:
         if self.limited and len(self.stamps) == 4:
             self.forget(self.others[0] if self.others else self.wanted[-1])
 
@@ -86,7 +86,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def save_one(self, number: int) -> None:
         assert save(self.store, number) == (number not in self.stamps)
         if number not in self.stamps:
-            self.make_room()
+            self.free_space()
             self.stamps[number] = next(self.clock)
             (self.wanted if number in self.window else self.others).append(number)
 
@@ -125,7 +125,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def abort_one(self, number: int) -> None:
         writer = self.store.begin(block_name(self.store, number), LAYER_BYTES)
         if writer is not None:
-            self.make_room()
+            self.free_space()
             writer.write(1, memoryview(bytes(LAYER_BYTES)))
             writer.abort()
 
@@ -429,7 +429,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(level: str, tmp_path: Path)
     store.retain(set())
     save(store, 1)
     if level == "namespace":
-        with pytest.raises(StoreError, match="a link is in the place of a folder"):
+        with pytest.raises(StoreError, match="a symbolic link replaces a folder"):
             store.documents.put(named("one"), b"text")
     store.close()
     store = open_store(tmp_path / "store")

@@ -41,7 +41,7 @@ class Blocks:
     """Files of blocks. Records writes that are no whole layer, or that repeat one."""
 
     def __init__(self, folder: Path, made: FileArena) -> None:
-        self._folder, self._layer = folder, made.file_layout.layer
+        self._folder, self._layer = folder, made.file_layout.layer_bytes
         self.wrong: list[int] = []
 
     def new(self) -> StoredExtent:
@@ -113,7 +113,9 @@ class Model:
         known = self.known[place, blocks, heads, slots].numpy()
         blocks, heads, slots = blocks[known], heads[known], slots[known]
         out = torch.full((len(blocks), WIDTH), -1.0)
-        self.made.gather(place, self.made.file_layout.ids(place, blocks, slots, heads), out, np.arange(len(blocks)))
+        self.made.gather(
+            place, self.made.file_layout.entry_ids(place, blocks, slots, heads), out, np.arange(len(blocks))
+        )
         assert torch.equal(out, self.rows[place, blocks, heads, slots])
 
     def view(self, slab: int, place: int, first: int, count: int) -> None:

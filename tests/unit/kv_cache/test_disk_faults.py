@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_at_any_write(
             except DiskError as error:
                 failed += "No space left" in str(error)
             full.free()
-            assert llm.runner.pool.bytes_held == 0
+            assert llm.runner.pool.sequence_bytes == 0
             assert written(llm, prompts) == right
             llm.runner.check_integrity()
             assert not llm.runner.pool.lost
@@ -234,7 +234,7 @@ def test_a_disk_error_ends_only_the_requests_that_need_the_kv(
         gone = others[:1] if phase == "prefill" else [first]
         assert [request for request, _ in failed] == gone and isinstance(failed[0][1], DiskError)
         left = [one for one in (first, *others) if one not in gone]
-        assert len(ended) == len(left) == 2 and llm.runner.pool.bytes_held == 0
+        assert len(ended) == len(left) == 2 and llm.runner.pool.sequence_bytes == 0
         said = [one.completions()[0].token_ids for one in left]
         assert said == written(llm, [list(one.prompt.token_ids) for one in left])
         engine.check_integrity()

@@ -33,8 +33,8 @@ from offload_rt.kernels.causal_blocks import BlockedAttention
 from offload_rt.kv_cache.disk import direct_file, row_cache, row_copy
 from offload_rt.kv_cache.disk.direct_file import DirectFile, aligned
 from offload_rt.kv_cache.disk.file_layout import DiskTier
-from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merged
-from offload_rt.kv_cache.disk.requests import _merged as merge_plain
+from offload_rt.kv_cache.disk.requests import DISK_PAGE, Reader, Reads, Requests, RingReader, ThreadReader, merge_reads
+from offload_rt.kv_cache.disk.requests import _merge_with_numpy as merge_plain
 from offload_rt.kv_cache.disk.row_cache import RowCache
 from offload_rt.kv_cache.pool import HostPool
 from offload_rt.model_runner import prefill as prefill_module
@@ -75,13 +75,13 @@ def test_merged_requests_cover_every_piece_and_span_only_short_gaps(
     places: list[int], size: int, gap: int, most: int
 ) -> None:
     offsets = np.array(places, np.int64) * size
-    reads = merged(offsets, size, gap, most)
+    reads = merge_reads(offsets, size, gap, most)
     requests, (own, first) = reads.requests, (np.repeat(np.arange(len(reads.requests.size)), np.diff(reads.first)), 0)
     assert sorted(reads.pieces.tolist()) == list(range(len(places)))
     assert not (requests.offset % DISK_PAGE).any() and not (requests.size % DISK_PAGE).any()
     ends, ordered = requests.offset + requests.size, offsets[reads.pieces]
     assert (requests.offset[own] <= ordered).all() and (ordered + size <= ends[own]).all()
-    assert np.array_equal(reads.places - requests.at[own], ordered - requests.offset[own])
+    assert np.array_equal(reads.starts - requests.at[own], ordered - requests.offset[own])
     assert np.array_equal(requests.at, np.cumsum(requests.size) - requests.size) and (requests.size <= most).all()
     apart, joined = requests.offset[1:] - ends[:-1], ends[1:] - requests.offset[:-1]
     assert ((apart > gap) | (joined > most)).all()
@@ -231,7 +231,7 @@ def test_the_lowest_score_is_evicted_unless_used_in_this_step() -> None:
 def test_entries_in_use_are_read_from_memory(tmp_path: Path) -> None:
     made = arena(tmp_path)
     made.fill(0, 0, 0, *torch.randn(2, LAYOUT.kv_heads, 192, LAYOUT.head_dim))
-    rows = made.file_layout.ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
+    rows = made.file_layout.entry_ids(0, np.arange(3), np.array([5, 6, 7]), np.array([0, 1, 0]))
     for _ in range(3):
         made.gather(0, rows, torch.empty(3, WIDTH), np.arange(3))
     assert (made.use.wanted, made.use.cached) == (9, 6)
@@ -293,7 +293,7 @@ def test_a_context_of_four_times_host_memory_has_the_tokens_of_one_in_memory(pol
                 file = llm.runner.pool.file
                 assert file is not None
                 if llm.runner.pool.format.exact:
-                    assert 8 * file.budget.slots < llm.runner.pool.bytes_peak // file.file_layout.pair_bytes
+                    assert 8 * file.budget.slots < llm.runner.pool.bytes_peak // file.file_layout.entry_bytes
                 assert file.use.bytes_read > 0 and list(tmp_path.iterdir()) == []
                 llm.runner.check_integrity()
     assert said[0] == said[1]
@@ -426,7 +426,7 @@ def test_kv_that_could_not_be_written_is_never_read(
         patch.setattr(os, "pwrite", lambda *args: (_ for _ in ()).throw(fault))
         made.fill(0, 0, 64, *rows[:, :, :64])
         made._writer.drain()
-    names = made.file_layout.ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
+    names = made.file_layout.entry_ids(0, np.array([0, 1]), np.array([3, 3]), np.array([0, 1]))
     with pytest.raises(DiskError, match="No space left"):
         made.gather(0, names, torch.empty(2, WIDTH), np.arange(2))
     with pytest.raises(DiskError, match="No space left"):

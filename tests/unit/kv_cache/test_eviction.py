@@ -70,7 +70,7 @@ def test_generation_continues_far_past_the_limit_in_constant_memory(
             runner.check_integrity()
     stats = llm.last_stats
     assert stats is not None and stats.new_tokens == 3 * BLOCK_SIZE
-    assert stats.kv_bytes_host == 2 * 2 * BLOCK_BYTES and pool.bytes_held == 0
+    assert stats.kv_bytes_host == 2 * 2 * BLOCK_BYTES and pool.sequence_bytes == 0
 
 
 @pytest.mark.sampled(3)
@@ -217,7 +217,7 @@ def test_the_longest_sequence_shrinks_first(policy: str, options: dict[str, Any]
         assert [sequence.slots.grows for sequence in sequences] == [len(sequences) == 1] * len(sequences)
         for sequence in sequences:
             runner.free(sequence)
-        assert runner.pool.bytes_held == 0
+        assert runner.pool.sequence_bytes == 0
         return sequences
 
     blocks: list[list[int]] = []
@@ -248,7 +248,7 @@ def test_blocks_of_a_fork_are_not_evicted() -> None:
     assert logprobs[:38] == pytest.approx(alone.logprobs[1:39], abs=1e-9)
     for sequence in (first, second):
         runner.free(sequence)
-    assert runner.pool.bytes_held == 0
+    assert runner.pool.sequence_bytes == 0
 
 
 def test_invalid_eviction_options_are_refused() -> None:
@@ -261,7 +261,7 @@ def test_invalid_eviction_options_are_refused() -> None:
     llm = make_llm("infinigen", {"recent": 200}, 3, "counter")
     with pytest.raises(PoolFullError, match="can be evicted: 4 sinks, 200 recent"):
         llm.generate([tiny_prompt(100)], SamplingParams(max_tokens=200))
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("eviction", [None, "counter"])
@@ -279,5 +279,5 @@ def test_scoring_uses_smaller_batches_in_a_small_pool(eviction: str | None) -> N
     else:
         [long] = tight.score([prompt], [tiny_prompt(250, seed=7)])
         assert len(long.logprobs) == 250
-    assert tight.runner.pool.bytes_held == 0
+    assert tight.runner.pool.sequence_bytes == 0
     tight.runner.check_integrity()

@@ -25,7 +25,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.swap import Swap
 from offload_rt.kv_cache.layer_groups import LayerGroups
 from offload_rt.sessions.session import Session
-from offload_rt.storage.saver import place_block
+from offload_rt.storage.saver import layer_data
 
 WINDOW = 48
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,7 +70,7 @@ def held_windows(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers", "group", "place", "sliding"),
+    ("kind", "layers", "group", "storage_layer", "sliding"),
     [
         ("all slide", 2, (1, 1), (0, 1), 1),
         ("half slide", 1, (0, 1), (0, 0), 1),
@@ -81,11 +81,11 @@ def held_windows(llm: LLM) -> int:
     ],
 )
 def test_layers_fall_into_groups(
-    kind: str, layers: int, group: tuple[int, ...], place: tuple[int, ...], sliding: int
+    kind: str, layers: int, group: tuple[int, ...], storage_layer: tuple[int, ...], sliding: int
 ) -> None:
     geometry = make(kind).runner.adapter.geometry
     each = 2 if kind in TWO_SHAPES else 1
-    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, place, sliding, WINDOW, each)
+    assert LayerGroups.from_geometry(geometry) == LayerGroups(layers, group, storage_layer, sliding, WINDOW, each)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
@@ -103,6 +103,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
         ("half slide", "everything", "host"),
         ("room to spare", "everything", "staged"),
         ("all slide", "full", "staged"),
+        ("narrow rows", "full", "staged"),
     ],
 )
 def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy: str, device: str) -> None:
@@ -116,7 +117,7 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
         assert len(completion.token_ids) == 24
         assert_greedy(reference, prompt, completion.token_ids)
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.sampled(2)
@@ -151,7 +152,7 @@ def test_prompts_share_kv_before_they_differ(kind: str) -> None:
     llm.runner.check_integrity()
     together = completed(llm.generate(prompts, greedy(34)))
     assert [completion.token_ids for completion in together] == [first.token_ids, second.token_ids]
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_cached_window_blocks_are_evicted_if_memory_is_needed() -> None:
@@ -178,7 +179,7 @@ def test_samples_and_beams_fork(kind: str, dtype: torch.dtype) -> None:
         assert score.logprobs == pytest.approx(logprobs.tolist(), abs=BOUNDS[dtype])
     llm.generate([prompt], SamplingParams(max_tokens=36, num_beams=3, temperature=0))
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- eviction
@@ -204,7 +205,7 @@ def test_eviction_affects_only_full_attention_layers(kind: str, dtype: torch.dty
         torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=BOUNDS[dtype])
     runner.check_integrity()
     runner.free(sequence)
-    assert runner.pool.bytes_held == 0
+    assert runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> No
         assert llm.runner.pool.bytes_used <= memory
         if event.index % 50 == 0:
             llm.runner.check_integrity()
-    assert llm.last_stats is not None and llm.last_stats.new_tokens == 150 and llm.runner.pool.bytes_held == 0
+    assert llm.last_stats is not None and llm.last_stats.new_tokens == 150 and llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
@@ -231,7 +232,7 @@ def test_scoring_runs_as_many_texts_at_once_as_fit(name: str) -> None:
     small, roomy = (LLM(model, policy="full", host_memory=size, verify="off") for size in ("288KiB", "8MiB"))
     found, wanted = ([one.logprobs for one in llm.score(prompts, then)] for llm in (small, roomy))
     assert all(mine == pytest.approx(theirs, abs=1e-4) for mine, theirs in zip(found, wanted, strict=True))
-    assert small.runner.pool.bytes_held == 0
+    assert small.runner.pool.sequence_bytes == 0
 
 
 # ------------------------------------------------------------------------------------------- sessions, swap, truncation
@@ -311,9 +312,9 @@ def test_a_replaced_last_block_is_deleted(tmp_path: Path, monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> memoryview:
         time.sleep(0.02)
-        return place_block(*args)
+        return layer_data(*args)
 
-    monkeypatch.setattr("offload_rt.storage.saver.place_block", slow)
+    monkeypatch.setattr("offload_rt.storage.saver.layer_data", slow)
     session = make("half slide").session("s", tmp_path)
     for turn in ([1, 2, 3], [4, 5], [6]):
         answer(session, turn, count=4)
@@ -378,7 +379,7 @@ def test_preempted_sequences_come_back_from_disk(kind: str, tmp_path: Path) -> N
     for prompt, request in zip(prompts, requests, strict=True):
         [completion] = request.completions()
         assert_greedy(model_of(kind), prompt, completion.token_ids)
-    assert llm.runner.pool.bytes_held == 0 and swap.bytes_used == 0
+    assert llm.runner.pool.sequence_bytes == 0 and swap.bytes_used == 0
 
 
 @pytest.mark.parametrize("kind", ["all slide", "half slide", "room to spare"])
@@ -411,7 +412,7 @@ def test_a_loader_brings_each_group_to_its_blocks(tmp_path: Path) -> None:
     session.close()
     other = make("room to spare")
     session = other.session("s", tmp_path)
-    session.kv.fetch(whole=True)
+    session.kv.fetch(all_layers=True)
     session.kv.load_all()
     assert session.kv.loader is None
     restored = session.kv.sequence
@@ -456,4 +457,4 @@ def test_a_long_turn_follows_a_short_one(kind: str, path: str, first: int, tmp_p
                 assert_greedy(model_of(kind), before, found)
         session.close()
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0

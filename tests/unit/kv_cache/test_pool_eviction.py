@@ -52,7 +52,7 @@ def test_victims_equal_those_of_the_plain_model(
         for _ in range(1 if action == "place" else repeat):
             step += 1
             if action == "place":
-                state.place(torch.tensor(slots), position=step + 10, step=step, recent=RECENT)
+                state.record_write(torch.tensor(slots), position=step + 10, step=step, recent=RECENT)
                 for layer, slot in enumerate(slots):
                     model[layer][slot] = Slot(step + 10, step)
             else:
@@ -79,7 +79,7 @@ def test_a_new_token_is_not_a_victim_because_of_its_age() -> None:
     state.fill(range(1), 8, 8)
     for step in (10, 11):
         state.touch(0, torch.tensor([0]), step)
-    state.place(torch.tensor([1]), 36, step=36, recent=8)
+    state.record_write(torch.tensor([1]), 36, step=36, recent=8)
     protected = torch.zeros(1, 2, dtype=torch.bool)
     # At step 48, token 0 was selected in 2 of 40 steps, and token 1 in none of 4: too few to judge it.
     assert victims("counter", state, protected, 48).tolist() == [[0]]

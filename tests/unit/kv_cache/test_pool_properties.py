@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         parts = self.pool.runs(model.blocks, layer, tokens)
         return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
 
-    def compute(self, model: Model, count: int, letter: int, behind: int) -> bool:
+    def compute(self, model: Model, count: int, letter: int, before_window: int) -> bool:
         """Prefill or decode `count` tokens. Return False if the pool is full, and check that the pool is unchanged."""
         blocks, start = model.blocks, model.blocks.length
         stop = start + count
@@ -124,12 +124,12 @@ class PoolMachine(RuleBasedStateMachine):
             return False
         assert self.groups.sliding or lacking <= 0
         try:
-            self.pool.slide(blocks, start, stop, behind=behind)
+            self.pool.slide(blocks, start, stop, before_window=before_window)
         except PoolFullError:
             assert blocks.windows == windows
             self.pool.truncate(blocks, start)
             return False
-        assert not self.pool.slides(blocks, start, stop) or behind
+        assert not self.pool.slides(blocks, start, stop) or before_window
         model.extend([letter] * count)
         for layer in range(len(self.windows)):
             kept = self.pool.kept(blocks, layer, range(start, stop))
@@ -140,17 +140,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.commit(blocks, stop)
         return True
 
-    @rule(target=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
-    def start(self, count: int, letter: int, behind: int) -> Model:
+    @rule(target=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
+    def start(self, count: int, letter: int, before_window: int) -> Model:
         model = Model(BlockTable())
-        if not self.compute(model, count, letter, behind):
+        if not self.compute(model, count, letter, before_window):
             return multiple()  # type: ignore[return-value]
         self.live.append(model)
         return model
 
-    @rule(model=sequences, count=COUNTS, letter=LETTERS, behind=st.sampled_from([0, 64, 200]))
-    def prefill(self, model: Model, count: int, letter: int, behind: int) -> None:
-        if self.compute(model, count, letter, behind):
+    @rule(model=sequences, count=COUNTS, letter=LETTERS, before_window=st.sampled_from([0, 64, 200]))
+    def prefill(self, model: Model, count: int, letter: int, before_window: int) -> None:
+        if self.compute(model, count, letter, before_window):
             self.publish(model)
             self.pool.slide(model.blocks, model.blocks.length, model.blocks.length)
             assert len(model.blocks.windows) <= self.groups.window_blocks
@@ -256,7 +256,7 @@ class AllSlideMachine(PoolMachine):
 
 
 class NarrowWindowMachine(PoolMachine):
-    """Sliding-window layers have more heads of half the width, so that each takes two places (Gemma 4)."""
+    """Sliding-window layers have more heads of half the width, so that each takes two storage layers (Gemma 4)."""
 
     windows = (None, 100, 70, None)
     window_rows = RowShape(6, 1)
@@ -264,7 +264,7 @@ class NarrowWindowMachine(PoolMachine):
 
 
 class ManyHeadsMachine(PoolMachine):
-    """Sliding-window layers have more heads of the same width, and one place has unused planes (MiMo-V2)."""
+    """Sliding-window layers have more heads of the same width, and one storage layer has unused planes (MiMo-V2)."""
 
     windows = (70, None, 100)
     window_rows = RowShape(3, 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from offload_rt.core import BLOCK_SIZE
-from offload_rt.kv_cache.snapshot_table import SnapshotTable, needed_places
+from offload_rt.kv_cache.snapshot_table import SnapshotTable, needed_positions
 
 BLOCKS = st.integers(0, 9)
 PATHS = st.lists(BLOCKS, unique=True, max_size=6)
@@ -68,7 +68,7 @@ class SnapshotMachine(RuleBasedStateMachine):
     def find(self, blocks: list[int]) -> None:
         known = dict(self.kept)
         having = [i for i, block in enumerate(blocks, start=1) if block in known]
-        assert self.table.places(blocks) == [i * BLOCK_SIZE for i in having]
+        assert self.table.positions(blocks) == [i * BLOCK_SIZE for i in having]
         assert self.table.usable(blocks) == max(having, default=0)
         assert [self.table.slot_of(block) for block in blocks] == [known.get(block) for block in blocks]
 
@@ -82,10 +82,10 @@ SnapshotMachine.TestCase.settings = settings(max_examples=60, stateful_step_coun
 TestSnapshotTable = SnapshotMachine.TestCase
 
 
-def assert_covers(tokens: int, places: list[int]) -> None:
+def assert_covers(tokens: int, positions: list[int]) -> None:
     """Assert that an edit d tokens before the end recomputes at most 2 d + 64 tokens, for every d."""
     for d in range(1, tokens + 1):
-        nearest = max((place for place in places if place <= tokens - d), default=0)
+        nearest = max((position for position in positions if position <= tokens - d), default=0)
         assert tokens - nearest <= 2 * d + BLOCK_SIZE, (tokens, d, nearest)
 
 
@@ -95,7 +95,7 @@ def logarithm(tokens: int) -> float:
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 66, 127, 128, 129, 1000, 1024, 4999, 20000])
 def test_a_prompt_needs_few_snapshots(tokens: int) -> None:
-    needed = needed_places(tokens, range(BLOCK_SIZE, tokens + 1, BLOCK_SIZE))
+    needed = needed_positions(tokens, range(BLOCK_SIZE, tokens + 1, BLOCK_SIZE))
     assert_covers(tokens, needed)
     assert len(needed) <= logarithm(tokens) and needed == sorted(needed, reverse=True)
 
@@ -105,11 +105,11 @@ def test_a_text_that_grows_keeps_the_property() -> None:
     kept: list[int] = []
     for tokens in range(1, 1200):
         if tokens % BLOCK_SIZE == 0:
-            kept = needed_places(tokens, [*kept, tokens])
+            kept = needed_positions(tokens, [*kept, tokens])
             assert len(kept) <= 2 * logarithm(tokens)
         assert_covers(tokens, kept)
 
 
 def test_missing_places_are_replaced_by_the_next_ones() -> None:
-    assert needed_places(1000, [64, 128, 640]) == [640, 128]
-    assert needed_places(1000, []) == []
+    assert needed_positions(1000, [64, 128, 640]) == [640, 128]
+    assert needed_positions(1000, []) == []

@@ -19,6 +19,7 @@ from support.tiny_models import assert_greedy
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.core import BLOCK_SIZE
+from offload_rt.engine.engine import Engine
 from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Lookup
 from offload_rt.engine.speculative.verification import accept, replay, rewind, verify
@@ -27,8 +28,11 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.model_runner.state_marks import StateMarks
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import costs_for
+from offload_rt.utils.progress import Progress
 
-FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
+FAMILIES = ("qwen3_5", "granite_hybrid", "kimi_linear", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
+"""One family of each kind of state, and one with latent attention."""
+
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SPARSE: dict[str, Any] = {
     "policy": "infinigen",
@@ -64,7 +68,7 @@ class ControlledDrafts:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT[::-1])
 def test_the_text_is_that_of_full_attention(name: str) -> None:
     """Three sequences with drafts of different lengths, greedy and sampled. They end at different times."""
     prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
@@ -200,7 +204,7 @@ def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.Monk
     assert [one.new_tokens for one in requests] == texts(plain, prompts, params)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm3"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
 def test_sessions(name: str, tmp_path: Path) -> None:
     """Turns of a session that is reopened from disk equal those with full attention."""
     found, params = [], SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
@@ -254,6 +258,33 @@ def test_a_failed_replay_fails_one_request_or_starts_a_batch_again(
             llm.generate(prompts, GREEDY)
     assert texts(llm, prompts) == texts(plain, prompts)
     assert next(calls) > 2
+
+
+def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two requests, one has only correct drafts. It goes on, and the other one starts again."""
+    prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(2)]
+    _, plain = make("qwen3_5")
+    expected = texts(plain, prompts)
+    right, wrong = (ControlledDrafts([[*p, *t] for p, t in zip(prompts, expected, strict=True)], [n]) for n in (4, 0))
+
+    def propose(self: Lookup, tokens: list[int], most: int) -> list[int]:
+        drafts = right if tokens[: len(prompts[0])] == prompts[0] else wrong
+        return drafts.propose(self, tokens, most)
+
+    real, calls = StateMarks.replay, itertools.count()
+
+    def fail(self: StateMarks, sequences: Any) -> None:
+        if next(calls) == 1:
+            raise RuntimeError("no memory")
+        real(self, sequences)
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    monkeypatch.setattr(StateMarks, "replay", fail)
+    _, llm = make("qwen3_5", **LOOKUP)
+    engine = Engine(llm.runner, max_num_seqs=2)
+    requests = engine.run_all(prompts, [GREEDY] * 2, "", Progress(enabled=False))
+    assert [list(one.completions()[0].token_ids) for one in requests] == expected
+    assert next(calls) > 2 and engine.scheduler.preemptions == 1
 
 
 @pytest.mark.parametrize(("target", "draft"), [("qwen3_5", "qwen3_5"), ("qwen3_5", "llama3"), ("llama3", "falcon_h1")])
@@ -312,5 +343,5 @@ def test_planned_state_includes_marks() -> None:
     costs, plain = costs_for(EngineConfig(**SPARSE), shape), costs_for(EngineConfig(policy="full"), shape)
     for count in range(1, 8):
         runner.marks.set(runner.new_sequence(prompt_of(5), 6), record=True)
-        assert runner.states.bytes + runner.marks.bytes <= costs.states(count)
+        assert runner.states.bytes + runner.marks._marks.bytes <= costs.states(count)
         assert costs.states(count) >= 2 * plain.states(count)

@@ -63,7 +63,7 @@ def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any
     assert len(completion.token_ids) == 48
     assert_greedy(model, prompt, completion.token_ids)
     assert completion.finish_reason == "length"
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
@@ -155,5 +155,5 @@ def test_score_is_transformers_log_softmax_whatever_is_prefilled() -> None:
         assert scores[0].logprobs == pytest.approx(expected, abs=2e-5)
         assert scores[1].logprobs == pytest.approx(expected[:10], abs=2e-5)
         assert scores[0].is_greedy == [rows[i - 1].argmax().item() == tokens[i] for i in range(30, 50)]
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     llm.runner.check_integrity()

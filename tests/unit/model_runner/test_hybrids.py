@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.architectures import RECURRENT, RUNS, architecture
 from support.cuda_simulator import Lazy, simulated
-from support.hybrids import make, prompt_of
+from support.hybrids import FAMILIES, make, prompt_of, rotated
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -29,9 +29,12 @@ from offload_rt.models.registry import adapter_for
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import costs_for
 
-FAMILIES = ("qwen3_5", "granite_hybrid", "lfm3", "falcon_h1", "nemotron_h")
-"""One family of each kind of state; Qwen 3.5 and Nemotron-H have heads of 32 numbers."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
+POLICIES: dict[str, dict[str, Any]] = {
+    "infinigen": {"recent": 4, "budget": 0.5},
+    "full": {},
+    "quest": {"recent": 4, "budget": 0.5, "page": 4},
+}
 
 
 def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
@@ -41,16 +44,8 @@ def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list
     return found
 
 
-def test_one_family_of_each_kind_is_tested() -> None:
-    kinds = set()
-    for name in FAMILIES:
-        geometry = make(name)[1].runner.adapter.geometry
-        kinds.add((len(geometry.states[0].recurrent), geometry.depth > 0, geometry.keeps_state(geometry.layers - 1)))
-    assert kinds == {(3, True, False), (3, True, True), (0, True, True), (3, False, True)}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "disk"), rotated(FAMILIES, (False, True)))
 def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
     """State passes from chunk to chunk, layer by layer. With KV on a disk, segments pass all layers in turn."""
     options = {"disk": tmp_path, "host_memory": "4MiB"} if disk else {}
@@ -60,10 +55,11 @@ def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
         assert_greedy(model, prompt, texts(llm, [prompt])[0])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_sequences_that_leave_a_batch(name: str) -> None:
+@pytest.mark.sampled(len(POLICIES))
+@pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, list(POLICIES)))
+def test_sequences_that_leave_a_batch(name: str, policy: str) -> None:
     """The middle one of three slots becomes free, so the other two are gathered. A fourth prompt reuses it."""
-    _, llm = make(name, max_num_seqs=3, policy="infinigen", policy_options={"recent": 4, "budget": 0.5})
+    _, llm = make(name, max_num_seqs=3, policy=policy, policy_options=POLICIES[policy])
     prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
     params = [SamplingParams(max_tokens=n, temperature=0) for n in (14, 3, 14, 9)]
     alone = [texts(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
@@ -86,6 +82,7 @@ def test_the_host_does_not_wait_if_states_are_gathered() -> None:
             runner.free(sequence)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forks(name: str) -> None:
     """Parallel samples copy the state after the prompt; beams copy it in every step."""

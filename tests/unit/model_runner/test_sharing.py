@@ -77,7 +77,7 @@ def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: d
         0 if llm.runner.policy.wants_queries else sum((len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE for p in prompts)
     )
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("policy", ["full", "infinigen"])
@@ -118,7 +118,7 @@ def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
     for i, (one, expected) in enumerate(zip(requests, alone(llm, prompts, params), strict=True)):
         got = one.new_tokens  # type: ignore[attr-defined]
         assert got == (expected[: len(got)] if i in cancelled else expected)
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_samples_and_beams_share_a_pool_with_others() -> None:
@@ -243,7 +243,7 @@ def test_waste_is_less_than_a_block_a_sequence() -> None:
         assert all(s.blocks.capacity - s.position <= BLOCK_SIZE for s in sequences)
         held = {block for s in sequences for block in s.blocks.ids}
         if engine.scheduler.prefilling is None:
-            assert pool.bytes_held == len(held) * BLOCK_BYTES
+            assert pool.sequence_bytes == len(held) * BLOCK_BYTES
 
 
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
@@ -257,7 +257,7 @@ def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
         drain(engine)
     drain(engine)
     assert len(after.completions()[0].token_ids) == 5
-    assert llm.runner.pool.bytes_held == 4 * BLOCK_BYTES
+    assert llm.runner.pool.sequence_bytes == 4 * BLOCK_BYTES
     llm.runner.pool.release(held)
     assert len(completed(llm.generate([tiny_prompt(100)], greedy(60)))[0].token_ids) == 60
 
@@ -288,7 +288,7 @@ def test_many_requests_in_a_pool_too_small_for_them() -> None:
     checked = [i for i in range(0, REQUESTS, 10) if i not in cancelled]
     expected = alone(llm, [prompts[i] for i in checked], [params[i] for i in checked])
     assert [requests[i].completions()[0].token_ids for i in checked] == expected
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
     llm.runner.check_integrity()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import RECURRENT, VOCAB, architecture
+from support.architectures import VOCAB, architecture
 from support.cuda_simulator import Late, simulated
-from support.hybrids import make, prompt_of
+from support.hybrids import FAMILIES, make, prompt_of
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 
@@ -26,7 +26,6 @@ from offload_rt.kv_cache.state_pool import StatePool
 from offload_rt.model_runner.prefill import StateCapture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
-FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
 
 
 def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
@@ -127,7 +126,7 @@ def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
 def test_streams_of_prompts_give_the_tokens_of_each_alone(seed: int) -> None:
     """Random edits, forks and evictions: memory for few blocks and few snapshots, and batches of several requests."""
     rng = random.Random(seed)
-    name = rng.choice([one for one in RECURRENT if "multimodal" not in one])
+    name = rng.choice(FAMILIES)
     _, alone = make(name, enable_prefix_caching=False)
     _, roomy = make(name)
     assert roomy.runner.pool.states is not None

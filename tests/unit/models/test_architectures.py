@@ -109,6 +109,17 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
         assert completion.stats.exact_fraction == 1.0
 
 
+@pytest.mark.parametrize("name", ["llama3", "mimo_v2_flash", "youtu"])
+def test_default_scale_of_attention(name: str) -> None:
+    """A module that states no scale has that of its own head dimension, although the KV cache is wider."""
+    model = architecture(name)
+    expected = adapter_for(model).geometry.scales
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            del module.scaling
+    assert adapter_for(model).geometry.scales == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("opt", "gpt2")])
 def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
     """Cover every layer, with its own rotation or none. float32 angles of up to 1,050 radians have errors of 6e-5."""

@@ -165,7 +165,7 @@ def skeletons(digests: Digests, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = shape.build_skeleton
 
     def build(source: Any, *args: Any) -> Any:
-        built.append(source.place)
+        built.append(source.name_or_path)
         return original(source, *args)
 
     monkeypatch.setattr(shape, "build_skeleton", build)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.architectures import architecture
 from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, AsyncLLM, ModelError, SamplingParams, offload
+from offload_rt.models.fingerprint import LiveWeights, fingerprint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 PROMPT = tiny_prompt(150)
@@ -55,6 +57,18 @@ def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrain
     assert_greedy(model, PROMPT, list(found.outputs[0].token_ids))
     [again] = llm.generate(PROMPT, GREEDY)
     assert again.num_cached_tokens == 128 and again.outputs[0].token_ids == found.outputs[0].token_ids
+
+
+def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
+    """Gemma 4 multiplies the output of each layer by a buffer. Rotary frequencies follow from the configuration."""
+    model = architecture("gemma4")
+    before, live = fingerprint(model), LiveWeights(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.mul_(1)
+    assert live.changes() == 0 and fingerprint(model) == before
+    model.get_buffer("model.layers.1.layer_scalar").fill_(0.5)
+    assert live.changes() == 1 and fingerprint(model) != before
 
 
 @pytest.mark.parametrize("change", CHANGES)

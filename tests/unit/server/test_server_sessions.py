@@ -117,7 +117,7 @@ def test_a_session_without_a_conversation_is_deleted(model: Path, tmp_path: Path
         assert http.post("/v1/completions", json=asked).status_code == 200
         assert http.delete("/v1/sessions/novel", headers=TWO).status_code == 404
         assert http.delete("/v1/sessions/novel").json()["deleted"]
-        assert engine.llm.runner.pool.bytes_held == 0
+        assert engine.llm.runner.pool.sequence_bytes == 0
         assert http.delete("/v1/sessions/novel").status_code == 404
     assert not list(tmp_path.rglob("session-*"))
 
@@ -127,7 +127,7 @@ def test_a_response_that_its_client_left_leaves_no_session(model: Path, tmp_path
         asked = {"input": LONG, "max_output_tokens": 3000, "stream": True}
         with http.stream("POST", "/v1/responses", json=asked) as answer:
             assert next(answer.iter_lines()).startswith("event: response.created")
-        wait_until(lambda: engine.llm.runner.pool.bytes_held == 0)
+        wait_until(lambda: engine.llm.runner.pool.sequence_bytes == 0)
     assert not list(tmp_path.rglob("session-*"))
 
 
@@ -136,9 +136,9 @@ def test_what_a_request_does_is_traced(model: Path, tmp_path: Path) -> None:
         answer = http.post("/v1/chat/completions", json=ASK | {"stream": True, "trace": True, "max_tokens": 5})
         blocks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         head, *steps = [block["trace"] for block in blocks if "trace" in block]
-        assert "".join(head["segments"]) == f"user: {LONG}\nassistant: "
-        assert (head["policy"], head["layers"], head["segment_tokens"]) == ("infinigen", 2, 1)
-        assert len(head["segments"]) == head["prompt_tokens"]
+        assert "".join(head["bins"]) == f"user: {LONG}\nassistant: "
+        assert (head["policy"], head["layers"], head["bin_tokens"]) == ("infinigen", 2, 1)
+        assert len(head["bins"]) == head["prompt_tokens"]
         attended = [share for step in steps for share in step["attended"]]
         assert len(attended) == 4 and all(len(layers) == 2 and 0 < min(layers) <= 1 for layers in attended)
         assert all((share == 1) == (layer in head["dense_layers"]) for layer, share in enumerate(attended[0]))
@@ -376,7 +376,7 @@ def test_no_salt_tells_of_its_key(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_a_full_pool_names_no_sessions(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = ScriptedEngine(tokenizer, lambda prompt: "Yes.")
-    engine.fails = PoolFullError("the pool is full; sessions hold 3 MB of it: 'abc' 3 MB (answering)")
+    engine.fails = PoolFullError("the pool is full; sessions use 3 MB of it: 'abc' 3 MB (answering)")
     engine.fails.__cause__ = PoolFullError("the pool is full")
     with served(engine) as url, httpx2.Client(base_url=url) as http:
         error = http.post("/v1/completions", json={"prompt": "Who?"}).json()["error"]

@@ -22,7 +22,7 @@ from offload_rt.core import BLOCK_SIZE
 NAMES = (
     [name for name in RUNS if name not in RECURRENT]
     if os.environ.get("OFFLOAD_RT_CELLS") == "1"
-    else ["gemma3", "gpt_oss", "opt"]
+    else ["gemma3", "gpt_oss", "opt", "youtu"]
 )
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 CUT = range(20, 60)
@@ -100,4 +100,4 @@ def test_a_pool_that_is_full_evicts(name: str) -> None:
         assert_near(runner.decode([sequence])[0], expected)
     runner.check_integrity()
     runner.free(sequence)
-    assert runner.pool.bytes_held == 0
+    assert runner.pool.sequence_bytes == 0

@@ -42,7 +42,7 @@ def test_what_a_prompt_does_to_a_session() -> None:
         ([1, 2, 3], [9], (3, 3, (9,))),
     ):
         found = tokens_of_prompt(held, given)
-        assert (found.held, found.dropped, found.added) == expected
+        assert (found.tokens_before, found.dropped, found.added) == expected
 
 
 def test_branches_of_a_session_answer_as_without_one(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_turn_that_gives_way_leaves_nothing_behind(tmp_path: Path, monkeypatch
 
     assert asyncio.run(run()) == [each.outputs[0].token_ids for each in roomy]
     llm.runner.check_integrity()
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def refuse(store: object, name: str, data: bytes) -> None:

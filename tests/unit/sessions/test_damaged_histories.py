@@ -245,7 +245,7 @@ def test_sinks_that_are_lost_are_computed_again_and_that_is_said(tmp_path: Path)
     for path in tmp_path.rglob("sinks-*"):
         flip(path)
     tokens = session.tokens
-    with pytest.warns(UserWarning, match="first keys of session 's'.* are computed again"):
+    with pytest.warns(UserWarning, match="first tokens of session 's' are lost.* are computed again"):
         found = answer(session, TURNS[2])
     assert found == completed(llm.generate([tokens + TURNS[2]], SHORT))[0].token_ids
     session.close()

@@ -152,6 +152,38 @@ def test_a_deletion_names_the_damaged_files_that_it_keeps(suffix: str, llm: LLM,
     assert delete_stored(tmp_path, "kept").removed.note == "" and files(tmp_path) == ["lock"]
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_history_in_place_of_a_block_is_deleted(damaged: bool, llm: LLM, tmp_path: Path) -> None:
+    """The history of the deleted session was renamed over a block of another session, whose history needs the block."""
+    seen = told(llm, tmp_path, "gone", tiny_prompt(70))
+    kept = told(llm, tmp_path, "kept", tiny_prompt(70, seed=1))
+    block = find_stored(tmp_path, "kept").history.keys[0]
+    [path] = tmp_path.rglob(f"{block}.kv")
+    [document] = tmp_path.glob(f"*/{document_name('gone')}.doc")
+    path.write_bytes(document.read_bytes()[: -1 if damaged else None])
+    removed = delete_stored(tmp_path, "gone").removed
+    assert leftovers(tmp_path, seen, [kept]) == {} and not removed.note and not path.exists()
+    with llm.session("kept", tmp_path) as session:
+        assert session.tokens == kept and answer(session, tiny_prompt(9))
+
+
+def test_commands_name_each_unreadable_file_once(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A deletion names the files, and the deletion of the KV of all other prompts names the documents."""
+    for name in ("gone", "damaged"):
+        told(llm, tmp_path, name, tiny_prompt(70))
+    damaged = list(tmp_path.glob(f"*/{document_name('damaged')}.*"))
+    for path in damaged:
+        path.write_bytes(b"damaged")
+    for command, names in (
+        (["clear"], [document_name("damaged")]),
+        (["delete", "gone"], [one.name for one in damaged]),
+    ):
+        assert main(["sessions", *command, "--store", str(tmp_path)]) == 0
+        err = capsys.readouterr().err
+        assert "1 other documents cannot be read" in err and err.count(document_name("damaged")) == len(names)
+        assert all(err.count(name) == 1 for name in names)
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_an_engine_warns_of_the_damaged_files_that_a_deletion_keeps(opened: bool, llm: LLM, tmp_path: Path) -> None:
     for name in ("gone", "kept"):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.architectures import architecture
 from support.child_processes import fork_until_killed
-from support.hybrids import answer, computed, make, prompt_of
+from support.hybrids import FAMILIES, answer, computed, make, prompt_of, rotated
 from support.tiny_models import assert_greedy
 
 from offload_rt import AsyncLLM, ModelError, RequestOutput, SamplingParams
@@ -28,13 +28,11 @@ from offload_rt.storage.disk_store import DiskStore
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 LONG = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
-FAMILIES = ("qwen3_5", "granite_hybrid", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
 KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "restarts"), rotated(FAMILIES, (False, True)))
 def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_path: Path) -> None:
     model, llm = make(name)
     session = llm.session("s", tmp_path)
@@ -287,9 +285,8 @@ def served(store: Path, name: str, prompts: list[list[int]], **options: Any) -> 
     return asyncio.run(run())
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("policy", ["full", "infinigen"])
-@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid", "lfm3"])
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize(("name", "policy"), rotated(FAMILIES, ("full", "infinigen")))
 def test_stored_prompts_are_found_again_after_a_restart(name: str, policy: str, tmp_path: Path) -> None:
     """Answer a prompt again, continue it, and edit its last message, in a new process each time."""
     model = architecture(name)

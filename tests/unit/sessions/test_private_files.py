@@ -136,6 +136,14 @@ def test_an_atomic_write_replaces_a_file_or_leaves_it(
     assert path.read_bytes() == b"newer" and sorted(os.listdir(tmp_path)) == ["first", path.name]
 
 
+def test_a_new_file_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse)
+    for data in (b"first", b"other"):
+        write_atomic(tmp_path / "key", data, keep=True)
+    assert (tmp_path / "key").read_bytes() == b"first" and os.listdir(tmp_path) == ["key"]
+    assert modes(tmp_path / "key") == {"0600 file"}
+
+
 def refuse(*args: object) -> None:
     raise OSError(28, "No space left on device")
 

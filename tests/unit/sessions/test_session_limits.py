@@ -173,7 +173,7 @@ def test_a_saver_that_cannot_go_on_says_so_and_nobody_waits_for_it(
 ) -> None:
     session = make_llm().session("ada", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("offload_rt.storage.saver.place_block", lambda *args: 1 / 0)
+        patch.setattr("offload_rt.storage.saver.layer_data", lambda *args: 1 / 0)
         list(session.send(turn("ada", 0), SHORT))
         with pytest.raises(ZeroDivisionError):
             session.save()
@@ -239,7 +239,7 @@ def test_sessions_that_cannot_be_saved_stay_and_the_error_says_who_holds_what(tm
     block = llm.runner.pool.block_bytes
     session = llm.session("ada", tmp_path, limit=2 * block)
     first = answer(session, tiny_prompt(250, seed=1))
-    message = r"sessions hold .*: 'ada' .* \(its store cannot take it: the limit of its files is reached\)"
+    message = r"sessions use .*: 'ada' .* \(its KV cannot be stored: the store has reached its limit\)"
     with pytest.raises(PoolFullError, match=message):
         llm.generate([LONG], SHORT)
     assert session.kv.sequence is not None, "a request without a session evicts no session"

@@ -246,8 +246,8 @@ def test_damaged_blocks_start_the_turn_again(found: str, tmp_path: Path, monkeyp
     if found == "before the turn":
         real = SessionKV.fetch
 
-        def fetch(self: SessionKV, *, whole: bool) -> None:
-            real(self, whole=whole)
+        def fetch(self: SessionKV, *, all_layers: bool) -> None:
+            real(self, all_layers=all_layers)
             if self.loader is not None:
                 self.loader._thread.join(10)
 

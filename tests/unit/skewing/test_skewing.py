@@ -386,7 +386,7 @@ def test_fold_refuses_an_artifact_of_other_shapes() -> None:
 
 
 def test_skew_model_with_tokenizer(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(find_source("reference").place)
+    tokenizer = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
     tiny_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     report = skew_model(

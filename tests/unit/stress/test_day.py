@@ -128,7 +128,7 @@ class Morning:
         held = {
             "process": os.getpid(), "rss": resident(), "files": len(stores), "bytes": sum(stores),
             "open": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "ended": ended,
-            "pool": self.llm.runner.pool.bytes_held, "turns": self.turns, "checked": self.checked,
+            "pool": self.llm.runner.pool.sequence_bytes, "turns": self.turns, "checked": self.checked,
             "names": len(self.names), "forks": self.forks, "cuts": self.cuts, "forgotten": self.forgotten,
         }  # fmt: skip
         self.log.write(json.dumps(held) + "\n")

@@ -243,7 +243,7 @@ def test_a_session_that_cannot_be_saved_keeps_no_other_from_it(tmp_path: Path, m
         with pytest.raises(StoreError, match="no room for bob"):
             llm.close()
     llm.close()
-    assert not llm.runner.reclaimables and llm.runner.pool.bytes_held == 0
+    assert not llm.runner.reclaimables and llm.runner.pool.sequence_bytes == 0
     with make_llm() as again:
         for name in ("ada", "bob", "cyd"):
             take(again.session(name, tmp_path), TURNS[1])

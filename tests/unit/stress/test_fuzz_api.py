@@ -76,7 +76,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.llm, self.folder = make_llm(), folder
-        tokenizer = AutoTokenizer.from_pretrained(find_source("reference").place)
+        tokenizer = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
         tokenizer.chat_template = TEMPLATE
         model = tiny_model("llama", vocab_size=2048, num_hidden_layers=1)
         self.talker = LLM(model, policy="full", host_memory="4MiB", tokenizer=tokenizer)
@@ -159,7 +159,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:
     only_ours(lambda: DOORS[door](place, value))
     place.llm.runner.check_integrity()
-    assert place.llm.runner.pool.bytes_held == 0 and not place.llm.runner.reclaimables
+    assert place.llm.runner.pool.sequence_bytes == 0 and not place.llm.runner.reclaimables
 
 
 # -------------------------------------------------------------------------------------------------------------- calls

@@ -81,7 +81,7 @@ def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
             for _ in range(READINGS):
                 for _ in range(REQUESTS // READINGS):
                     one()
-                assert llm.runner.pool.bytes_held == 0
+                assert llm.runner.pool.sequence_bytes == 0
                 readings.append(reading())
         finally:
             tracemalloc.stop()

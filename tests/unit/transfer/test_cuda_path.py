@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import VOCAB, architecture
 from support.cuda_cells import BY_NAME, CELLS, LOW_BITS, SCHEDULES, Cell, single
 from support.cuda_figures import launches_of_a_layer, layer_bytes, staged_bytes
 from support.cuda_simulator import Late, Lazy, simulated
@@ -123,6 +124,21 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 def test_a_decode_step_waits_only_where_allowed(name: str, tmp_path: Path, waits: set[tuple[str, str]]) -> None:
     BY_NAME[name].run("cuda", tmp_path)
     assert waits == ALLOWED.get(name, set())
+
+
+def test_rows_that_k_and_v_share_are_copied_whole() -> None:
+    """K and V of a window head of Gemma 4 share a row. A copy of only one of them would make the host wait."""
+    tokens = [token % VOCAB for token in tiny_prompt(200)]
+    with simulated(Lazy()) as sim:
+        model = architecture("gemma4").to("cuda")
+        runner = LLM(model, policy="full", device="cuda", host_memory="4MiB", verify="off").runner
+        assert runner.pool.shares_rows(0)
+        for reuse in (0, len(tokens)):
+            sequence = runner.new_sequence(tokens, len(tokens), reuse=reuse)
+            assert sequence.position == (192 if reuse else 0)
+            runner.prefill(sequence, len(tokens) - 1)
+            runner.free(sequence)
+        assert not [sync for sync in sim.syncs if sync.what.endswith("in pieces")]
 
 
 def test_a_batch_with_a_tail_is_as_many_launches_as_one_sequence() -> None:

@@ -325,7 +325,7 @@ def test_sequences_that_do_not_fit_together_wait(folder: Any) -> None:
     prompts = [tiny_prompt(length, seed=length) for length in (100, 90, 119)]
     together = [c.token_ids for c in completed(llm.generate(prompts, GREEDY))]
     assert together == [completed(llm.generate([prompt], GREEDY))[0].token_ids for prompt in prompts]
-    assert llm.runner.pool.bytes_held == 0
+    assert llm.runner.pool.sequence_bytes == 0
 
 
 def test_weights_of_a_loaded_model_stay_where_they_are() -> None:

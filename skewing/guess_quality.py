@@ -1,0 +1,86 @@
+"""Quality of predicted queries: how much attention mass the tokens hold that they would select."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from ..config import Source
+from ..kernels.reference import capped
+from ..models.adapter import ModelAdapter
+from .guess import Correction, source_index
+
+SINKS, RECENT, FRACTION = 4, 64, 0.02
+"""Defaults of policy "infinigen": numbers of resident tokens, and fraction of the other tokens that is selected."""
+
+STRIDE = 16
+"""Every STRIDE-th query of a text is measured."""
+
+
+class GuessQuality:
+    """Attention mass of the tokens that predicted queries select, relative to that of the true queries' selection.
+
+    A query selects those tokens with the largest attention weights. As in the policy, the query heads of a KV head
+    select together, and resident tokens do not count. Queries that would select no token are not measured.
+    """
+
+    def __init__(self, adapter: ModelAdapter, correction: Correction) -> None:
+        """Create an empty measurement of predictions that `correction` corrects."""
+        self._adapter, self._correction = adapter, correction
+        self._layer, self._keys = -1, torch.empty(0)
+        self._mass: defaultdict[Source | int, list[float]] = defaultdict(list)
+        self._most: defaultdict[Source | int, list[float]] = defaultdict(list)
+
+    def add(self, layer: int, guesses: Mapping[Source | int, torch.Tensor], truth: torch.Tensor) -> None:
+        """Measure a slice of a text: predicted inputs `[m, D]` of a layer, and its true inputs `truth` `[m, D]`.
+
+        The slices of a layer must follow each other. Layers with sliding windows are skipped, because they select
+        nothing.
+        """
+        if self._adapter.geometry.windows[layer] is not None:
+            return
+        start = self._keys.shape[1] if layer == self._layer else 0
+        positions = torch.arange(start, start + len(truth), device=truth.device)
+        keys = self._adapter.key_value(layer, truth, positions)[0]
+        self._keys, self._layer = torch.cat((self._keys, keys), 1) if start else keys, layer
+        rows = positions[_selected(positions) >= 1][::STRIDE] - start
+        if not len(rows):
+            return
+        weights = self._weights(layer, truth[rows], rows + start)
+        most = float(_found(weights, weights, rows + start).mean())
+        for source, guess in guesses.items():
+            s = source_index(source)
+            slope, offset = (x[s, layer].to(guess) for x in (self._correction.slope, self._correction.offset))
+            guessed = self._weights(layer, torch.addcmul(offset, slope, guess[rows]), rows + start)
+            self._mass[source].append(float(_found(weights, guessed, rows + start).mean()))
+            self._most[source].append(most)
+
+    def shares(self) -> dict[Source | int, float]:
+        """Return the relative attention mass by source, over all layers for which the source exists."""
+        return {source: sum(mass) / sum(self._most[source]) for source, mass in self._mass.items()}
+
+    def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the attention weights `[Hkv, G, P, N]` of queries computed from `inputs` `[P, D]`.
+
+        The weights of all tokens except resident ones sum to 1.
+        """
+        geometry = self._adapter.geometry
+        q = self._adapter.query(layer, inputs, positions).float().unflatten(0, (geometry.kv_heads, -1))
+        scores = capped(q @ self._keys.float().mT.unsqueeze(1) * geometry.scales[layer], geometry.softcap)
+        tokens = torch.arange(self._keys.shape[1], device=positions.device)
+        skipped = (tokens < SINKS) | (tokens > positions[:, None] - RECENT)
+        return scores.masked_fill(skipped, -torch.inf).softmax(-1)
+
+
+def _selected(positions: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens queries at `positions` `[P]` select, int64 `[P]`."""
+    return ((positions + 1 - SINKS - RECENT) * FRACTION).long()
+
+
+def _found(weights: torch.Tensor, scored: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the mass `[Hkv, G, P]` of `weights` in the tokens with the largest `scored`, both `[Hkv, G, P, N]`."""
+    order = scored.amax(1, keepdim=True).argsort(-1, descending=True).expand_as(weights)
+    mass, last = weights.gather(-1, order).cumsum(-1), _selected(positions) - 1
+    return mass.gather(-1, last.view(1, 1, -1, 1).expand(*mass.shape[:3], 1)).squeeze(-1)

@@ -1,0 +1,94 @@
+"""Test packed weights of latent attention: `kv_b_proj` is unpacked once, at its first use, and plans count the copy."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import architecture
+from support.hybrids import prompt_of
+from support.tiny_models import assert_greedy
+from transformers import AutoModelForCausalLM
+
+from offload_rt import LLM, EngineConfig, SamplingParams
+from offload_rt.models.decoder import DecoderAdapter
+from offload_rt.models.latent_attention import LatentProjections
+from offload_rt.models.linear import plain_weight, quantize
+from offload_rt.models.linear.packed import PackedLinear
+from offload_rt.models.shape import load_shape
+from offload_rt.planning.device_plan import plan_for
+
+PROMPTS = [prompt_of(70), prompt_of(40, seed=1)]
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+COPY = 4 * (10 + 12) * 64 * 4
+"""Size in bytes of the weights of 4 heads (10 + 12 outputs, 64 inputs) in float32."""
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def copies(llm: LLM) -> list[torch.Tensor]:
+    """Return the unpacked weights of all layers."""
+    adapter: Any = llm.runner.adapter
+    while not isinstance(adapter, DecoderAdapter):
+        adapter = adapter._inner
+    assert all(isinstance(one, LatentProjections) for one in adapter._projections)
+    return [one._unpacked for one in adapter._projections if one._unpacked is not None]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("policy", ["full", "infinigen"])
+def test_weights_are_unpacked_once(bits: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "_ABSORBED", ())
+    model = architecture("youtu", kv_lora_rank=64)
+    before = load_shape(model)
+    quantize.quantize_layers(model, bits)
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert packed == {f"model.layers.{i}.self_attn.kv_b_proj" for i in range(3)}
+    options = {"approximate_kv": "off", "budget": 1.0} if policy == "infinigen" else {}
+    llm = LLM(model, policy=policy, policy_options=options, host_memory="8MiB", verify="off")
+    if policy == "full":  # calibration uses the weights
+        assert not copies(llm)
+    for prompt, text in zip(PROMPTS, texts(llm), strict=True):
+        assert_greedy(model, prompt, text)
+    held = copies(llm)
+    assert [copy.nbytes for copy in held] == [COPY] * 3
+    texts(llm)
+    assert all(one is other for one, other in zip(copies(llm), held, strict=True))
+    shape = load_shape(model)
+    assert shape.sizes.fixed == before.sizes.fixed + 3 * COPY
+    assert shape.weight_bytes == sum(p.nbytes for p in (*model.parameters(), *model.buffers())) + 3 * COPY
+
+
+def test_quantize_leaves_the_weights_plain() -> None:
+    model = architecture("youtu", kv_lora_rank=64)
+    quantize.quantize_layers(model, 4)
+    assert plain_weight(model.model.layers[0].self_attn.kv_b_proj) is not None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_packed_checkpoint_whose_layers_are_streamed(tmp_path: Path) -> None:
+    """The plan counts the copies before weights are read. A streamed layer is unpacked while it is on the device."""
+    from transformers import BitsAndBytesConfig
+
+    architecture("youtu", kv_lora_rank=64, num_hidden_layers=6).save_pretrained(tmp_path / "plain")
+    way = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=way, dtype=torch.float32)
+    assert plain_weight(model.model.layers[0].self_attn.kv_b_proj) is None
+    model.save_pretrained(tmp_path / "packed")
+    shape = load_shape(tmp_path / "packed", device="cpu", dtype="float32")
+    config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=128, host_memory="8MiB", verify="off")
+    roomy = LLM(tmp_path / "packed", config, dtype="float32", device="cpu")
+    outside = sum(weight.nbytes for name, weight in model.named_parameters() if ".layers." not in name)
+    assert shape.sizes.fixed == outside + sum(buffer.nbytes for buffer in model.buffers()) + 6 * COPY
+    assert shape.weight_bytes == shape.sizes.fixed + sum(shape.sizes.layers)
+    expected = texts(roomy)
+    limit = shape.sizes.fixed + 4 * max(shape.sizes.layers) + plan_for(config, shape).costs.total([128])
+    llm = LLM(tmp_path / "packed", config, dtype="float32", device="cpu", device_memory=limit)
+    assert llm.runner.weights is not None and llm.runner.weights.stream is not None
+    assert texts(llm) == expected
+    assert [copy.nbytes for copy in copies(llm)] == [COPY] * 6
