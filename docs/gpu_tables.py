@@ -13,15 +13,15 @@ GPU_ROWS = {
     "DynamicCache": "transformers, `DynamicCache`: all KV on the device",
     "OffloadedCache": "transformers, offloaded cache",
     "full": "offload-rt, `full`: all KV copied from host memory",
-    "infinigen": "offload-rt, selected KV only",
-    "infinigen, int4 tail": "offload-rt, default (4-bit approximate KV)",
+    "infinigen": "offload-rt, no approximate KV, 5% fetched",
+    "infinigen, int4 tail": "offload-rt, 4-bit approximate KV, 5% fetched",
 }
 
 TRACED = {
     "resident": "all KV on the device, one CUDA graph, torch's attention",
-    "full": "`full`: all KV copied from host memory",
-    "infinigen": "selected KV only, 5% fetched",
-    "infinigen-default": "default, 2% fetched",
+    "full": "offload-rt, `full`: all KV copied from host memory",
+    "infinigen": "offload-rt, no approximate KV, 5% fetched",
+    "infinigen-default": "offload-rt, default, 2% fetched",
 }
 
 
@@ -38,24 +38,31 @@ def step_times() -> dict[str, dict[int, float]]:
 
 
 def gpu() -> str:
-    """Time per token on an H100 by context length."""
-    times = step_times()
-    contexts = sorted(times["full"])
-    rows = [
-        [label, *(f"{times[name][context]:.1f}" if context in times[name] else "" for context in contexts)]
-        for name, label in GPU_ROWS.items()
-    ]
-    return table(("", *(f"{context:,} tokens" for context in contexts)), rows)
+    """Time per token on an H100 and an H200 by context length."""
+    contexts, times = (8_192, 32_768, 131_072), step_times()
+    rows = [["H100", label, *_cells(times[name], contexts)] for name, label in GPU_ROWS.items()]
+    # The second run on the H200 did not repeat every measurement of the first.
+    traced: dict[str, dict[int, float]] = {}
+    for file in ("trace_before", "trace"):
+        for row in _results(f"gpu_h200/{file}")["rows"]:
+            if row["batch"] == 1:
+                traced.setdefault(row["baselines"], {})[row["context"]] = row["median_ms"]
+    rows += [["H200", label, *_cells(traced[name], contexts)] for name, label in TRACED.items()]
+    return table(("GPU", "setting", *(f"{context:,} tokens" for context in contexts)), rows)
+
+
+def _cells(times: dict[int, float], contexts: tuple[int, ...]) -> list[str]:
+    return [f"{times[context]:.1f}" if context in times else "" for context in contexts]
 
 
 def gpu_kernels() -> str:
     """Time of each kernel on an H100 and its minimum by memory traffic."""
     rows = [
-        [f"`{row['kernel']}`", "PCIe" if row["over_link"] else "device", f"{row['bytes'] / 1e6:.1f}",
-         f"{1e3 * row['replayed_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
-        for row in _results("gpu/kernels")["rows"] if "programs" not in row["kernel"]
-    ]  # fmt: skip
-    return table(("kernel", "memory", "MB", "µs", "minimum, µs"), rows)
+        [f"`{row['kernel']}`", f"{1e3 * row['replayed_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
+        for row in _results("gpu/kernels")["rows"]
+        if "programs" not in row["kernel"]
+    ]
+    return table(("kernel", "µs", "minimum, µs"), rows)
 
 
 def gpu_prefill() -> str:
@@ -81,38 +88,18 @@ def gpu_sessions() -> str:
     return table(("tokens of history", "computed again", "host memory", "page cache", "disk"), rows)
 
 
-def h200() -> str:
-    """Time of a decode step on an H200."""
-    # The second run did not repeat every measurement of the first.
-    found: dict[tuple[str, int, int], float] = {}
-    for name in ("trace_before", "trace"):
-        for row in _results(f"gpu_h200/{name}")["rows"]:
-            found[row["baselines"], row["context"], row["batch"]] = row["median_ms"]
-    points = ((8_192, 1), (131_072, 1), (32_768, 8))
-    rows = [
-        [label, *(f"{found[name, *point]:.1f}" if (name, *point) in found else "" for point in points)]
-        for name, label in TRACED.items()
-    ]
-    return table(("", "8,192 tokens", "131,072 tokens", "8 sequences of 32,768 tokens"), rows)
-
-
-def h200_prefill() -> str:
-    """Time to the first token on an H200."""
-    rows = [
-        [f"{row['shape']}, {row['tokens']:,} tokens", row["program"], f"{row['seconds']:.3f}"]
-        for row in _results("gpu_h200/prefill")["rows"]
-    ]
-    return table(("shape", "program", "seconds"), rows)
-
-
 def h200_trained() -> str:
     """SmolLM2 on an H200, compared with transformers on the same GPU."""
-    found = _results("gpu_h200/trained")["smollm2"]
     rows = []
     for dtype in ("float32", "bfloat16"):
-        for row in found[dtype]:
-            equal = f"{row['equal tokens']} of {row['tokens']}"
-            rates = (f"{row['tokens/s']:.0f}", f"{row['transformers tokens/s']:.0f}")
-            rows.append([dtype, f"{row['prompt']:,}", f"`{row['policy']}`", equal, *rates])
-    head = ("data type", "prompt", "policy", "tokens equal to transformers", "tokens/s", "transformers tokens/s")
+        found: dict[int, dict[str, dict[str, float]]] = {}
+        for row in _results("gpu_h200/trained")["smollm2"][dtype]:
+            found.setdefault(row["prompt"], {})[row["policy"]] = row
+        for prompt, by in found.items():
+            full = by["full"]
+            assert full["equal tokens"] == by["infinigen"]["equal tokens"]
+            rates = (by["full"]["tokens/s"], by["infinigen"]["tokens/s"], full["transformers tokens/s"])
+            equal = f"{full['equal tokens']} of {full['tokens']}"
+            rows.append([dtype, f"{prompt:,}", equal, *(f"{rate:.0f}" for rate in rates)])
+    head = ("dtype", "prompt", "equal tokens", "tokens/s: `full`", "`infinigen`", "transformers")
     return table(head, rows)

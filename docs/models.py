@@ -12,30 +12,40 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "pages" / "models.md"
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests")]
 
-from support.architectures import REFUSED, RUNS, architecture  # noqa: E402
+from support.architectures import LATENT, REFUSED, RUNS, architecture  # noqa: E402
 from tables import fill, table  # noqa: E402
 
+from offload_rt.core import ModelGeometry  # noqa: E402
 from offload_rt.models.registry import adapter_for  # noqa: E402
 
 
 def runs() -> str:
-    """One row for each tiny model that the tests run, with the properties that its adapter reports."""
-    rows = []
-    for name, kind in RUNS.items():
+    """One row for each kind of layers, with the classes of the tiny models that the tests run."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in RUNS:
         model = architecture(name)
         geometry = adapter_for(model).geometry
-        windows = len(geometry.sliding)
-        shown = "chunked" if geometry.chunked else "sliding"
-        layers = "full" if not windows else shown if windows == geometry.layers else f"full and {shown}"
-        if geometry.states:
-            layers = f"{geometry.layers} of {geometry.depth or geometry.layers} with attention ({layers})"
-        limits = [
-            "eviction only within the window" if windows == geometry.layers else "",
-            "no truncation" if geometry.absolute_positions else "",
-            "no truncation" if geometry.states else "",
-        ]
-        rows.append([f"`{type(model).__name__}`", kind.traits, layers, "; ".join(filter(None, limits))])
-    return table(("transformers' class", "properties", "layers", "limits"), rows)
+        classes = found.setdefault((_layers(name, geometry), _limits(geometry)), [])
+        if (shown := f"`{type(model).__name__}`") not in classes:
+            classes.append(shown)
+    rows = [[kinds, ", ".join(classes), limits] for (kinds, limits), classes in found.items()]
+    return table(("layers", "classes", "limits"), rows)
+
+
+def _layers(name: str, geometry: ModelGeometry) -> str:
+    windows = len(geometry.sliding)
+    kinds = ["recurrent"] if geometry.states else []
+    if windows < geometry.layers:
+        kinds.append("latent" if name in LATENT else "full")
+    if windows:
+        kinds.append("chunked" if geometry.chunked else "sliding")
+    return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+
+
+def _limits(geometry: ModelGeometry) -> str:
+    if len(geometry.sliding) == geometry.layers:
+        return "`eviction` only within the window"
+    return "sessions cannot be truncated" if geometry.absolute_positions or geometry.states else ""
 
 
 def refused() -> str:

@@ -25,7 +25,7 @@ NAMES = {
 
 
 NOVEL = "war_and_peace.txt"
-DEFAULT, FIVE, FIVE_OFF = "default", "5%, 4-bit approximate KV", "5%, no approximate KV"
+DEFAULT, FIVE_OFF = "default", "5%, no approximate KV"
 
 
 def load(name: str) -> list[Row]:

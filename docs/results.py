@@ -11,20 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_tables import gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200, h200_prefill, h200_trained, step_times
-from quality_tables import (
-    ablation,
-    divergence,
-    formats,
-    needles,
-    perplexity,
-    questions,
-    reference,
-    ruler,
-    texts,
-)
+from gpu_tables import gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200_trained, step_times
+from quality_tables import ablation, divergence, formats, needles, perplexity, reference, ruler, texts
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, cpu_kernels, disk, drafts, intel, intel_threads, lengths, others, selecting
+from speed_tables import DYNAMIC, choosing, disk, drafts, instructions, lengths, others, selecting
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -62,9 +52,9 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, divergence, texts, ruler, questions, needles, formats, ablation, reference,
-    others, lengths, intel, intel_threads, cpu_kernels, selecting, drafts, disk,
-    gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200, h200_prefill, h200_trained,
+    perplexity, texts, divergence, ruler, needles, formats, ablation, reference,
+    others, lengths, instructions, choosing, selecting, drafts, disk,
+    gpu, h200_trained, gpu_prefill, gpu_sessions, gpu_kernels,
 )  # fmt: skip
 
 

@@ -7,97 +7,96 @@ import json
 from result_rows import NAMES, RESULTS, Row, load
 from tables import table
 
-DYNAMIC, STATIC = "transformers, DynamicCache", "transformers, StaticCache"
+DYNAMIC = "transformers, DynamicCache"
 
 
 def others() -> str:
-    """Prompt time, time per token and memory of other runtimes on Qwen at 2,048 tokens."""
+    """Prompt time and time per token of other runtimes on Qwen at 2,048 tokens."""
     ours, theirs = load("qwen/rows_in_c/real_speed"), load("qwen/rivals/real_speed")
     names = {row["runtime"] for row in ours}
     rows = [row for row in theirs if row["runtime"] not in names]
     rows += [row for row in ours if "float32" not in row["runtime"]]
-    cells = [
-        [_runtime(row["runtime"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}", f"{row['peak']:,.0f}"] for row in rows
-    ]
-    return table(("runtime", "prompt, s", "ms per token", "peak RSS, MiB"), cells)
+    cells = [[_runtime(row["runtime"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}"] for row in rows]
+    return table(("runtime", "prompt, s", "ms per token"), cells)
 
 
 def _runtime(name: str) -> str:
     return f"offload-rt, `{name}`" if name in ("full", "infinigen", "auto") else name
 
 
+LENGTHS = {
+    "smollm2/rows_in_c": ("EPYC", "smollm2"),
+    "smollm2/rows_in_c/long": ("EPYC", "smollm2"),
+    "qwen/rows_in_c": ("EPYC", "qwen"),
+    "qwen/rows_in_c/long": ("EPYC", "qwen"),
+    "cpu/intel/native": ("Xeon", "smollm2"),
+    "cpu/intel/avx2": ("Xeon, AVX2 only", "smollm2"),
+}
+"""Folders of the table of context lengths, with the processor and the model."""
+
+
 def lengths() -> str:
-    """Prompt time and time per token compared with transformers, by context length."""
+    """Prompt time and time per token compared with transformers, by processor and context length."""
     rows = []
-    for name in ("smollm2/rows_in_c", "smollm2/rows_in_c/long", "qwen/rows_in_c", "qwen/rows_in_c/long"):
+    for folder, (processor, model) in LENGTHS.items():
         found: dict[int, dict[str, Row]] = {}
-        for row in load(f"{name}/real_speed"):
+        for row in load(f"{folder}/real_speed"):
             found.setdefault(row["context"], {})[row["runtime"]] = row
         for context, by in found.items():
             prompts = [f"{by[name]['prefill']:.1f}" for name in (DYNAMIC, "full")]
-            steps = [f"{by[who]['step']:.0f}" if who in by else "" for who in (DYNAMIC, STATIC, "full", "infinigen")]
-            rows.append([NAMES[name.partition("/")[0]], f"{context:,}", *prompts, *steps])
-    head = ["prompt, s: `DynamicCache`", "`full`"]
-    head += ["ms per token: `DynamicCache`", "`StaticCache`", "`full`", "`infinigen`"]
+            steps = [f"{by[name]['step']:.0f}" for name in (DYNAMIC, "full", "infinigen", "auto")]
+            rows.append([processor, NAMES[model], f"{context:,}", *prompts, *steps])
+    head = ["prompt, s: `DynamicCache`", "`full`", "ms per token: `DynamicCache`", "`full`", "`infinigen`", "`auto`"]
+    return table(("processor", "model", "context", *head), rows)
+
+
+def instructions() -> str:
+    """Time of a decode step with random weights, with all instructions of the Xeon and with AVX2 only."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for level in ("avx512_bf16", "avx2", "avx2_float32"):
+        times: dict[tuple[str, int], dict[str, float]] = {}
+        for row in load(f"cpu/intel/steps/{level}/decode_step"):
+            times.setdefault((row["shape"], row["context"]), {})[row["name"]] = row["median"]
+        for case, by in times.items():
+            found.setdefault(case, []).extend(f"{step:.0f}" for step in by.values())
+    rows = [[NAMES[shape.removesuffix("-0.5b")], f"{tokens:,}", *cells] for (shape, tokens), cells in found.items()]
+    head = ["all instructions: `DynamicCache`", "`full`", "`infinigen`"]
+    head += ["AVX2: `DynamicCache`", "`full`", "`infinigen`", "AVX2, float32: `full`", "`infinigen`"]
     return table(("model", "context", *head), rows)
 
 
+def choosing() -> str:
+    """Wall time per token of `auto` beside the two policies between which it chooses."""
+    rows = []
+    for model in ("smollm2", "qwen"):
+        for context in (2000, 8000, 16000):
+            by = {row["policy"]: row["median"] for row in load(f"cpu/intel/auto/{model}_{context}/threads")}
+            ratio = by["auto"] / min(by["full"], by["infinigen"])
+            cells = [f"{by[policy]:.0f}" for policy in ("full", "infinigen", "auto")]
+            rows.append([NAMES[model], f"{context:,}", *cells, f"{ratio:.2f}"])
+    return table(("model", "context", "`full`", "`infinigen`", "`auto`", "`auto` relative to the faster one"), rows)
+
+
 def selecting() -> str:
-    """Wall time per token of full and selected attention over context length, two threads."""
+    """Wall time per token of full attention and selection with one and two threads, also beside a busy process."""
     rows = []
     for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k"):
-        path = f"cpu/threads/{name}_selecting/threads"
-        about = json.loads((RESULTS / f"{path}.json").read_text(encoding="utf-8"))["about"]
-        by = {row["policy"]: row["median"] for row in load(path)}
-        cells = [f"{by['full']:.1f}", f"{by['infinigen']:.1f}", f"{by['infinigen'] / by['full']:.2f}"]
-        rows.append([NAMES[about["model"]], f"{about['context']:,}", *cells])
-    return table(("model", "context", "`full`", "`infinigen`", "ratio"), rows)
-
-
-def intel() -> str:
-    """Time per token compared with transformers on an Intel processor, with all its instructions and with AVX2."""
-    measured = (
-        ("SmolLM2-135M", "native", "AVX512-BF16, AMX"),
-        ("SmolLM2-135M", "avx2", "AVX2"),
-        ("Qwen2.5-Coder-0.5B", "qwen", "AVX512-BF16, AMX"),
-        ("Qwen2.5-Coder-0.5B", "qwen_16k", "AVX512-BF16, AMX"),
-    )
-    rows = []
-    for model, folder, level in measured:
-        for row in load(f"cpu/intel/{folder}/real_speed"):
-            cells = [f"{row['prefill']:.1f}", f"{row['step']:.0f}", row["quarters"], f"{row['step_ratio']:.1f}"]
-            rows.append([model, level, f"{row['context']:,}", _runtime(row["runtime"]), *cells])
-    head = ("prompt, s", "ms per token", "quartiles", "times as fast as `DynamicCache`")
-    return table(("model", "instructions", "context", "runtime", *head), rows)
-
-
-def intel_threads() -> str:
-    """Wall time per token on an Intel processor by number of threads, on an idle machine and beside a busy process."""
-    rows = []
+        rows += _threads("EPYC", f"cpu/threads/{name}_selecting/threads")
     for name in ("smollm2", "qwen"):
-        found: dict[tuple[float, int], dict[str, float]] = {}
-        for row in load(f"cpu/intel/threads_{name}/threads"):
-            found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
-        for (busy, threads), times in found.items():
-            ratios = (times["infinigen"] / times["full"], times["infinigen"] / found[busy, 1]["infinigen"])
-            cells = [f"{times[policy]:.0f}" for policy in ("full", "infinigen", "auto")]
-            rows.append([NAMES[name], f"{busy:.0%}", str(threads), *cells, *(f"{ratio:.2f}" for ratio in ratios)])
-    head = ("`full`", "`infinigen`", "`auto`", "`infinigen` / `full`", "`infinigen`: relative to one thread")
-    return table(("model", "other process uses", "threads", *head), rows)
+        rows += _threads("Xeon", f"cpu/intel/threads_{name}/threads")
+    return table(("processor", "model", "context", "other process", "threads", "`full`", "`infinigen`"), rows)
 
 
-def cpu_kernels() -> str:
-    """Time of the C kernels of a decode step relative to their lower bound, by instruction set level."""
-    found: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in load("cpu/intel/kernels/cpu_kernels"):
-        if row["tokens"] in (8192, 131072) and not row["kernel"].startswith("prefill"):
-            found.setdefault((row["kernel"], row["tokens"]), {})[row["level"]] = row
-    levels = ("scalar", "avx2", "avx512", "avx512_bf16")
-    rows = [
-        [kernel, f"{tokens:,}", *(f"{by[level]['us']:,.0f} ({by[level]['times_floor']:.1f})" for level in levels)]
-        for (kernel, tokens), by in found.items()
-    ]
-    return table(("kernel", "tokens", *levels), rows)
+def _threads(processor: str, name: str) -> list[list[str]]:
+    about = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["about"]
+    found: dict[tuple[float, int], dict[str, float]] = {}
+    for row in load(name):
+        found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
+    return [
+        [processor, NAMES[about["model"]], f"{about['context']:,}", f"{busy:.0%}", str(threads),
+         *(f"{by[policy]:.0f}" for policy in ("full", "infinigen"))]
+        for (busy, threads), by in found.items() if busy != 0.5 and threads <= 2
+    ]  # fmt: skip
 
 
 def drafts() -> str:
@@ -107,10 +106,9 @@ def drafts() -> str:
     for row in load("qwen/drafts"):
         if row["kind"] in kinds and row["context"] == 16384:
             text = f"{row['text']}, {'greedy' if not row['temperature'] else 'temperature 0.8'}"
-            cells = [f"{row['accepted']:.0%}", f"{row['length']:.1f}", f"{row['bytes_share']:.0%}"]
-            rows.append([text, kinds[row["kind"]], *cells, f"{row['ratio']:.2f}"])
-    head = ("accepted", "tokens per pass", "KV bytes relative to full attention", "speed-up")
-    return table(("text", "drafts", *head), rows)
+            cells = [f"{row['length']:.1f}", f"{row['bytes_share']:.0%}", f"{row['ratio']:.2f}"]
+            rows.append([text, kinds[row["kind"]], *cells])
+    return table(("text", "drafts", "tokens per pass", "copied KV", "speed-up"), rows)
 
 
 def disk() -> str:
@@ -118,10 +116,8 @@ def disk() -> str:
     rows = []
     for name, shape in (("qwen", "24 layers, recorded"), ("million", "2 layers, random")):
         for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):
-            shares = [f"{row['host_share']:.0%}", f"{row['hit_rate']:.0%}" if row["hit_rate"] else ""]
-            times = [f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}"]
-            ratios = [f"{row['over_alone']:.1f}", f"{row['times_full']:.1f}"]
-            attended = "all" if row["what"] == "full" else "5%"
-            rows.append([shape, f"{row['context']:,}", attended, *shares, *times, *ratios])
-    head = ("KV in memory", "hit rate", "read, MB", "step, ms", "time relative to reads", "speed-up over all")
-    return table(("selections", "context", "attended", *head), rows)
+            cells = [f"{row['host_share']:.0%}", f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}"]
+            exact = "100%" if row["what"] == "full" else "5%"
+            rows.append([shape, f"{row['context']:,}", exact, *cells, f"{row['times_full']:.1f}"])
+    head = ("layers and selections", "context", "exact", "KV in memory", "read, MB", "step, ms", "speed-up")
+    return table(head, rows)

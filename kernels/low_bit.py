@@ -99,12 +99,12 @@ def packs(head_dim: int, value_bits: int) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a block of 64 tokens: packed keys, packed values, steps of the keys, steps of the values.
+    """Layout of a block of 64 tokens: packed keys, packed values, and the coded quantisation steps of both.
 
     Keys are transposed: byte i of all 64 keys is contiguous, because scores of adjacent tokens are computed together.
     Values are stored token by token, because adjacent channels of the output are computed together.
 
-    Several blocks are uint8 `[Hkv, blocks, block_bytes]`. `keys` and `values` return views of them.
+    Several blocks are uint8 `[Hkv, blocks, block_bytes]`. `keys` and `values` return views of such `rows`.
     """
 
     head_dim: int
@@ -129,13 +129,13 @@ class Layout:
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
     def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the packed keys `[Hkv, blocks, 64, key_bytes]` and their steps `[Hkv, blocks, 64]`."""
+        """Return packed keys `[Hkv, blocks, 64, key_bytes]` and coded quantisation steps `[Hkv, blocks, 64]`."""
         steps = BLOCK * (self.key_bytes + self.value_bytes)
         packed = rows[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
         return packed, rows[:, :, steps : steps + BLOCK]
 
     def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the packed values `[Hkv, blocks, 64, value_bytes]` and their steps `[Hkv, blocks, 64]`."""
+        """Return packed values `[Hkv, blocks, 64, value_bytes]` and coded quantisation steps `[Hkv, blocks, 64]`."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
         return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 

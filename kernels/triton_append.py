@@ -45,7 +45,7 @@ def _partial(
     k: tl.tensor, basis: tl.tensor, table: tl.tensor, slots: tl.tensor, bases: tl.tensor, heads: tl.tensor,
     r: tl.tensor, KEYS: tl.constexpr, d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Skew the key of list p (a KV head of a sequence). Store COLUMNS columns of it in program (p, c)."""
+    """Compute and store COLUMNS columns of the skewed key of list p (a KV head of a sequence), in program (p, c)."""
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, bases, column, r, d, D)
@@ -61,7 +61,7 @@ def _quantised(
     heads: tl.tensor, r: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Skew and quantise the key of list p (a KV head of a sequence). Pack COLUMNS codes of it in program (p, c).
+    """Quantise and pack COLUMNS columns of the skewed key of list p (a KV head of a sequence), in program (p, c).
 
     Codes of other tokens in the same bytes do not change.
     """

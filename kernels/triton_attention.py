@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 _STEP_BYTES = 1 << 14
-"""Number of bytes of K (and of V) that a loop step reads. The steps in flight then fit in the shared memory of
-consumer cards (99 KiB).
+"""Number of bytes of K (and of V) that a loop iteration reads. The iterations in flight then fit in the shared memory
+of consumer cards (99 KiB).
 """
 
 PIECE_ROWS = 256
@@ -34,9 +34,9 @@ def attend_rows(
     scale: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Attend with queries `[QUERIES, D]` to rows [begin, stop), with an online softmax.
+    """Attend with queries `[QUERIES, D]` to rows [begin, stop) of K and V, with an online softmax.
 
-    The rows begin at k and v and are `k_row` and `v_row` elements apart.
+    `k` and `v` are the addresses of row 0. The rows are `k_row` and `v_row` elements apart.
 
     Returns:
         The largest score of each query `[QUERIES]` (-inf if there are no rows), its sum of exp(score - largest)
@@ -73,7 +73,7 @@ def store_part(
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
 
-    The lse is always stored. The output is stored only if `some`: if the part has KV vectors.
+    The lse is always stored. The output is stored only if `some` is true, which means that the part has KV vectors.
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
@@ -92,7 +92,7 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to rows [s * PIECE, (s + 1) * PIECE) of list p (one KV head of one sequence), in program (p, s).
 
-    Stores the lse of part s, and its output `[G, d]` unless the piece has no valid rows.
+    The result is stored as part s: always the lse, and the output `[G, d]` if the piece has valid rows.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -147,9 +147,9 @@ def _merge(
 
 
 def steps(d: int, itemsize: int) -> dict[str, int]:
-    """Return the kernel arguments for rows per loop step, and for the number of steps that are loaded ahead.
+    """Return the kernel arguments BLOCK (rows per loop iteration) and num_stages (iterations in flight).
 
-    A matrix product needs at least 16 rows. If 16 rows exceed `_STEP_BYTES`, fewer steps are loaded ahead.
+    A matrix product needs at least 16 rows. If 16 rows exceed `_STEP_BYTES`, fewer iterations are in flight.
     """
     width: int = triton.next_power_of_2(d)
     rows = _STEP_BYTES // (max(16, width) * itemsize)

@@ -51,7 +51,7 @@ def _append(
 ) -> None:  # fmt: skip
     """Store the newest entry of list p (one KV head of one sequence), in program p.
 
-    If the page of the newest token has earlier tokens, the element-wise minimum of the old and the new entry is stored.
+    The stored entry of a page is the element-wise minimum of the entries of its tokens.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     slot, own = tl.load(slots + p), table + p // heads * _FIELDS
@@ -69,7 +69,7 @@ def _within(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mask the scores of pages [i * BLOCK, (i + 1) * BLOCK) of list p and compute statistics, in program (p, i)."""
+    """Compute `mask_scores` for pages [i * BLOCK, (i + 1) * BLOCK) of list p, in program (p, i)."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     real = (head < G)[:, None] & (token < tokens)[None, :]
@@ -80,7 +80,7 @@ def _within(
 
 
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
-    """Mask scores and compute their block statistics, in one launch. See `lists.mask_scores`.
+    """Set scores outside [start, stop) to -inf and compute block statistics, in one launch. See `lists.mask_scores`.
 
     `scores` must be float32 and contiguous.
     """

@@ -101,9 +101,9 @@ def _slots(
     room: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
     ALIGN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of entries [i * BLOCK, (i + 1) * BLOCK) of list p from their slots, in program (p, i).
+    """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
 
-    A list is one KV head of one sequence. If PUT, copy the entries to the slots instead.
+    A list is one KV head of one sequence. If PUT, copy from `rows` to the slots instead.
     """
     p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)

@@ -1,11 +1,11 @@
-"""Merge approximate with exact attention for a batch, in Triton.
+"""Attend to low-bit KV and merge the result with exact attention, for a batch, in Triton.
 
-Memory traffic per token and KV head: the packed key, the packed value and their steps, d * (4 + bits) / 8 + 2 bytes,
-are read once for all G query heads of the group. One more byte marks excluded tokens.
+Memory traffic per token and KV head: the packed key, the packed value and their quantisation steps,
+d * (4 + bits) / 8 + 2 bytes, are read once for all G query heads of the group. One more byte marks excluded tokens.
 
-The softmax weights are multiplied by the steps of the values and rounded to bfloat16 before they are multiplied by the
-codes (not under Triton's interpreter). The scores of the selection are not reused, because the selection may use a
-predicted query. Reference: `low_bit_lists.merge_approximate`.
+The softmax weights are multiplied by the quantisation steps of the values and rounded to bfloat16 before they are
+multiplied by the codes (not under Triton's interpreter). The scores of the selection are not reused, because the
+selection may use a predicted query. Reference: `low_bit_lists.merge_approximate`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to the blocks [s * PIECE, (s + 1) * PIECE) of list p, in program (p, s), with an online softmax.
 
-    A list is one KV head of one sequence. Stores the lse of part s, and its output `[G, d]` unless no block is in the
-    range of the list. The output is 0 if all tokens are excluded. For the sizes, see `padded_sizes`.
+    A list is one KV head of one sequence. The result is stored as part s: always the lse, and the output `[G, d]` if a
+    block has tokens in [start, stop) (0 if all of them are excluded). For the sizes, see `padded_sizes`.
     """
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)

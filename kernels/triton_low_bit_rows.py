@@ -61,7 +61,7 @@ def _channels(
 
 @triton.jit
 def _steps(largest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Return the step codes of vectors whose largest magnitudes are `largest`, as `low_bit.encode_steps` does."""
+    """Return the coded quantisation steps of vectors with the largest magnitudes `largest` (`low_bit.encode_steps`)."""
     upper = (largest * (1.0 / (1 << (BITS - 1)))).to(tl.int32, bitcast=True) + ((1 << 20) - 1)
     return tl.minimum(tl.maximum((upper >> 20) - _SMALLEST, 0), 255)
 

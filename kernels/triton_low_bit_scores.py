@@ -37,8 +37,8 @@ def query_weights(
     """Quantise the queries of list p (one KV head of one sequence) as `selection.quantise_query` does.
 
     Returns:
-        int8 weights `[GROUP, K]` of the lower and of the upper half of the channels, then three numbers per query
-        `[GROUP]`: the sum of its weights times the middle code, its scale, and its score with the mean.
+        int8 queries `[GROUP, K]`: the lower and the upper half of the channels. Then three numbers per query `[GROUP]`:
+        the sum of its int8 values times the middle code, its scale, and its product with the keys' mean.
     """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
     known = (head < G)[:, None] & (byte < KEYS)[None, :]
@@ -65,9 +65,9 @@ def _half(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> 
 
 @triton.jit
 def key_products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """Multiply int8 query weights by the codes of packed keys `[K, n]` and sum over channels.
+    """Return the dot products of int8 queries with the codes of packed keys `[K, n]`: float32 integers `[GROUP, n]`.
 
-    Returns integers as float32 `[GROUP, n]`.
+    `low` and `high` `[GROUP, K]` are the channels whose key codes are in the low and the high four bits of each byte.
     """
     sums = tl.dot(low, _half(keys, 0, INTERPRETED), out_dtype=tl.int32)
     sums += tl.dot(high, _half(keys, 1, INTERPRETED), out_dtype=tl.int32)

@@ -1,8 +1,9 @@
 """Score compressed keys with one query per head in Triton.
 
-The kernels also compute two statistics of each block: its maximum, for thresholds, and its sum of exponentials, for
-group scores. Memory traffic per token and KV head: r elements (partial keys) or bits * d / 8 bytes (packed keys) are
-read, 4 * G bytes are written. References: `lists.partial_scores`, `lists.quantised_scores`.
+The kernels also compute two statistics of each block: its maximum, for thresholds, and its sum of exponentials, which
+normalises the scores of grouped query heads. Memory traffic per token and KV head: r elements (partial keys) or
+bits * d / 8 bytes (packed keys) are read, 4 * G bytes are written. References: `lists.partial_scores`,
+`lists.quantised_scores`.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ def _partial(
 def _field_sums(
     weights: tl.tensor, raw: tl.tensor, total: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Multiply weights int8 `[GROUP, D]` by field FIELD of the bytes raw int8 `[n, D]`, and sum over the columns.
+    """Multiply int8 queries by the codes in field FIELD of the bytes `raw` `[n, D]`, and sum over the columns.
 
-    Returns integers below 2^24 as float32 `[GROUP, n]`.
+    8-bit codes are stored minus 128, which is corrected by `total` `[GROUP]`, the sum of each query. Returns integers
+    below 2^24 as float32 `[GROUP, n]`.
     """
     if BITS == 8:
         sums = tl.dot(weights, tl.trans(raw), out_dtype=tl.int32) + 128 * total[:, None]

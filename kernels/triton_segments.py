@@ -46,8 +46,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
 
-    Stores the output `[d]` and the lse of each query in its part, if the run has this piece and this query. All strides
-    are multiples of ALIGN elements, so that the compiler can use 16-byte loads.
+    Stores the output `[d]` and the lse of each query as the part of this piece. Programs beyond the run's last piece or
+    last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use 16-byte loads.
     """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads
@@ -116,7 +116,7 @@ def max_queries(d: int, itemsize: int) -> int:
 
 
 def _row(run: Run, slots: list[int]) -> list[int]:
-    """Return the table fields of a run. Assign its parts to the next free slots of its sequences.
+    """Return the table fields of a run. Its partial results get the next free slots among the parts of its sequences.
 
     `slots[b]` is the next free slot of sequence b, and is increased. All sequences of a run must have the same next
     slot. If runs form a tree, this is the case if parents are passed before their children.

@@ -65,7 +65,7 @@ def _whole(
 ) -> None:  # fmt: skip
     """Reduce the maxima and sums `[G, parts]` of the blocks of list p (one KV head of one sequence), in program p.
 
-    Stores the largest score of each head, and the logarithm of its sum of exponentials (0 if there are no tokens).
+    Stores the largest score of each query head, and the log-sum-exp of its scores (0 if there are no tokens).
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     line = tl.program_id(0).to(tl.int64) * G + head
@@ -91,10 +91,10 @@ def _mark(
     tokens: tl.tensor, kv_heads: tl.tensor, blocks: tl.tensor, lists: tl.tensor, alpha: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Mark the tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b that pass a query head, in program (b, i).
+    """Apply the thresholds of all query heads to tokens [i * BLOCK, (i + 1) * BLOCK) of sequence b, in program (b, i).
 
-    `passing[b, i]` becomes the number of pairs of a token and a query head that it passes. The order of each token that
-    passes at least one head of the layer is stored. The first block of a sequence clears its histograms.
+    `passing[b, i]` becomes the number of pairs of a token and a query head whose threshold it passes. `orders` gets the
+    order of each token that passes at least one. The first block of a sequence clears its histograms.
     """
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
@@ -157,7 +157,7 @@ def _histogram(
 ) -> None:  # fmt: skip
     """Build the histogram of digit DIGIT over block i of list p (one KV head of one sequence), in program (p, i).
 
-    Only orders whose higher digits equal the bound are counted.
+    Only orders whose higher digits equal those of the bound are counted.
     """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
@@ -184,9 +184,9 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the orders of block i of list p that are above the bound, and the orders that equal it, in program (p, i).
+    """Count the orders of block i of list p above the bound (`_bound`), and those equal to it, in program (p, i).
 
-    A list is one KV head of one sequence.
+    A list is one KV head of one sequence. The first program of a list also stores its number of selected tokens.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -210,7 +210,7 @@ def _write(
     """Write the selected tokens of block i of list p in ascending order, in program (p, i).
 
     A list is one KV head of one sequence. The tokens are written after the selected tokens of earlier blocks. If
-    several orders equal the bound, the first tokens are selected. Unused positions of the block are set to 0.
+    several orders equal the bound, the first tokens are selected. Entries of `out` after the selected ones become 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EARLIER)

@@ -347,7 +347,7 @@ class AsyncLLM:
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.
 
-        If the client already has the whole response, only log the error: the history of the turn could not be written.
+        If the client already has the whole response, the turn's history could not be written: only log this error.
         """
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._leave(client)

@@ -35,7 +35,7 @@ class StateShape:
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Index of the last attention layer up to and including the decoder layer, or -1 if there is none.
+        after: Index of the nearest attention layer at or before the decoder layer, or -1 if there is none.
         conv: Shape (channels, kernel size) of the state of the convolution: its last inputs, in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
@@ -167,11 +167,11 @@ class ModelGeometry:
 
     @cached_property
     def most_between(self) -> int:
-        """Largest number of decoder layers between two attention layers."""
+        """Largest number of decoder layers between two consecutive attention layers."""
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether a layer from attention layer `layer` up to the next attention layer has recurrent state."""
+        """Return whether attention layer `layer` or a decoder layer before the next one has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -179,7 +179,7 @@ class ModelGeometry:
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
-        """Return the numbers of first and of last tokens whose KV stays on the device in `layer`."""
+        """Return how many of the first and of the last tokens are resident in `layer`."""
         window = self.windows[layer]
         return (sinks, recent) if window is None else (0, window)
 
@@ -219,7 +219,6 @@ class VisibleTokens:
 
     @cached_property
     def all(self) -> range:
-        """All visible tokens."""
         return range(self.sinks.start, self.recent.stop)
 
     @cached_property
@@ -247,7 +246,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return a selection of only the valid tokens, without `counts`. Wait for the device if `counts` is on one."""
+        """Return a selection without `counts` and with only the valid tokens. This may wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -332,8 +331,8 @@ class BlockTable:
         length: Number of tokens whose K and V are complete in every layer.
         windows: Blocks of sliding-window layers. `windows[i]` has the block ids for tokens [64 i, 64 (i + 1)), one per
             group of sliding-window layers (`layer_groups`). Blocks outside of all windows are removed.
-        floor: First token that sliding-window layers attend to. Earlier tokens are before the gap of a truncated
-            conversation.
+        floor: First token that sliding-window layers attend to. In a truncated conversation, it is the first token
+            after the removed ones.
     """
 
     ids: list[int] = field(default_factory=list)

@@ -80,7 +80,7 @@ def offload(
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
     """Return a `forward` that handles calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
 
-    Calls with another cache run `own`, the model's original forward.
+    Calls with another cache run `own`, the model's original forward. Handled caches are added to `caches`.
     """
     signature = inspect.signature(own)
 
@@ -267,8 +267,8 @@ class OffloadedCache(Cache):
     def _exactly(self, columns: int, keep: int) -> torch.Tensor:
         """Compute the remaining tokens of all rows with full attention. Return float32 logits `[B, keep, V]`.
 
-        The cache gets `columns` new columns. `crop` can then remove the last `keep` tokens, if every row has that many,
-        but no earlier tokens, which may be shared with other sequences.
+        The cache gets `columns` new columns. `crop` can then remove up to `keep` tokens (fewer if a row is shorter).
+        Earlier tokens may be shared with other sequences.
         """
         kept = [min(keep, len(row.tokens)) for row in self._rows]
         logits = [self._row_exactly(row, count) for row, count in zip(self._rows, kept, strict=True)]

@@ -52,8 +52,8 @@ class SkewArtifact:
         key_mean: Mean of each column of the skewed keys over the calibration text, float32 `[L, Hkv, d]`.
         key_std: Standard deviation of these columns, float32 `[L, Hkv, d]`. Mean and standard deviation determine the
             quantisation levels of int4 and int2 scoring keys.
-        slope: Factors that correct predicted attention inputs (`guess.Correction`), float32 `[S, L, D]`, or
-            `[S, L, 1]` with one value for all channels.
+        slope: Factors that correct predicted attention inputs (`guess.Correction`), float32 `[S, L, D]` for S sources
+            of the prediction, or `[S, L, 1]` with one value for all channels.
         offset: Offsets of this correction, with the shape of `slope`.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
@@ -75,7 +75,7 @@ class SkewArtifact:
 
     @property
     def identity(self) -> str:
-        """Return a text that identifies the inputs of the calibration. It does not depend on the processor."""
+        """Text that identifies the inputs of the calibration. Unlike the bases, it does not depend on the processor."""
         return f"{self.fingerprint} {self.method} {self.calibration}"
 
     def to(self, device: torch.device | str) -> SkewArtifact:

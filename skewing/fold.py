@@ -1,4 +1,4 @@
-"""Folding of skewing bases into the weights (paper §4.2, equation 2), and the function behind the command `skew`.
+"""Fold skewing bases into the weights (paper §4.2, equation 2), and compute the output of the command `skew`.
 
 With q = x W_q + b_q, the skewed query q B_q is x (W_q B_q) + b_q B_q, so weight and bias can be multiplied by the basis
 B_q. Keys are skewed with B_k in the same way. The result is an ordinary checkpoint with the attention scores and logits

@@ -20,7 +20,7 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Sources of predicted queries in the layer before, in the order of the first axis of a `Correction`."""
+"""Tensors of the previous layer from which queries are predicted, in the order of the first axis of a `Correction`."""
 
 
 def source_index(source: Source | int) -> int:
@@ -36,8 +36,8 @@ class Correction:
     """Linear correction of predicted attention inputs.
 
     `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The attention input g `[..., D]` of
-    layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Layer 0 is never predicted, so its
-    correction is the identity. So are those of integers larger than the number of layers without attention before l.
+    layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. If layer l is never predicted from
+    a source (layer 0, or an integer source too far from l), the correction is the identity.
     """
 
     slope: torch.Tensor
@@ -54,7 +54,7 @@ class GuessSums:
     """Sums over predicted inputs g and true inputs t for each source, layer and channel, in float64 on the CPU."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
-        """Create sums of 0. `between` is the largest number of decoder layers between two attention layers."""
+        """Create sums of 0. For `between`, see `ModelGeometry.most_between`."""
         # Sums of g, t, g^2 and g t, and the number of tokens.
         self._sums = torch.zeros(5, len(SOURCES) + between, layers, hidden, dtype=torch.float64)
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
@@ -68,7 +68,7 @@ class GuessSums:
             self._sums[:, source_index(source), layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Return the least-squares fit of each channel. The slope is 1 if a channel's predicted inputs are constant."""
+        """Fit a line from predicted to true inputs in each channel by least squares (slope 1 for constant inputs)."""
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count
         variance, covariance = square / count - mean**2, product / count - mean * truth

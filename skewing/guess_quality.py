@@ -1,4 +1,4 @@
-"""Quality of predicted queries: how much attention mass the tokens hold that they would select."""
+"""Quality of predicted queries: the attention mass of the tokens that they select."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STRIDE = 16
 
 
 class GuessQuality:
-    """Attention mass of the tokens that predicted queries select, relative to that of the true queries' selection.
+    """Attention mass of the tokens that predicted queries select, relative to the tokens that the true queries select.
 
-    A query selects those tokens with the largest attention weights. As in the policy, the query heads of a KV head
+    A query selects the tokens with the largest attention weights. As in the policy, the query heads of a KV head
     select together, and resident tokens do not count. Queries that would select no token are not measured.
     """
 
@@ -36,8 +36,7 @@ class GuessQuality:
     def add(self, layer: int, guesses: Mapping[Source | int, torch.Tensor], truth: torch.Tensor) -> None:
         """Measure a slice of a text: predicted inputs `[m, D]` of a layer, and its true inputs `truth` `[m, D]`.
 
-        The slices of a layer must follow each other. Layers with sliding windows are skipped, because they select
-        nothing.
+        The slices of a layer must follow each other. Sliding-window layers are skipped, because they do not select.
         """
         if self._adapter.geometry.windows[layer] is not None:
             return
@@ -58,7 +57,7 @@ class GuessQuality:
             self._most[source].append(most)
 
     def shares(self) -> dict[Source | int, float]:
-        """Return the relative attention mass by source, over all layers for which the source exists."""
+        """Return the relative attention mass by source, over all layers that have the source."""
         return {source: sum(mass) / sum(self._most[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -80,7 +79,7 @@ def _selected(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _found(weights: torch.Tensor, scored: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the mass `[Hkv, G, P]` of `weights` in the tokens with the largest `scored`, both `[Hkv, G, P, N]`."""
+    """Sum `weights` over the tokens that the scores `scored`, both `[Hkv, G, P, N]`, select. Return `[Hkv, G, P]`."""
     order = scored.amax(1, keepdim=True).argsort(-1, descending=True).expand_as(weights)
     mass, last = weights.gather(-1, order).cumsum(-1), _selected(positions) - 1
     return mass.gather(-1, last.view(1, 1, -1, 1).expand(*mass.shape[:3], 1)).squeeze(-1)

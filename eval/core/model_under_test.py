@@ -107,7 +107,7 @@ class ModelUnderTest:
         return self._first.under(variant.policy, options).runner.policy
 
     def key(self, variant: Variant) -> dict[str, Any]:
-        """Return the key of the variant's rows for this model in the `RowStore`."""
+        """Return the part of a `RowStore` key that identifies the variant and its settings for this model."""
         # Use all options with their defaults: equal variants are measured once, and again if a default changes.
         provenance_key = self.policy(variant).provenance_key
         return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
@@ -115,7 +115,7 @@ class ModelUnderTest:
     def describe(self, variant: Variant) -> dict[str, Any]:
         """Return the model and variant columns of a result row.
 
-        The column `provenance_key` identifies the options, defaults and skew artifact of the policy.
+        The column `lineage` (KV provenance key) identifies the options, defaults and skew artifact of the policy.
         """
         policy = self.policy(variant)
         return {
@@ -134,7 +134,7 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with the engine settings `engine`. Keep only the default and the last other runtime."""
+        """Return a runtime with the engine settings `engine`. Only the default and the latest other one are kept."""
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
@@ -209,7 +209,7 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 
 def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
-    """Return the number of special tokens before a text."""
+    """Return how many special tokens `probe` has before `bare`, the tokens of the same text without special tokens."""
     return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))
 
 

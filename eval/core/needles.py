@@ -5,9 +5,9 @@ correct answer must therefore come from the context. Names in questions (`NAMES`
 in training. Names in answers (`LINKED`) are new combinations of syllables from training, because the reference models
 cannot generate unseen syllables.
 
-Each kind tests one failure mode of token selection: a single fact, one of many similar facts, several values of one
-key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et al.
-2024).
+Each kind of needle tests one failure mode of token selection: a single fact, one of many similar facts, several values
+of one key, several questions in sequence, and a chain of facts in random order (variable tracking in RULER, Hsieh et
+al. 2024).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Question:
 
     Attributes:
         answers: Positions of the answer tokens.
-        distance: Number of tokens from the first statement to the first answer.
+        distance: Number of tokens from the first statement about the question to the first answer.
     """
 
     answers: tuple[int, ...]

@@ -21,7 +21,7 @@ MARKERS = "osD^vPX*"
 
 @contextmanager
 def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 1)) -> Iterator[list[Axes]]:
-    """Yield the axes of a new figure in row-major order, then write the figure and `data`.
+    """Yield the axes of a new figure with `panels` (rows, columns), row by row. Then write the figure and `data`.
 
     The figure goes to `path`, `data` to the same path with the suffix .json. Axes without data are hidden.
     """

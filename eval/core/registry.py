@@ -59,7 +59,6 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 

@@ -22,9 +22,9 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a dataclass that was created by `config_fields.option`.
+    """Add a flag for each field of the dataclass `config` that was created by `config_fields.option`.
 
-    If the user does not set a flag, its value is None. The defaults are those of the dataclass.
+    A flag that the user does not set has the value None, for which `config_of` uses the default of the dataclass.
     """
     hints = get_type_hints(config)
     for field in fields(config):
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
-    """Return a configuration from the flags of `add_options` that the user has given, and from `more`."""
+    """Return a `config` with the flags of `add_options` that the user has set, and with the fields `more`."""
     names = [field.name for field in fields(config) if "option" in field.metadata]  # type: ignore[arg-type]
     found = {name: value for name in names if (value := getattr(args, name)) is not None}
     return config(**found, **more)

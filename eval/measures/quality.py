@@ -39,8 +39,8 @@ def _perplexity_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("perplexity", "perplexity of a text under each policy, window by window against full", _perplexity_flags)
 def perplexity(args: argparse.Namespace) -> int:
-    """Measure the perplexity of a text under each policy. The windows are spread over the text. The last quarter of
-    each is decoded with the policy and scored, and compared with full window by window. Example: offload-rt eval
+    """Measure the perplexity of a text under each policy, in windows that are spread over the text. The last quarter of
+    each window is decoded with the policy and compared with full attention. Example: offload-rt eval
     perplexity reference --text BOOK --policies infinigen,h2o --budgets 0.05,0.1 --set recent=16 --out DIR"""
     from ..quality.perplexity import PerplexityConfig, run_perplexity
 
@@ -120,8 +120,8 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("tune", "infinigen's settings with the fewest bytes within a limit on the missed attention mass", _tune_flags)
 def tune(args: argparse.Namespace) -> int:
-    """Choose infinigen's scorer, source, window, skew and threshold, so that a limit on the missed attention mass of a
-    text is kept with the fewest bytes. Saves them with the skew artifact; 'generate --skew DIR' uses them as defaults.
+    """Find the scorer, source, window, skew and threshold of infinigen that read the fewest bytes while the missed
+    attention mass on a text stays within a limit. 'generate --skew DIR' uses the saved options as defaults.
     """
     from ...utils.progress import Progress
     from ..core.model_under_test import ModelUnderTest

@@ -68,7 +68,7 @@ def _threads_flags(parser: argparse.ArgumentParser) -> None:
 @measure("threads", "wall time of a token by number of threads, idle and with another busy process", _threads_flags)
 def threads(args: argparse.Namespace) -> int:
     """Measure the wall time of a token by number of threads, on an idle machine and with another busy process.
-    torch is imported before this package."""
+    As in most programs, torch is imported before this package."""
     from ..speed.threads import ThreadsConfig, run_threads
 
     say = say_on_stderr()
@@ -91,8 +91,8 @@ def _cpu_kernels_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("cpu-kernels", "C kernels at each instruction set level against lower time bounds", _cpu_kernels_flags)
 def cpu_kernels(args: argparse.Namespace) -> int:
-    """Time each C kernel of a decode step against its lower bounds, at each instruction set level of this processor, or
-    only at the level set by OFFLOAD_RT_CPU_LEVEL."""
+    """Compare the time of each C kernel of a decode step with lower bounds, at each instruction set level of this
+    processor, or only at the level set by OFFLOAD_RT_CPU_LEVEL."""
     from ..speed.cpu_kernels import kernel_report
 
     report = kernel_report(args.tokens, args.repeats)

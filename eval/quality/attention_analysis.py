@@ -77,9 +77,9 @@ def observe(
         adapter: The model.
         tokens: Token ids of a window.
         start: First position whose attention is sampled.
-        alike: Output. `alike[i, key]` gets the mean cosine similarity between the input of layer i > 0 and the `key` of
-            layer i - 1: its input, attention output or MLP output. An output is the vector that a layer adds to the
-            residual stream.
+        alike: Output. `alike[i, "input_similarity"]` gets the mean cosine similarity of the inputs of layers i - 1 and
+            i. "attention_similarity" and "mlp_similarity" compare the input of layer i with the vector that the
+            attention or MLP of layer i - 1 adds to the residual stream.
         needed: Output. `needed[i]` gets an entry per sampled query: the smallest number of tokens whose attention
             weights sum to `MASS`, and the number of tokens that the query attends to.
     """

@@ -65,7 +65,7 @@ class SelectionHistogram:
         self.steps: list[NDArray[np.int64]] = []
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count the selected positions `[Hkv, n]` of a layer."""
+        """Count the positions `tokens` `[Hkv, n]` that a layer selects in the decode step of `position`."""
         if position != self._position:
             self._position = position
             self.steps.append(np.zeros(BINS, np.int64))

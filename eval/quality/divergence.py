@@ -106,8 +106,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant, window by window.
 
-    A window is prefilled once for all variants with equal engine settings. When `late` is true, no new row is measured,
-    and the summary covers only windows that all variants have.
+    A window is prefilled once for all variants with equal engine settings. Once `evaluation.late` is true, no new row
+    is measured, and the summary covers only windows that were measured for all variants.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     shared = {"suite": "divergence", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}

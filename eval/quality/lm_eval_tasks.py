@@ -267,7 +267,7 @@ def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """Return the answer: the index of the most likely request, or the text of a single response, else None."""
+    """Return the answer to a document: the index of its most likely request, or its only generated text, else None."""
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None

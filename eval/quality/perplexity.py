@@ -34,8 +34,8 @@ CHUNK = 256
 class PerplexityConfig:
     """Settings of the perplexity evaluation.
 
-    All tokens of a window after the first `decode_from` tokens are decoded with the policy and scored. `margin` at both
-    ends of the text is skipped, because title pages, tables of contents and licences are not prose.
+    All tokens of a window after the first `decode_from` tokens are decoded with the policy and scored. A part of the
+    text (`margin`) is skipped at both ends, because title pages, tables of contents and licences are not prose.
     """
 
     context: int = option(2048, help="tokens per window", metavar="N")
@@ -158,9 +158,9 @@ def compare(row: Row, base: Row, name: str) -> Row:
 
 
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
-    """Measure every variant. Compare it with the first variant, which should be `full`, and with `infinigen`.
+    """Measure every variant. Compare it with the first one, which should be `full`, and with `infinigen` at its budget.
 
-    The compared `infinigen` has the same budget. Once `evaluation.late` is true, only existing rows are returned.
+    Once `evaluation.late` is true, only existing rows are returned.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     windows = cut_windows(tested, evaluation.text, config)

@@ -128,8 +128,8 @@ def against(row: Row, base: Row) -> Row:
 def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: RetrievalConfig) -> Report:
     """Measure every variant at every length, and write retrieval.json, .csv, .md and two plots.
 
-    All variants are compared with the first one, which should be `full`. When `late` is true, only the first variant is
-    measured.
+    All variants are compared with the first one, which should be `full`. Once `evaluation.late` is true, only
+    the first variant is measured.
     """
     # Iterate over variants in the inner loop, so that a passage is prefilled once for all variants.
     tested, store = evaluation.tested, RowStore(evaluation.out)

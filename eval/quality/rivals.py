@@ -32,9 +32,9 @@ class Landmarks(ScorerPolicy[LandmarkOptions]):
         self._block = options.block
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Return the score of each token: the product of the query and the mean key of the block's candidates.
+        """Return the score of each token: the log-softmax over blocks of the query's product with the block's mean key.
 
-        The score of a KV head is the maximum over its query heads.
+        A mean key includes only candidates. The score of a KV head is the maximum over its query heads.
         """
         lists, tokens, _ = keys.entries.shape
         before = keys.first % self._block
@@ -70,7 +70,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the entry of a generated token for each new token. For a prompt, `on_queries` replaces the entries."""
+        """Return the score of a generated token for each new token. `on_queries` replaces it for prompt tokens."""
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -78,7 +78,7 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return max_pool1d(keys.entries.transpose(1, 2), self._pooled, stride=1, padding=self._pooled // 2)[:, 0]
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Set the votes by the last queries in q `[H, m, d]`, which belong to the tokens [start, start + m)."""
+        """Set the votes `entries` by the last queries in q `[H, m, d]`, the queries of tokens [start, start + m)."""
         stop = start + q.shape[1]
         observed = q[:, -self._observed :].view(len(entries), -1, min(self._observed, q.shape[1]), q.shape[2])
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -124,7 +124,7 @@ class Peer:
         self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Load K and V with the cache's `update`, with one copy per sequence."""
+        """Pass one copy of K and V per sequence to the cache's `update`."""
         batch = len(self._tokens)
         k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.update(k, v, layer)
@@ -150,7 +150,7 @@ class Context:
     def __init__(
         self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
-        """Write the context to the pool. The KV is drawn on `device`."""
+        """Write the context to the pool. `room` is the capacity of a sequence in tokens. KV is drawn on `device`."""
         self.pool, self.transfer, self.room = pool, transfer, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):
@@ -160,7 +160,6 @@ class Context:
             pool.commit(blocks, synthetic.length)
 
     def forks(self) -> list[BlockTable]:
-        """Return forks of all sequences."""
         return [self.pool.fork(blocks) for blocks in self._block_tables]
 
     def blank(self) -> list[BlockTable]:

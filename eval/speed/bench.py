@@ -205,7 +205,7 @@ def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
-    """Create a synthetic context of `length` tokens, in a pool with room for the tokens that all baselines decode."""
+    """Create a synthetic context of `length` tokens, in a pool where each baseline can grow it to `room` tokens."""
     adapter = adapter_for(model)
     synthetic = SyntheticKV.draw(adapter.geometry, length, fraction, spread)
     # Each baseline of this runtime decodes forks of the context.
@@ -256,7 +256,7 @@ def _device(name: str) -> torch.device:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds: CPU time of the process, or wall time after synchronizing the device."""
+    """Return a clock in seconds: CPU time of the process on a CPU, else wall time after synchronizing the device."""
     if device.type == "cpu":
         return time.process_time
 

@@ -90,7 +90,7 @@ class Case:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Return median and minimum time in ms of `repeats` calls after `WARM_UP`, by events or CPU time."""
+    """Return median and minimum time in ms of `repeats` calls after `WARM_UP` calls. On a CPU, measure CPU time."""
     spent = []
     for repeat in range(WARM_UP + repeats):
         if device.type != "cpu":

@@ -49,7 +49,6 @@ class _Fixed(DynamicCache):
         return k, v
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens."""
         return self._length
 
 

@@ -1,6 +1,6 @@
 """Measure the time to first token (TTFT) of the next turn of a session.
 
-The KV of earlier turns is computed again, in host memory, on a disk with cached files (warm), or on a disk (cold).
+The KV of earlier turns is computed again, or read from host memory, the page cache (warm), or the disk (cold).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime that has not seen the conversation, and warm it up with memory for `history` tokens."""
+    """Create a runtime that has not seen the conversation, and warm up its pool memory for `history` tokens."""
     # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
     # of a page can take longer than reading it from disk.
     llm = make()
@@ -99,7 +99,7 @@ def first_token(ask: Callable[[], Iterator[TokenOutput]]) -> float:
 
 
 def timed_fork(llm: LLM, store: Path, name: str) -> float:
-    """Fork the session `name` and return the time of a turn of the fork. The session itself is unchanged."""
+    """Return the seconds to the first token of a turn in a fork `name` of the session, which stays unchanged."""
     session = llm.session("s", store)
     fork = session.fork(name)
     seconds = first_token(lambda: fork.send(tokens(TURN, name), SHORT))

@@ -2,8 +2,8 @@
 
 Speed benchmarks with random weights need this, because their attention is uniform, so that every threshold selects all
 tokens. Here, a constant vector `c` is added to all queries of a KV head (one small addition per layer). Keys are noise,
-and planted keys have an additional component `HEIGHT / |c|` along `c`. For every query, the scores of planted tokens
-are therefore higher by `HEIGHT`, and differ from each other by less than one nat.
+and planted keys have an additional component `HEIGHT / (scale |c|)` along `c`. For every query, the scores of planted
+tokens are therefore higher by `HEIGHT`, and differ from each other by less than one nat.
 
 Planted tokens are drawn independently for each layer and KV head, with different counts per head. InfiniGen
 selects the same number of tokens for all heads: the mean of the numbers of tokens above the threshold. If these numbers
@@ -99,8 +99,7 @@ class SyntheticKV:
     def artifact(self) -> SkewArtifact:
         """Return the skew artifact that a calibration on these keys would give.
 
-        The first column of the rotation is `c`, and the other columns span the rest of the space. Means and deviations
-        describe the keys.
+        The first column of the basis is `c / |c|`, and the other columns span the rest of the space.
         """
         generator = torch.Generator().manual_seed(self.seed)
         layers, kv_heads, d = self.directions.shape
@@ -131,7 +130,7 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
 
 
 class SyntheticAdapter(ForwardingAdapter):
-    """Model adapter that adds `c` to all queries."""
+    """Model adapter that adds the constant vector `c` of each KV head (see the module) to all queries."""
 
     def __init__(self, inner: ModelAdapter, synthetic: SyntheticKV) -> None:
         super().__init__(inner)
@@ -142,10 +141,10 @@ class SyntheticAdapter(ForwardingAdapter):
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q `[H, T, d]` with `c` added, and k and v `[Hkv, T, d]` of the model."""
+        """Return the model's q `[H, T, d]` plus the constant vector `c` of its KV head, and k and v `[Hkv, T, d]`."""
         q, k, v = super().qkv(layer, attention_input, positions)
         return q.add(self._added[layer]), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return q `[H, T, d]` of the model with `c` added."""
+        """Return the model's q `[H, T, d]` plus the constant vector `c` of its KV head."""
         return super().query(layer, attention_input, positions).add(self._added[layer])

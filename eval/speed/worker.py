@@ -59,7 +59,6 @@ class SubprocessCompetitor:
         return self._run(_ask, list(prompt), self._tokens)
 
     def close(self) -> None:
-        """End the process."""
         self._process.shutdown()
 
     def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

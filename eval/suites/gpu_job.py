@@ -136,7 +136,6 @@ class GpuJob:
 
     @property
     def cuda(self) -> bool:
-        """Whether the device is a CUDA device."""
         return self.device.type == "cuda"
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:

@@ -60,7 +60,7 @@ def _ours(job: GpuJob, model: Any, policy: str, prompt: list[int]) -> Callable[[
 
 
 def _measured(job: GpuJob, point: PrefillPoint, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `run` several times. Return the times, without the first one, their median, and the result of `run`."""
+    """Call `run` several times, the first time untimed. Return all times, their median, and the last result."""
     run()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()

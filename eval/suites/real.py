@@ -177,7 +177,7 @@ class Real:
         Report("perplexity", title, self.tested.identity, COLUMNS, rows, NOTES).write(self.out)
 
     def divergence(self) -> None:
-        """Measure KL divergence and top-1 agreement with full attention, at 2, 5 and 10 % and for other policies."""
+        """Measure KL divergence and top-1 agreement with full attention for the variants `diverging`."""
         rows: list[Row] = []
         for context in self.contexts:
             config = PerplexityConfig(context, self.size.windows, context - self.size.decoded)

@@ -20,8 +20,8 @@ _ID_LENGTH = 8
 
 
 def run(args: argparse.Namespace) -> int:
-    """List packed weights in the cache, delete those of one checkpoint, shrink the cache, or clear it. Weights are
-    converted again when their checkpoint is loaded."""
+    """List packed weights in the cache, delete those of one checkpoint, shrink the cache, or clear it. Deleted
+    weights are converted again when their checkpoint is loaded."""
     check_choice("action", args.action, ACTIONS)
     for action, what, value, example in (
         ("delete", "NAME", args.name, "as `offload-rt cache list` shows it"),

@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     """Chat with a model in the terminal. The session and its KV cache are stored and can be resumed."""
     sampling = sampling_given(args)
     if args.session is not None and args.store is None:
-        raise InputError("--session needs a store to be found again: add --store DIR, or leave --session out")
+        raise InputError(
+            "--session needs a store, so that the session can continue later: add --store DIR, or remove --session"
+        )
     config, store = engine_config(args, progress=True), store_options(args)
     name, console = args.session or time.strftime("chat-%Y%m%d-%H%M%S"), stderr_console(quiet=False)
     check_name(name)
@@ -106,7 +108,9 @@ class Chat:
                     self._print("\n(ended)")
             if not self._saved or not self._session.turns:
                 self._session.discard()
-                self._print("not saved: --store DIR keeps conversations" if not self._saved else "nothing was said")
+                self._print(
+                    "not saved: add --store DIR to save conversations" if not self._saved else "not saved: no messages"
+                )
                 return
             self._print("saving …")
         self._print(f"session {self._session.name!r} is saved")

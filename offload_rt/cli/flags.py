@@ -55,7 +55,7 @@ def add_option(
 ) -> None:
     """Add a flag for a field of the dataclass `owner` that was created by `config_fields.option`.
 
-    If the user does not set the flag, the parsed value is None. The defaults are those of the dataclass.
+    A flag that the user does not set has the parsed value None, so that the default of the dataclass applies later.
 
     Args:
         prefix: Prefix of the name in the parsed arguments.

@@ -127,7 +127,7 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
-    """Return the context length for the device memory plan as a keyword argument, if the flags determine the length."""
+    """Return the field `max_model_len` for the device memory plan, if other flags determine the length, else {}."""
     if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
     return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
@@ -143,7 +143,7 @@ def _prompt_ids(llm: LLM, text: str, args: argparse.Namespace, max_tokens: int) 
     if wanted is None:
         if available < 1:
             raise InputError(
-                f"--max-new-tokens {max_tokens} leaves no room for a prompt: the context "
+                f"--max-new-tokens {max_tokens} leaves no tokens for a prompt: the context "
                 f"length of {llm.name} is {llm.geometry.max_positions:,} tokens"
             )
         return shortened(ids, available, args.truncate, args.prompt_file or "the prompt")
@@ -192,7 +192,7 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
-    """Write several texts to stdout when all are complete. A status line on stderr precedes each text."""
+    """Write several texts to stdout, each after a status line on stderr. Return exit code 0."""
     [output] = llm.generate([prompt], params)
     for one in output.outputs:
         console.print(

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Store:
-    """The store that the flags choose.
+    """The session store to use, as set by flags.
 
     Attributes:
         folder: Folder of the store, or None if nothing is stored on disk.
@@ -95,11 +95,11 @@ class _Store:
 
 
 def _store(args: argparse.Namespace) -> _Store:
-    """Return the store that the flags choose. The default store has a size limit."""
+    """Return the store that is set by flags, or the default store, which has a size limit."""
     options = store_options(args)
     if args.no_store:
         if args.store:
-            raise ConfigError("--store and --no-store exclude each other: remove one of them")
+            raise ConfigError("--store and --no-store cannot be combined: remove one of them")
         return _Store(None, options, True)
     if args.store:
         return _Store(Path(args.store).expanduser().resolve(), options, True)

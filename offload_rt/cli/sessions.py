@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the sessions of a store, show or export one as text, delete one, or clear the KV of all other prompts."""
+    """List the sessions of a store, show, export or delete one, or clear the KV of prompts without a session."""
     check_choice("action", args.action, ACTIONS)
     if args.store_ttl is not None and args.action != "list":
         raise InputError(f"--store-ttl applies to sessions list only: remove it from sessions {args.action}")
@@ -49,7 +49,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     from ..sessions.catalog import read_catalog
 
     ttl = None if args.store_ttl is None else parse_duration(args.store_ttl, "--store-ttl")
-    headings = ["session", "model", "turns", "tokens", "on disk", "its own", "last used"]
+    headings = ["session", "model", "turns", "tokens", "on disk", "unshared", "last used"]
     rows, now, catalog = list[list[str]](), time.time(), read_catalog(folder)
     for one in catalog.sessions:
         history = one.history
@@ -74,7 +74,7 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
     print(
         f"{printable(history.name)} ({history.model}): {len(history.turns) // 2:,} turns, "
         f"{len(history.tokens):,} tokens, {cut}"
-        f"{format_size(one.bytes)} on disk, {format_size(one.own_bytes)} of them its own\n",
+        f"{format_size(one.bytes)} on disk, {format_size(one.own_bytes)} of it not shared\n",
         file=sys.stderr,
     )
     print(export_text(history), end="")

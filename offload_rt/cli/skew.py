@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     check_choice("method", args.method, get_args(SkewMethod))
 
     if (Path(args.out) / "skew.safetensors").exists() and not args.overwrite:
-        raise InputError(f"{args.out!r} holds an artifact already: --overwrite replaces it")
+        raise InputError(f"{args.out!r} already contains an artifact: --overwrite replaces it")
 
     from rich.console import Console
 

@@ -64,7 +64,7 @@ def _run_rows(stats: Stats) -> Rows:
 def _time_rows(stats: Stats) -> Rows:
     parts = f", recomputed from token {stats.diverged_at:,}" if stats.diverged_at is not None else ""
     if stats.recomputed_tokens:
-        parts = f", {stats.recomputed_tokens:,} known but after the last snapshot of the recurrent state{parts}"
+        parts = f", {stats.recomputed_tokens:,} computed again after the last snapshot of the recurrent state{parts}"
     reused = f" ({stats.reused_tokens:,} reused{parts})" if stats.reused_tokens or stats.recomputed_tokens else ""
     prefill = _rate(stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds)
     rows = [
@@ -225,13 +225,13 @@ def comparison_table(found: Comparison) -> Table:
     times = f" ({all_kv / ours:.0f} times as much)" if ours and all_kv > 1.5 * ours else ""
     device = policy.kv_bytes_device + policy.scoring_bytes_device
     return _table(
-        "Beside full attention",
+        "Compared with full attention",
         [
             ("same most probable token", same),
             ("KL divergence", f"{kl} nats per token: {verdict}"),
             ("speed", speed),
             ("host to device, KV", f"{format_size(ours)} per token, full attention {format_size(all_kv)}{times}"),
-            ("KV on the device", f"{format_size(device)}, the whole KV {format_size(policy.kv_bytes_host)}"),
+            ("KV on the device", f"{format_size(device)}, all KV {format_size(policy.kv_bytes_host)}"),
         ],
     )
 

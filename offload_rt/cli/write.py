@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="instruction, such as 'Write a novel about ...'")
     parser.add_argument("--prompt-file", metavar="FILE", help="file with the instruction; '-' is stdin")
     parser.add_argument("--beginning", metavar="FILE", help="text that a new document begins with")
-    parser.add_argument("--outline", metavar="FILE", help="headings of the chapters, one a line")
+    parser.add_argument("--outline", metavar="FILE", help="headings of the chapters, one per line")
     parser.add_argument("--chapters", type=int, metavar="N", help="number of chapters (default: lines of the outline)")
     parser.add_argument("--chapter-tokens", type=int, metavar="N", help="length of a chapter (default: 1000)")
     parser.add_argument("--more", type=int, metavar="N", help="write N more tokens than the document has")
@@ -86,7 +86,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     chapters = args.chapters or args.outline
     if chapters and (args.more or args.sampling_max_tokens):
         raise InputError(
-            "chapters and --more or --max-new-tokens exclude each other: set --chapters and --chapter-tokens"
+            "chapters cannot be combined with --more or --max-new-tokens: set --chapters and --chapter-tokens"
         )
 
 

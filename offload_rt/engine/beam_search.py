@@ -99,10 +99,10 @@ class Beams:
         return [(parents[i], tokens[i]) for i in best]
 
     def _finish(self, grown: list[list[int]], scores: torch.Tensor, ends: torch.Tensor) -> None:
-        """Add the candidates that end to the finished continuations, and keep the best `num_beams` of these.
+        """Add complete candidates to the finished continuations, and keep the best `num_beams` of these.
 
-        `grown` are the candidates, best first, with `scores` and the flags `ends`. Only the first `num_beams` of them
-        can finish.
+        `grown` are the candidates, best first, with their `scores`. `ends` tells which are complete. Only the first
+        `num_beams` candidates can finish.
         """
         params, width = self._params, self._params.num_beams
         ending = ends & (torch.arange(len(grown)) < width) & (scores > -torch.inf)  # -inf: forbidden

@@ -240,8 +240,8 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
 def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU, unquantised KV is read in place. For other devices, quantised KV and working sets, KV is copied to staging
-    buffers.
+    On a CPU, unquantised KV is read in place. For other devices, quantised KV, or a `working_set` (entries per layer
+    and KV head that stay on the device), KV is copied to staging buffers.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)

@@ -97,8 +97,8 @@ class CacheManager:
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
         """Return the index of the first token whose exact KV is not cached, or None if there is none.
 
-        It is also None if prefixes are not shared. `provenance` is the end of the KV provenance key, which depends on
-        the cache salt (`salt_provenance`).
+        The result is also None if prefixes are not shared. `provenance` is the end of the KV provenance key, which
+        depends on the cache salt (`salt_provenance`).
         """
         if not self.shares or self._policy.wants_queries:
             return None

@@ -162,7 +162,7 @@ def _raise_error(matcher: LLMatcher, what: str) -> None:
 
 @lru_cache(maxsize=4)
 def _table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
-    """Return the byte table of a tokenizer, which takes a second to build. Raise InputError for slow tokenizers."""
+    """Return llguidance's table of each token's bytes (built in a second). Raise InputError for slow tokenizers."""
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -113,7 +113,7 @@ class Request(ABC):
     def _begin_prefill(
         self, runner: Runner, stop: int, every_logits: Callable[[int, torch.Tensor], None] | None = None
     ) -> Prefill:
-        """Begin the prefill of the first sequence up to token `stop`. Its parts call `every_logits`, if given."""
+        """Begin to prefill the first sequence up to token `stop`. For `every_logits`, see `Runner.begin_prefill`."""
         self._start, self._stop, self._every_logits = self.sequences[0].position, stop, every_logits
         return self._begin_part(runner)
 

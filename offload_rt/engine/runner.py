@@ -111,8 +111,8 @@ class Runner(SequenceManager):
             after_layer: Called with the index of a layer after the layer has run.
             every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
                 part, until all tokens of the prefill are covered.
-            reclaim: Calls a function that reserves memory, again after other memory is reclaimed. None is
-                `retry_after_reclaim`.
+            reclaim: Calls the function that reserves memory, and reclaims memory for it if the pool is full. None
+                means `retry_after_reclaim`.
         """
         end = self._slide_to_prefill(sequence, stop, reclaim or self.retry_after_reclaim)
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop

@@ -261,9 +261,7 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy the resident KV of a sequence from the pool to the device again, after the KV in the pool has
-        changed.
-        """
+        """Copy the resident KV of a sequence to the device again, after the KV in the pool has changed."""
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
@@ -342,7 +340,7 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _release_state(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence on the device, and its snapshots that were not published.
+        """Free the recurrent state of a sequence on the device, and its snapshots that are not in the prefix tree.
 
         A second call has no effect.
         """

@@ -34,7 +34,7 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that no other files o
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence whose KV is on disk. All fields except `names` are arguments of `Runner.adopt`.
+    """A sequence whose KV is on disk, with everything that is needed to restore it, except its tokens.
 
     Attributes:
         names: Names of the sequence's blocks, including blocks of sliding layers.

@@ -39,9 +39,7 @@ class ThreadChoice:
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
-        """Run one decode step of `batch` sequences, the body of the `with` statement, with the chosen number of
-        threads.
-        """
+        """Run a decode step of `batch` sequences (body of the `with` statement) with the chosen number of threads."""
         if device.type != "cpu":
             yield
             return

@@ -55,15 +55,12 @@ class Arena:
         self.active += 1
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
-        """Return views of K and V `[Hkv, size, width]` of one storage layer.
-
-        The views have `size` slots of a slab, from slot `offset` on.
-        """
+        """Return K and V `[Hkv, size, width]` of a storage layer as views: slots [offset, offset + size) of a slab."""
         planes = self.planes[slab, storage_layer].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a view `[p, size, width]` of all planes of storage layers, for `size` slots from slot `offset` on."""
+        """Return a view `[p, size, width]` of the p planes (`layout`) of `storage_layers`, for slots like `view`."""
         return self.planes[slab, storage_layers.start : storage_layers.stop].flatten(0, 2).narrow(1, offset, size)
 
     def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -32,8 +32,8 @@ IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 class ProcessLock:
     """A re-entrant lock that raises InputError if a forked child process enters it.
 
-    After `os.fork`, the child has none of the parent's threads (savers, loaders) but shares the parent's file locks on
-    stores.
+    The child must not use the runtime, because it has none of the parent's threads (savers, loaders) but shares the
+    parent's file locks on stores.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Make `count` ids of group 0 (full-attention layers) free, in one run if possible. Raises PoolFullError."""
+        """Provide `count` free block ids of group 0 (`LayerGroups`), in one run if possible. Raises PoolFullError."""
         if self.groups.full:
             self._provide_memory_blocks(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))

@@ -124,8 +124,8 @@ RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
 """Functions (state, step) -> sort keys `[L, slots]`, by eviction policy. The token with the smallest key is evicted
 first. Among equal keys, the token with the lowest position is evicted first.
 
-"counter" divides the selection count by the number of steps. The paper compares the counts themselves. A token that
-leaves the recent window would then start at zero and be evicted before it can be selected. Perplexity of each policy:
+"counter" divides the selection count by the number of steps. If the counts themselves were compared, as in the paper, a
+token that leaves the recent window would have the count zero and be evicted before it can be selected. Perplexity:
 `make paper`, table `perplexity_with_a_bounded_pool.md`.
 """
 

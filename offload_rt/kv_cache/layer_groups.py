@@ -70,7 +70,7 @@ class LayerGroups:
         return range(first, first + (self.window_storage_layers if self.group[layer] else 1))
 
     def used_storage_layers(self, group: int) -> int:
-        """Return how many storage layers of a block of `group` belong to a layer. These are the first ones."""
+        """Return how many storage layers of a block of `group` are used. The unused ones come last."""
         return max(self.storage_layers(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
@@ -91,10 +91,10 @@ class LayerGroups:
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
 
     def prefill_ends(self, start: int, stop: int, floor: int = 0) -> Iterator[int]:
-        """Yield ends of the first part of a prefill of the tokens [start, stop), the longest part first.
+        """Yield token positions at which the first part of a prefill of [start, stop) may end, the largest first.
 
-        A prefill after earlier tokens needs the windows at both of its ends at once. A shorter part needs fewer window
-        blocks. The shortest part needs no more of them than decode steps need, and so do the parts after it.
+        A part after earlier tokens needs the windows at both of its ends at once, so a shorter part needs fewer window
+        blocks. The shortest part, and the parts after it, need no more of them than decode steps need.
         """
         yield stop
         end = stop

@@ -4,18 +4,17 @@ The pool is one tensor of equal slabs, each
 
     [storage layer, kv_head, 2 (K, V), slab_blocks * 64, d]
 
-For consecutive blocks of one slab, K of one layer and head is a contiguous matrix `[tokens, d]`, and V is another. CPU
-attention reads both in place. If K and V of a token were adjacent, matrix products would read strided rows, which is
-slower. The layout has two disadvantages. A selected token is fetched with two reads of `d` elements instead of one read
-of `2d` elements. One layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d` elements instead of one
-piece.
+In a slab, K of one storage layer and head is a *plane*: a contiguous matrix `[slab_blocks * 64, d]`. V is another one.
+CPU attention reads the rows of consecutive blocks in place. If K and V of a token were adjacent, matrix products would
+read strided rows, which is slower. The layout has two disadvantages. A selected token is fetched with two reads of `d`
+elements instead of one read of `2d` elements. One layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d`
+elements instead of one piece.
 
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 
-Each full-attention layer is one storage layer (`layer_groups`). If sliding-window layers have another row shape, each
-takes several storage layers, and its vectors are stored in their planes `[tokens, d]`. If its vectors have d elements,
-K and V of a head take one plane each. If they have d / 2 elements or fewer, K and V of a head are adjacent parts of the
-rows of one plane.
+Each full-attention layer is one storage layer (`layer_groups`). If sliding-window layers have another `RowShape`, each
+takes one or more storage layers. If its vectors have d elements, K and V of a head take one plane each. If they have
+d / 2 elements or fewer, K and V of a head share the rows of one plane: V is stored next to K.
 """
 
 from __future__ import annotations

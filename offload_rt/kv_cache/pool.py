@@ -190,8 +190,8 @@ class HostPool(BlockSupply):
         Args:
             tokens: Token ids of the prompt.
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
-            floor: First token that sliding-window layers may see. A prefix is only used if all tokens from `floor` on
-                that its next token sees have cached window blocks.
+            floor: First token that sliding-window layers may see. A prefix is only used if window blocks are cached for
+                all tokens, from `floor` on, that the first token after the prefix sees.
         """
         self._unpublish_lost()
         return self.cached.match(tokens, *provenance_keys, floor=floor)

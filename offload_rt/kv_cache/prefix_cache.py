@@ -43,7 +43,7 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """Number of blocks with memory that only the cache references."""
+        """Number of blocks that only the cache references, without ids that have no memory (`LayerGroups`)."""
         return self.tree.idle * self._groups.full + self.windows.idle
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
@@ -81,7 +81,7 @@ class PrefixCache:
     def keep_windows(self, blocks: BlockTable, start: int, full: int, lost: set[int]) -> None:
         """Cache the window blocks of the published blocks [start, full) of a sequence.
 
-        A published block is skipped if any of its window blocks is in `lost`.
+        A published block is skipped if any of its window blocks is in `lost`, because its write to disk failed.
         """
         for i in range(start, full):
             if blocks.ids[i] in self.tree and lost.isdisjoint(blocks.windows[i]):

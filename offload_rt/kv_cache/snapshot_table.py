@@ -1,4 +1,4 @@
-"""Slots for snapshots of recurrent state. Which blocks have one, and after which tokens does a text need one?"""
+"""Slots for snapshots of recurrent state: their assignment to blocks, and the positions at which they are needed."""
 
 from __future__ import annotations
 

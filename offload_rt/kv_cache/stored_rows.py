@@ -90,13 +90,13 @@ class StoredRows:
             self.fill_storage_layer(storage_layer, span, part.k, part.v)
 
     def fill_storage_layer(self, storage_layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[Hkv, size, width]` to one storage layer, whatever the row shape of the model's layer."""
+        """Write K and V `[Hkv, size, width]`, in the row shape of full-attention layers, to one storage layer."""
         self._arena.fill(span.slab, storage_layer, span.offset, k, v)
 
     def view_storage_layers(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
         """Yield each storage layer of a layer, with its K and V `[Hkv, size, width]`.
 
-        The shape does not depend on the row shape of the layer. Unused parts of a storage layer are zero.
+        All have the row shape of full-attention layers. Unused parts of a storage layer are zero.
         """
         part = self.view(layer, span)
         if self._packed(layer):
@@ -104,7 +104,7 @@ class StoredRows:
         return iter([(self.groups.storage_layer[layer], part)])
 
     def _divided(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, KVPart]]:
-        """Yield the storage layers of a layer with its own row shape, filled with its k and v `[Hkv, n, width]`."""
+        """Like `view_storage_layers`, for given k and v `[Hkv, n, width]` of a `_packed` layer."""
         storage_layers, layout = self.groups.storage_layers(layer), self.layout
         shape = (len(storage_layers), layout.kv_heads, 2, k.shape[1], layout.head_dim)
         planes = torch.zeros(shape, dtype=self.format.storage)
@@ -123,10 +123,7 @@ class StoredRows:
         self.fill(blocks, layer, target, row.k, row.v)
 
     def blocks_of(self, blocks: BlockTable, group: int, indices: range) -> list[int]:
-        """Return the ids of a layer group's blocks at the indices `indices` of the block table.
-
-        Skip missing window blocks.
-        """
+        """Return the ids of a layer group's blocks at `indices` of the block table, without missing window blocks."""
         if group == 0:
             return blocks.ids[indices.start : indices.stop]
         return [blocks.windows[index][group - 1] for index in indices if index in blocks.windows]
@@ -202,7 +199,7 @@ class StoredRows:
         return [(self._arena.planes_of(span.slab, places, span.offset, span.size)[:heads],) for span in spans]
 
     def in_planes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return encoded k and v `[Hkv, n, width]` as one part of `planes`."""
+        """Return encoded k and v `[Hkv, n, width]` in the form of a part of `planes`."""
         if not self.shares_rows(layer):
             return k, v
         return (F.pad(torch.cat((k, v), dim=-1), (0, self.layout.head_dim - 2 * k.shape[-1])),)

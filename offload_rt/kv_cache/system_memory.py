@@ -82,7 +82,7 @@ def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
     """Return the remaining bytes of a control group, or None if it has no limit or cannot be read.
 
-    A container sees only its own group, at the root.
+    In a container, only its own group can be read, at the root.
     """
     try:
         most = (folder / limit).read_text().strip()

@@ -98,10 +98,7 @@ def _names_of_classes() -> set[str]:
 
 
 def _multimodal_class(config: PreTrainedConfig) -> Any:
-    """Return the class to load a multimodal model with, which omits all modules that are not used for text.
-
-    Return None for other models.
-    """
+    """Return a class that loads a multimodal model without the modules not used for text; None for other models."""
     if not is_multimodal(config):
         return None
     named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
@@ -249,10 +246,9 @@ def resolve_dtype(
     """Return the dtype for a name. None means the dtype of the weights, if the configuration does not state one.
 
     "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
-    checkpoints, because decoding is limited by reading weights. For other checkpoints, it is at least float32. Without
-    the C code it is float32 on a CPU, because torch is slow in half precision there. Models that ship with the package
-    are always computed in float32 on a CPU, so that their results are the same on every machine. Raises ConfigError for
-    an unknown name.
+    checkpoints, because decoding is limited by reading weights. There are two exceptions, which use float32: CPUs on
+    which bfloat16 is slow (`computes_bfloat16`), and models that ship with the package, so that their results are the
+    same on every machine. Other checkpoints use at least float32 on a CPU. Raises ConfigError for an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))

@@ -62,9 +62,9 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return all weights by name, including the buffers of the checkpoint, such as `layer_scalar` of Gemma 4.
+    """Return all weights by name, including buffers that are in the checkpoint, such as `layer_scalar` of Gemma 4.
 
-    Packed models may store weights in any buffer.
+    All buffers of packed models are included, because any of them may contain weights.
     """
     buffers, stored = dict(model.named_buffers()), set(model.state_dict(keep_vars=True))
     if packing_of(model) is None:
@@ -83,7 +83,7 @@ def _architecture(model: nn.Module) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Return `value` without None entries and with all numbers as float. Checkpoints write 10000 or 10000.0."""
+    """Return `value` without None entries and with all numbers as float, because checkpoints write 10000 or 10000.0."""
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -94,7 +94,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return a digest of all elements of `weight`. It does not depend on strides and device, nor on a wider dtype.
+    """Return a digest of all elements of `weight`, which is the same for other strides, devices and wider dtypes.
 
     All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly are also digested in a wider
     dtype.

@@ -89,7 +89,7 @@ class _Layout:
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Raise CannotPackError if no type can stay packed, or if transformers joins several tensors to one weight."""
+        """Raise CannotPackError if no tensor can stay packed or if transformers joins several tensors to one weight."""
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils

@@ -46,7 +46,7 @@ class Importer(ABC):
     """Converts the layers of one kind of checkpoint. All methods raise CannotPackError for unsupported variants.
 
     Attributes:
-        method: Value of `quant_method` in the configurations of these checkpoints.
+        method: Quantisation method: the value of `quant_method` in the configurations of these checkpoints.
         parts: Last parts of the names of tensors that are converted to packed weights. Other tensors are copied.
     """
 

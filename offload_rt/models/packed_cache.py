@@ -146,7 +146,7 @@ def packed_entries(home: Path) -> list[PackedEntry]:
 def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:
     """Delete the least recently used checkpoints until at most `limit` bytes remain. Return the deleted ones.
 
-    With a limit of 0, the marks of checkpoints that cannot be packed are deleted as well.
+    With a limit of 0, the files that mark checkpoints as not convertible are deleted as well.
     """
     if not home.is_dir():
         return []

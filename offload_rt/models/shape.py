@@ -114,10 +114,9 @@ def load_shape(
 
 
 def _code_versions() -> list[object]:
-    """Return what else the shape of a model depends on: this package's files and the versions of other packages.
+    """Return what the shape of a model depends on besides its files and arguments.
 
-    These are the time of the newest change of a file, and the versions. The version of a package that is not installed
-    is None.
+    This is the time of the newest change of this package's files, and the versions of other packages (None if missing).
     """
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
@@ -224,6 +223,5 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 def _unprefixed(name: str) -> str:
     """Return the name of a weight without the prefix that differs between files and modules of multimodal models."""
-    # The prefix in files of multimodal models differs from the prefix in their modules.
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])

@@ -109,7 +109,7 @@ class ModelSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint has a tokenizer. Only for a local folder without tokenizer files, this is False."""
+        """Whether the checkpoint may have a tokenizer: False only for a local folder without tokenizer files."""
         folder = self.folder
         return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
 
@@ -154,7 +154,7 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
         hub: Download options.
 
     Raises:
-        ModelError: `model` is none of these. The name of a missing path is never looked up on the hub.
+        ModelError: `model` is none of these. A name that is not a valid hub id is never looked up on the hub.
     """
     name = os.fspath(model)
     if name in SHIPPED:

@@ -180,7 +180,7 @@ class _Verification:
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output `[T, D]` of an attention layer of the adapter for its input `[T, D]`.
 
-        The last tokens are computed one by one, and all earlier tokens together (or in two pieces).
+        The last tokens are computed one by one, and all earlier tokens together (in two pieces for hybrid models).
         """
         adapter, outs, parts = self._adapter, [], []
         for s in self._pieces:

@@ -57,7 +57,7 @@ class WeightSizes:
     Attributes:
         fixed: Embedding, head (not counted if tied to the embedding), final norm, all buffers, and `unpacked_bytes`.
         layers: Aligned size of the weights of each decoder layer.
-        widest: Largest number of rows or columns of any matrix in a layer.
+        widest: Largest number of inputs or outputs per token of any matrix in a layer (`_widest_side`).
         experts: Sizes of the experts in `layers`, which may stay in host memory; None if there are none.
         embedding: Size of the embedding in `fixed` if it may stay in host memory; else 0.
     """
@@ -230,9 +230,9 @@ def _chosen_by_a_token(layer: nn.Module) -> int:
 
 
 def _widest_side(layer: nn.Module) -> int:
-    """Return the largest number of rows or columns of any matrix in a layer, packed or not.
+    """Return the largest number of inputs or outputs per token of any matrix in a layer, packed or not.
 
-    For experts, it is the sum of rows and columns, times the number of experts per token.
+    For experts, it is the sum of the inputs and outputs of all experts that a token uses.
     """
     sides, chosen = [0], _chosen_by_a_token(layer)
     for module in layer.modules():

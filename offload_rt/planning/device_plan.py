@@ -107,14 +107,14 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Return the possible prefill chunk sizes in tokens, best first."""
+    """Return the prefill chunk sizes in tokens that a plan may use, the largest (fastest) first."""
     if config.prefill_chunk_size is not None:
         return (config.prefill_chunk_size,)
     return (512,) if device.type == "cpu" else (2048, 1024, 512)
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """Return the costs of sequences with the best prefill chunk size. Raise ConfigError for invalid policy options."""
+    """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid policy options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
@@ -177,7 +177,7 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
 
 
 def _plans_within(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield a plan of at most `limit` bytes for each cost model in `several`. Skip models without such a plan."""
+    """Yield a plan of at most `limit` bytes for each of the cost models `several`, if there is one."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
@@ -223,7 +223,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest_fitting(available: int, costs: DeviceCosts, context: int) -> int:
-    """Return the most tokens, below `context`, of a sequence that fits `available` bytes; 0 if none fits."""
+    """Return the length in tokens, below `context`, of the longest sequence that fits `available` bytes, or 0."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

@@ -43,8 +43,8 @@ class DeviceCosts:
         keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
         working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
             tokens.
-        graphs: Whether steps with padded batch sizes are captured as CUDA graphs. The total then includes the memory of
-            one more graph than the running one.
+        graphs: Whether steps with padded batch sizes are captured as CUDA graphs. `total` then includes the memory of a
+            second graph.
         drafts: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
     """
 
@@ -58,11 +58,11 @@ class DeviceCosts:
     drafts: int | None = None
 
     def basis(self) -> int:
-        """Return the size in bytes of the scoring data that does not depend on the context."""
+        """Return the size in bytes of the bases of scoring keys and the corrections of predicted queries."""
         return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size in bytes of bases, RoPE tables of one slice and cuBLAS workspaces, for any context length."""
+        """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
         return self.basis() + self._rotation(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
     def _rotation(self, tokens: int) -> int:
@@ -158,7 +158,7 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the size in bytes of a prefill's temporary memory, with RoPE tables of slices after the first."""
+        """Return the size in bytes of a prefill's temporary memory, with all RoPE tables except those in `fixed`."""
         return self._layer_work(context) + self._rotation(max(0, min(context, KEPT * self.slice) - self.slice))
 
     def _layer_work(self, context: int) -> int:
@@ -228,7 +228,7 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits(self, sequences: int) -> int:
-        """Return the size in bytes of a batch's logits, wider copies of them, and one sequence's sampler copies."""
+        """Return the size in bytes of a batch's logits, two wider copies, and the tensors that sample one sequence."""
         vocab = self.shape.geometry.vocab
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
 

@@ -84,8 +84,8 @@ class Step:
         index: Index of the completion in the response.
         pieces: New content, reasoning and tool calls, in order.
         token_ids: New token ids.
-        logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt is included. Its first
-            token has the entry None.
+        logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt's tokens are included;
+            the first of them has the entry None.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.
         stop_reason: Stop string or token that ended the completion, or None.
         usage: Token counts of the whole request up to now.

@@ -13,7 +13,7 @@ from starlette.types import Scope
 from .options import LogFormat
 
 MAX_KINDS = 100
-"""Maximum number of message kinds that are counted separately."""
+"""Maximum number of different messages that are counted separately."""
 
 QUIET_PATHS = ("/health", "/metrics", "/v1/load")
 """Paths that clients poll. Successful requests to them are logged at level DEBUG."""

@@ -247,7 +247,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return the message of an error without private details: the model's folder and memory of other sessions."""
+        """Return the message of an error without the model's folder and the memory use of other sessions (private)."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__

@@ -58,7 +58,7 @@ class StoredSession:
         return sum(block.bytes for block in self.blocks if block.used < time)
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether the session has the name `name`, and belongs to `model`, which may be None for any model."""
+        """Return whether the session is called `name` and belongs to `model`. None means any model."""
         return self.history.name == name and model in (None, self.history.model)
 
 

@@ -39,10 +39,7 @@ class SessionContext:
 
     @property
     def private(self) -> bool:
-        """Whether a session's blocks may be used only by this session and its forks.
-
-        True if the KV cache is quantised.
-        """
+        """Whether only a session and its forks may use its blocks. True if the KV cache is quantised."""
         # A prefill attends to new KV before rounding it, so the KV of later tokens depends on where prefills began.
         return not self.runner.pool.format.exact
 

@@ -41,8 +41,7 @@ class History:
             other tokens was computed by a prefill.
         turns: (role, text) of each message, for display.
         starts: Number of tokens before each of the latest turns, for `undo`.
-        truncation_id: Identifier of all truncations of the session, as part of the KV provenance key. "" if there were
-            none.
+        truncation_id: Part of the KV provenance key that depends on all truncations. "" if there were none.
         shift: Number of truncated tokens. A token after the gap has the position (its index in `tokens`) + `shift`.
         sinks: Number of attention sinks: tokens before the gap whose original keys are stored, because their keys in
             the pool may be rotated. 0 if the keys are never rotated.

@@ -118,7 +118,7 @@ class HostTier:
             self._order.set_window(self._waiting)
 
     def unpark(self, kv: SessionKV) -> None:
-        """End the parking of a session, so that it is not evicted. Does nothing if the session is not parked.
+        """Mark a session as no longer idle, so that it is not evicted. Does nothing if the session is not parked.
 
         Call this before the session is used or closed.
         """

@@ -110,7 +110,7 @@ class SessionBlocks:
             stored = [(name, find_one(name)) for name in shown if name.index not in blocks.windows]
             missing = [name.index for name, block in stored if block is None]
             if not missing:
-                found = [placed for placed in found if placed.table_index * BLOCK_SIZE < known]
+                found = [placed for placed in found if placed.block_index * BLOCK_SIZE < known]
                 found += [PlacedBlock(name.index, block, name.group) for name, block in stored if block is not None]
                 self.pin(placed.block.key for placed in found)
                 return found, known

@@ -58,9 +58,7 @@ class SessionKV:
     # -------------------------------------------------------------------------------------------------------- loading
 
     def ready(self, capacity: int) -> Sequence:
-        """Return the session's sequence, with KV slots for `capacity` tokens.
-
-        Start to load its KV from disk if necessary.
+        """Return the session's sequence, with KV slots for `capacity` tokens. Its KV may still be loading from disk.
 
         Raises PoolFullError if the sequence does not fit in the pool.
         """

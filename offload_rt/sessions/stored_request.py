@@ -61,7 +61,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
-        """Prepare the session's history for a start. Raise an error if the request does not fit."""
+        """Check that the request fits, and adapt the session's history to it if necessary. Called before each start."""
 
     @abstractmethod
     def _undo_prepare(self) -> None:

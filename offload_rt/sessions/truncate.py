@@ -104,7 +104,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session that is not parked. Return their number. See `Session.truncate`."""
+    """Remove tokens from a session that is not parked (`HostTier`). Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)

@@ -182,7 +182,7 @@ class Turn(StoredRequest):
         self._undo_prepare()
 
     def _undo_prepare(self) -> None:
-        """Restore the session to its state before the turn, and park it in the host tier."""
+        """Restore the session to its state before the turn, and mark it as idle."""
         kv = self.kv
         self._forget(self._before)
         if kv.sequence is not None:
@@ -201,7 +201,7 @@ class Turn(StoredRequest):
             kv.sequence.tokens = list(tokens)
 
     def _store_kv(self, runner: Runner) -> None:
-        """Add the turn to the history, and park the session."""
+        """Add the turn to the history, or restore the session if the turn is incomplete. Mark the session as idle."""
         kv, history, sequence = self.kv, self.kv.history, self.sequence
         interrupted, progressed = self._prefilling, sequence is not None and sequence.position > self._start
         complete = sequence is not None and not interrupted

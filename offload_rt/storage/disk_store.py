@@ -155,7 +155,7 @@ class DiskStore:
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
         """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
 
-        Files with the name of a block that contain no block are removed too, such as a document that was renamed.
+        Files that have the name of a block but contain none, such as a renamed document, are removed too.
 
         Args:
             keys: Keys of the blocks to keep.

@@ -175,7 +175,7 @@ class DocumentStore:
         except OSError:  # the file system has no hard links
             write_synced(temporary, record)
         os.replace(temporary, before)
-        # `os.replace` does nothing if a crash left both names linked to the same file.
+        # `os.replace` has no effect if a crash left both names linked to the same file.
         temporary.unlink(missing_ok=True)
         self._folder.index.add(before, len(record))
 

@@ -22,7 +22,7 @@ from .options import StoreOptions
 BLOCKS, DAMAGED = ".kv", ".damaged"
 """Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
 
-_MANY = 100  # number of files of one size from which on this is the size of full blocks
+_MANY = 100  # if at least this number of files have equal sizes, they are treated as full blocks
 
 SPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
@@ -195,7 +195,7 @@ class StoreFolder:
     def without_block(self, paths: Iterable[Path]) -> set[Path]:
         """Return the files among the block files `paths` that contain no block.
 
-        Full blocks of a namespace have equal sizes. Files of a size that many files have are therefore not read.
+        Full blocks of a namespace have equal sizes, so a file is not read if many others have the same size.
         """
         sizes = dict[Path, int]()
         for path in paths:

@@ -95,7 +95,7 @@ class DiskIndex:
             self._stamp = used if used <= now else max(now, self._stamp + 1)
             if used > now:
                 ahead.append(path)
-            # A clock that went backwards moves last use and rank alike.
+            # If the last use is corrected, the rank moves with it, so that the delay stays.
             keep = self._stamp + (min(max(accessed - used, 0), LONGEST_KEEP) if self._weighs else 0)
             self.files[path] = _File(size, self._stamp, keep)
             self._order.add(path, keep)

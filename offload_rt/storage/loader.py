@@ -29,9 +29,15 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block with its layer group and the index in the block table at which it will be loaded."""
+    """A stored block that will be loaded into a block table.
 
-    table_index: int
+    Attributes:
+        block_index: Index of the block in the block table.
+        block: The stored block.
+        group: Layer group of the block.
+    """
+
+    block_index: int
     block: StoredBlock
     group: int = 0
 
@@ -84,7 +90,7 @@ class BlockLoader:
         self._pool, self._placed, self._ahead = pool, placed_blocks, ahead
         self._layers = len(pool.groups.group)
         tokens = [
-            range(placed.table_index * BLOCK_SIZE, placed.table_index * BLOCK_SIZE + placed.block.count)
+            range(placed.block_index * BLOCK_SIZE, placed.block_index * BLOCK_SIZE + placed.block.count)
             for placed in placed_blocks
         ]
         self._spans = [pool.spans(blocks, c.group, own)[0] for c, own in zip(placed_blocks, tokens, strict=True)]

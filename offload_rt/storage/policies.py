@@ -95,7 +95,7 @@ class EvictionOrder(Generic[K]):
             self._wanted[item] = None
 
     def set_window(self, items: Sequence[K]) -> list[K]:
-        """Set the eviction window to `items`, in the order in which they will be needed.
+        """Set the eviction window to `items`, sorted by the time when they will be needed.
 
         Return the items that left the window. Their rank is now 0, the lowest.
         """

@@ -101,8 +101,9 @@ class Saver:
     * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
       pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
 
-    A block is not committed if any of its writes failed. Its unnamed file remains the extent of the pool block, unless
-    the KV was never complete (`abort`). The compute thread creates these files, because it waits for the disk anyway.
+    A block is not committed if any of its writes failed. Its file then loses its name, but remains the extent of the
+    pool block, unless the KV was never complete (`abort`). The compute thread creates the files of stored extents,
+    because it waits for the disk anyway.
 
     Call all methods except `notify` on the compute thread. The worker reads the pool, after `KVStorage.settle`, and
     writes to the store.
@@ -188,7 +189,7 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
-        """Create a store file to which the pool can write a block itself. Return None if the store provides none."""
+        """Create a store file, so that the pool can write a block to it. Return None if the store provides none."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:

@@ -55,7 +55,7 @@ class RecycledMemory:
     def _take(self, size: int) -> mmap.mmap:
         """Return the smallest free piece of at least `size` bytes.
 
-        If there is none, drop the largest free piece, and return new memory.
+        If there is none, return new memory and drop the largest free piece, which is too small now.
         """
         with self._taking:
             waiting = sorted(self._free, key=len)  # a copy, because other threads may return memory at the same time

@@ -11,7 +11,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each control group of this process with the `controller` "memory" or "cpu", as (folder, is_version_2)."""
+    """Yield the control groups of this process and their parents for `controller` ("memory" or "cpu").
+
+    `membership` is the file that names the groups, `root` the folder that contains them. Items: (folder, is_version_2).
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -39,7 +42,7 @@ def processor_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | N
 
 
 def _quota(folder: Path, two: bool) -> int | None:
-    """Return the processor limit of one control group, rounded up. None if it has no limit or cannot be read."""
+    """Return the processor limit of a control group (version 2 if `two`), rounded up. None if there is none."""
     names = ("cpu.max",) if two else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         time, period = " ".join((folder / name).read_text() for name in names).split()

@@ -98,7 +98,7 @@ class _Field(ctypes.Structure):
 
 
 def check_structure(library: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Check that a structure has the same fields in Python and in C. Its name in C has no leading underscore.
+    """Check that a structure has the same fields in Python (`_Name`) and in C (`Name`).
 
     Raises:
         RuntimeError: Fields differ in name, offset or size.
@@ -217,7 +217,7 @@ def _processor_flags() -> frozenset[str]:
 
 
 def _described(wanted: str) -> str:
-    """Return the value of a field of the first processor in /proc/cpuinfo. Empty if there is none."""
+    """Return the value of the field `wanted` of the first processor in /proc/cpuinfo. Empty if there is none."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")

@@ -52,7 +52,7 @@ class Progress:
 
     @contextmanager
     def items(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """Yield a function that advances a bar. Call it after each of `total` items."""
+        """Yield a function that advances a bar labelled `what`. Call it after each of `total` items."""
         done = 0
         with self.bar(what, total) as show:
 
@@ -65,7 +65,7 @@ class Progress:
 
     @contextmanager
     def bar(self, what: str, total: int | None = None) -> Iterator[Show]:
-        """Yield a function that sets the finished amount of a bar, and the total amount if `total` is None."""
+        """Yield a function that sets the finished amount of a bar labelled `what`, and its total if `total` is None."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -3,8 +3,8 @@
 A SPEC is one of:
 
 - `-`: standard input, plain text;
-- a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables, read through
-  `datasets` too; `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
+- a path: `book.txt` is plain text in UTF-8; `.jsonl`, `.json`, `.csv` and `.parquet` are tables, also read
+  through `datasets`; `prompts.jsonl:question` takes one column (default: `text`, else the only column of strings);
 - `NAME:SPLIT`, `NAME:CONFIG:SPLIT` or `NAME:CONFIG:SPLIT:COLUMN`: a dataset of the hub, such as
   `wikitext:wikitext-2-raw-v1:test`. It is streamed, so that only the rows that are read are downloaded. With
   HF_HUB_OFFLINE=1 or HF_DATASETS_OFFLINE=1 it is read from the local cache.

@@ -1,8 +1,8 @@
 """Write a long document in turns of a session. Each turn ends at a fixed token position.
 
 The text of a turn depends only on the stored session, the settings and the seed, because the random numbers for a token
-depend on its absolute position, and each turn ends when the session has full blocks and one more token. If a turn is
-interrupted, its tokens are discarded. The next run repeats the turn and gives the same text.
+depend on its absolute position, and each turn ends when the number of tokens is one more than a multiple of the block
+size. If a turn is interrupted, its tokens are discarded. The next run repeats the turn and gives the same text.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ class _Writer:
         return "stop" if reason == "length" and self._text_complete else reason
 
     def _turn_length(self, added: int, replaced: int) -> int:
-        """Return how many tokens a turn generates that first removes `replaced` tokens and appends `added` tokens."""
+        """Return how many tokens a turn generates after removing `replaced` tokens and appending `added` tokens."""
         kv = self._session.kv
         held = len(kv.history.tokens)
         room = _to_boundary(held - replaced + added)
@@ -375,6 +375,6 @@ class _Writer:
 
 
 def _to_boundary(length: int) -> int:
-    """Return how many tokens must be added to `length` tokens to get full blocks and one more token."""
+    """Return how many tokens to add to `length` tokens, so that the sum is one more than a multiple of BLOCK_SIZE."""
     more = BLOCK_SIZE * (length // LONGER_TURNS)
     return ((1 - length) % BLOCK_SIZE or BLOCK_SIZE) + more

@@ -27,7 +27,7 @@ class Architecture:
     Attributes:
         config: Name of the configuration class without "Config".
         options: Options of the configuration that differ from the common ones.
-        traits: Description in the documentation's table.
+        traits: Properties of the architecture in words.
     """
 
     config: str

@@ -1,7 +1,6 @@
 """Measure kernel launches per layer and staged bytes of a decode step on the simulated device.
 
-`python tests/support/cuda_figures.py` prints launches and memory per layer, which `docs/pages/gpu.md` quotes. Tests
-check limits on them.
+`python tests/support/cuda_figures.py` prints launches and memory per layer. Tests check limits on them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count the work of a decode step on the simulated device.
 
-`python tests/support/step_counts.py` writes the table of `docs/pages/gpu.md`. Tests compare each row with the page.
+`python tests/support/step_counts.py` writes the table of `CONTRIBUTING.md`. Tests compare each row with the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.cuda_cells import DRAFTS, LOW_BITS
 from support.cuda_simulator import Late, simulated
 from support.tiny_models import tiny_model, tiny_prompt
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- step counts: begin (written by tests/support/step_counts.py) -->", "<!-- step counts: end -->"
 VOCAB = 97
 WARM = 2

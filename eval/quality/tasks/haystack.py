@@ -17,7 +17,6 @@ SAMPLES = 500
 
 
 def sentences(text: str) -> list[str]:
-    """Split `text` into sentences."""
     return SENTENCE_END.split(text)
 
 
@@ -32,7 +31,7 @@ def multiquery(**metadata: Any) -> Any:
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Create documents with RULER's generator, for each length in `max_seq_lengths` (tokens)."""
+    """Create documents for each length in `max_seq_lengths` (tokens). `needles` are arguments of RULER's generator."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
 
@@ -64,7 +63,7 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def aggregate_metrics(scores: list[float]) -> float:
-    """Return the mean of RULER's scores, or -1 if there is no document of this length."""
+    """Return the mean of RULER's scores for one document length, or -1 if there is no document of this length."""
     from lm_eval.tasks.ruler.common_utils import aggregate_metrics as mean
 
     return float(mean(scores))

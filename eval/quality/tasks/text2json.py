@@ -63,10 +63,7 @@ PREFIX = "["
 
 
 def documents(records: int = 16, filler: int = 4, samples: int = 50, **metadata: Any) -> dict[str, Any]:
-    """Create `samples` documents with `records` records each, as the split "test".
-
-    `filler` sentences follow each record.
-    """
+    """Create the split "test": `samples` documents with `records` records, each followed by `filler` sentences."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list([document(seed, records, filler) for seed in range(samples)])}

@@ -123,8 +123,8 @@ class SpeculativeDecoder:
     def accepted(self, draft: Draft) -> Iterator[Answer]:
         """Mark tokens of a draft as computed one by one, and yield the logits `[1, V]` after each.
 
-        Yields `[S, V]` if the request has S sequences. After each yield, the request must sample a token before it
-        continues the iteration. The iteration ends at the first sampled token that differs from its draft token.
+        Without draft tokens, the only yield is `[S, V]` for S sequences. After each yield, the request must sample a
+        token before the iteration continues. It ends at the first sampled token that differs from its draft token.
         """
         request, runner, matched = draft.request, self._runner, 0
         for row in range(len(draft.tokens) + 1):

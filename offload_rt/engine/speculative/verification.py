@@ -18,7 +18,7 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
     The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Afterwards, the
     caller commits the tokens one by one with `accept`. The recurrent state of a hybrid model includes all computed
-    tokens.
+    tokens until `replay` removes the rejected ones.
 
     Args:
         runner: Runner of the model.

@@ -223,9 +223,9 @@ class FileArena:
             self._forget_all(target)
 
     def _count_writable(self, block: int, storage_layer: int, most: int) -> int:
-        """Return how many blocks from `block` on can write a whole storage layer directly to their extents.
+        """Return for how many consecutive blocks from `block` on a whole storage layer can be written directly to disk.
 
-        These blocks have no buffer, and their extents accept the storage layer. The result is at most `most`.
+        These blocks have no buffer, and their extents accept the storage layer. At most `most` blocks are examined.
         """
         with self._mutex:
             following = range(block, block + most)
@@ -290,17 +290,14 @@ class FileArena:
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _rows(self, data: torch.Tensor) -> torch.Tensor:
-        """View n layers of blocks, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
+        """View n storage layers, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
         own = data[:, : self.file_layout.layer_entries * self.file_layout.entry_bytes].view(self.dtype)
         return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
-        """Return a copy of K and V `[Hkv, size, width]` of one storage layer.
-
-        The copy has `size` contiguous slots of a slab, from slot `offset` on.
-        """
+        """Return K and V `[Hkv, size, width]` of a storage layer as copies: slots [offset, offset + size) of a slab."""
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:
@@ -319,7 +316,7 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a copy `[p, size, width]` of all planes of storage layers, for `size` slots from slot `offset` on."""
+        """Return a copy of the planes of `storage_layers`, like `Arena.planes_of`."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
@@ -360,10 +357,10 @@ class FileArena:
         return ids, into
 
     def _read_rows(self, offsets: Offsets, into: Offsets, out: torch.Tensor) -> None:
-        """Read n pieces of r rows each from a file into rows of `out` `[m, size]`.
+        """Read n pieces of open files, each with r adjacent rows, into rows of `out` `[m, width]`.
 
-        `offsets` `[n]` are the file positions of the pieces, and `into` `[n, r]` their rows of `out`. The pieces are
-        read in batches that fit in the staging buffer.
+        `offsets` `[n]` are the file positions of the pieces. Row j of piece i is copied to row `into[i, j]` of `out`.
+        The pieces are read in batches that fit in the staging buffer.
         """
         own, row, staging = into.shape[1], out.shape[1] * out.itemsize, self._staging.get()
         try:

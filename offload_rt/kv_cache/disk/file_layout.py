@@ -80,7 +80,7 @@ class FileLayout:
     def fit(cls, limit: int, geometry: ModelGeometry, format: KVFormat, slab_tokens: int = SLAB_TOKENS) -> FileLayout:
         """Return the layout of a file of at most `limit` bytes. Raises MemoryLimitError if not even one block fits.
 
-        `geometry` has stored elements per vector in place of the head dimensions (`stored_geometry`).
+        The head dimensions in `geometry` must be the numbers of stored elements per vector (`stored_geometry`).
         """
         own = BLOCK_SIZE * geometry.full_rows.bytes(format.storage)
         rows = limit * own // round_up_to_page(own)

@@ -115,7 +115,7 @@ def merge_reads(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
         offsets: Position of the first byte of each piece, int64 `[n]`, in any order.
         size: Size in bytes of a piece.
         gap: Largest gap in bytes between two pieces that are read with one request.
-        most: Largest size in bytes of a request; whole disk blocks, and larger than a piece.
+        most: Largest size in bytes of a request: a multiple of the disk block size, and larger than a piece.
     """
     if (library := _merge_library()) is None:
         return _merge_with_numpy(offsets, size, gap, most)

@@ -1,9 +1,9 @@
 """In-memory cache for KV entries on disk, shared by all sequences.
 
 Replacement is LRFU (Lee et al. 2001), as in the working set on the device: each use adds 1 to the score of an entry,
-each step multiplies all scores by `DECAY`, and the entry with the lowest score is evicted. The implementation increases
-the weight of later uses instead of decreasing all scores. The order of the entries is the same, and the cost depends
-only on the entries looked up.
+each decode step multiplies all scores by `DECAY`, and the entry with the lowest score is evicted. Instead of decreasing
+all scores, the implementation increases the weight of later uses. The order of the entries is the same, but the cost
+depends only on the number of entries looked up.
 
 The cache is set-associative: the id of an entry determines its set of `WAYS` slots. Lookup and eviction search only
 this set, and entries that are not cached need no memory.
@@ -85,7 +85,7 @@ class RowCache:
         return self._owner[slots] - 1
 
     def advance(self, steps: float) -> None:
-        """Advance the clock by `steps` decode steps, which may be a fraction."""
+        """Advance the clock by `steps` decode steps, or by a fraction of one if `steps` < 1."""
         self._now = (self._now + 1) & 0xFFFFFFFF
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:

@@ -76,7 +76,7 @@ class WriteBehind:
             return {block for block, _ in self._lost}
 
     def forget_errors(self, blocks: Sequence[int]) -> None:
-        """Ignore past and pending write errors of `blocks`, which have been freed."""
+        """Discard the write errors of freed `blocks`, and ignore errors of their pending writes."""
         gone = set(blocks)
         with self._changed:
             self._lost = {key: why for key, why in self._lost.items() if key[0] not in gone}

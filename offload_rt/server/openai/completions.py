@@ -233,7 +233,7 @@ async def _events(
 
 
 def response_head(service: Service, request: Request, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields that chat responses and text completions have in common, without output."""
+    """Return the common fields of chat and text completions. `prefix` begins the id, and `kind` is the object type."""
     name = f"{prefix}-{request.state.request_id}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.state.model}
 

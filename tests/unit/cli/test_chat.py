@@ -79,7 +79,7 @@ def test_turns_are_undone_and_answered_again(
     talk(tmp_path / "store", "/undo\n/history\n/undo\n/undo\n", monkeypatch)
     err = capsys.readouterr().err
     assert "2 turns" in err and "removed: Go on" in err and "has no turn that can be undone" in err
-    assert "nothing was said" in err, "a chat without turns is not stored"
+    assert "not saved: no messages" in err, "a chat without turns is not stored"
 
 
 def test_what_is_not_used_for_its_time_to_live_is_given_up(
@@ -188,11 +188,11 @@ def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing
     flags = ["--policy", "full", "--max-new-tokens", "3", "--host-memory", "64MiB"]
     assert main(["chat", "reference", *flags]) == 0
     out, err = capsys.readouterr()
-    assert out.strip() and "not saved: --store DIR keeps conversations" in err
+    assert out.strip() and "not saved: add --store DIR to save conversations" in err
     assert not list((tmp_path / "temporary").iterdir())
     monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
     assert main(["chat", "reference", "--store", str(tmp_path / "store"), *flags]) == 0
-    assert "nothing was said" in capsys.readouterr().err
+    assert "not saved: no messages" in capsys.readouterr().err
     assert main(["sessions", "--store", str(tmp_path / "store")]) == 0
     assert capsys.readouterr().out == "no sessions\n"
 

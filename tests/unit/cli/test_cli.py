@@ -67,7 +67,7 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
     given = (*given, "--ignore-eos", "--dtype", "float32", "--seed", "1", "--compare-full")
     run = cli(*given, "--plot", str(plot), "--stats-json", str(stats))
     assert run.code == 0, run.err
-    for words in ("Beside full attention", "same most probable token", "KL divergence", "full attention", "whole KV"):
+    for words in ("Compared with full attention", "same most probable token", "KL divergence", "all KV"):
         assert words in run.err
     found, drawn = json.loads(stats.read_text())["against_full"], json.loads(plot.with_suffix(".json").read_text())
     assert found["scored"] == 20 and found["kl"] < 0.01 and found["top_1"] > 0.9

@@ -54,7 +54,7 @@ def test_stores_of_servers(serve: Callable[..., Any], tmp_path: Path, caplog: py
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("reference", ("--no-store", "--store", "x"), "exclude each other"),
+        ("reference", ("--no-store", "--store", "x"), "cannot be combined"),
         ("/nowhere/model", (), "does not exist"),
         (".", (), "no config.json"),
     ],

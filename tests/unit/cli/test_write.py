@@ -177,7 +177,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, roomy: str) -> Path:
         (("--temperature", "0.1"), ("was begun with temperature 0.8",)),
         (("--chapter-tokens", "7"), ("was begun with chapter length 1000, not 7",)),
         (("--chapters", "0"), ("--chapters 0 must be at least 1",)),
-        (("--chapters", "2", "--more", "5"), ("exclude each other",)),
+        (("--chapters", "2", "--more", "5"), ("cannot be combined",)),
         (("--beginning", "none.txt"), ("none.txt", "No such file")),
         (("Write.", "--prompt-file", "x"), ("either PROMPT or --prompt-file",)),
     ],

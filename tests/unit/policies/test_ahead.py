@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.hybrids import make, prompt_of
+from support.outputs import completed
 from support.select_models import CPU, artifact, geometry
 from support.tiny_models import assert_greedy, tiny_model
 
@@ -69,6 +70,20 @@ def test_queries_are_predicted_from_the_input_of_that_layer(ahead: int, monkeypa
     hidden = model.model.layers[5].input_layernorm(layer_inputs(model, text)[max(1, 5 - ahead)])
     assert len(guesses) == 4
     torch.testing.assert_close(torch.stack(guesses), hidden[30:34], rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+def test_a_device_gives_the_tokens_of_a_cpu() -> None:
+    """Cover batched selection. The two layers between the attention layers are short convolutions."""
+    kinds = ["full_attention", "conv", "conv", "full_attention"]
+    options = {"preset": "rows", "scorer": "int4", "dense_layers": (), "budget": 0.4, "recent": 4, "ahead": 1}
+    params, found = SamplingParams(max_tokens=2, temperature=0), []
+    for device in ("cpu", "cuda"):
+        model = architecture("lfm2", num_hidden_layers=4, layer_types=kinds).to(device)  # type: ignore[arg-type]
+        llm = LLM(model, policy="infinigen", policy_options=options, host_memory="8MiB", verify="off")
+        found.append([one.token_ids for one in completed(llm.generate([prompt_of(46), prompt_of(40, 1)], params))])
+    assert found[0] == found[1]
 
 
 @torch.inference_mode()

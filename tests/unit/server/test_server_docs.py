@@ -39,7 +39,7 @@ def say(prompt: str) -> str:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not there")
 def test_the_examples_run(url: str) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 5
     script = "set -e\n" + "\n".join(blocks).replace("curl -s", "curl --fail-with-body -s")
     done = subprocess.run(
         ["bash", "-c", script], env={"URL": url, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
@@ -142,9 +142,8 @@ def test_the_compose_file() -> None:
     assert all(volume.split(":")[1] in dockerfile for volume in service["volumes"])
 
 
-def test_the_manifest_of_the_page() -> None:
-    [text] = re.findall(r"```yaml\n(.*?)```", DEPLOYING, re.DOTALL)
-    spec = yaml.safe_load(text)["spec"]
+def test_the_kubernetes_manifest() -> None:
+    spec = yaml.safe_load((ROOT / "kubernetes.yaml").read_text(encoding="utf-8"))["spec"]
     pod = spec["template"]["spec"]
     [server] = pod["containers"]
     assert {part for part in server["args"] if part.startswith("--")} <= flags()

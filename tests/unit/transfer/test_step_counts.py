@@ -1,4 +1,4 @@
-"""Test that a decode step costs no more than `docs/pages/gpu.md` states."""
+"""Test that a decode step costs no more than `CONTRIBUTING.md` states."""
 
 from __future__ import annotations
 
