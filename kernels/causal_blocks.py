@@ -92,9 +92,9 @@ class BlockedAttention:
         return self.q.device.type == "cpu" and self._softcap is None
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:
-        held, sums = self._out[:, groups], self._lse[:, groups]
-        merged, total = merge_lse([held, out.to(held.dtype)], [sums, lse.to(sums.dtype)])
-        held.copy_(merged)
+        outs, sums = self._out[:, groups], self._lse[:, groups]
+        merged, total = merge_lse([outs, out.to(outs.dtype)], [sums, lse.to(sums.dtype)])
+        outs.copy_(merged)
         sums.copy_(total)
 
 

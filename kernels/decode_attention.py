@@ -1,19 +1,27 @@
-"""Exact decode attention (few queries per KV head) on a CPU, by `decode_attention.c`. KV is read once, in place."""
+"""Exact decode attention of one sequence, over KV that is in several parts.
+
+On a CPU, `decode_attention.c` reads KV once, in place. Triton kernels are used on CUDA, and torch everywhere else.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
-from ..core import PagedRows
+from ..core import BLOCK_SIZE, KVPart
 from . import native, team
+from .dispatch import attend_counted, attend_runs
 from .pages import BLOCK
+from .reference import attention_weights, merge_lse
+from .segments import Run
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""Minimum number of tokens in a part of a KV head (10 to 50 us of work), and maximum number of parts per head.
+"""Minimum number of tokens that a thread attends to at a time (10 to 50 us of work), and maximum number of such pieces
+per KV head.
 
 The split does not depend on the number of threads, so neither does the rounding of results.
 """
@@ -21,8 +29,177 @@ The split does not depend on the number of threads, so neither does the rounding
 WORTH_THREADS = 1 << 20
 """Smallest number of multiplications that a call distributes over several threads."""
 
-_ALL_ROWS = (None, None, 0, 0, 0, 0, 0)
-"""Values of the fields `tokens` to `selected` of `_Call` for attention to all n tokens in order."""
+
+def attend(
+    q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute exact attention over all KV entries of the disjoint `parts`. At least one part must not be empty.
+
+    Args:
+        q: Query `[H, d]` of one token.
+        parts: KV entries of one layer.
+        scale: Factor by which scores q·k are multiplied.
+        softcap: Soft cap of the scores, or None.
+
+    Returns:
+        out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
+    """
+    if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
+        out, lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
+        return out.squeeze(1), lse.squeeze(1)
+    if softcap is not None:
+        parts = [_known(part) for part in parts]
+    code = library(q.shape[1], q.dtype) if q.is_cpu else None
+    outs, lses = list[torch.Tensor](), list[torch.Tensor]()
+    for part in parts:
+        kv_heads, n = part.shape
+        if n == 0:
+            continue
+        if code is not None and part.counts is None:
+            out, lse = attend_in_c(code, q, part, scale, softcap)
+        else:
+            grouped = q.view(kv_heads, -1, q.shape[1])
+            if part.counts is not None:
+                out, lse = attend_counted(grouped.contiguous(), part.k, part.v, part.counts, scale)
+            else:
+                weights, lse = attention_weights(grouped, part.k, scale, softcap)
+                out = part.mix(weights).to(lse.dtype)
+            out, lse = out.reshape(q.shape), lse.flatten()
+        outs.append(out)
+        lses.append(lse)
+    return (outs[0], lses[0]) if len(outs) == 1 else merge_lse(outs, lses)
+
+
+def _known(part: KVPart) -> KVPart:
+    """Return the valid entries of the part, as a part without `counts`.
+
+    If the part has counts, the host waits for the device to read them.
+    """
+    if part.counts is None:
+        return part
+    valid = int(part.counts[0])
+    return KVPart(part.k[:, :valid], part.v[:, :valid])
+
+
+def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Scale the attention output for learned attention sinks, which add to the softmax denominator.
+
+    `out` is `[..., d]`, lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is
+    returned unchanged.
+    """
+    return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
+
+
+def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
+    """Return the natural log of sum(exp(scale * q·k)) over all keys, `[H]`, from q `[H, d]` and k `[Hkv, n, d]`.
+
+    The result is computed on the device of the keys. Its difference to the lse of the attended tokens gives the missed
+    attention mass.
+    """
+    grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
+    return attention_weights(grouped, k, scale, softcap)[1].flatten()
+
+
+def group_weights(
+    q: torch.Tensor, parts: list[KVPart], scale: float, lse: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
+    """Return softmax weights `[Hkv, n]` of all n tokens in `parts`, summed over the query heads of each KV head.
+
+    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts together, as returned by `attend`.
+    """
+    kv_heads, d = parts[0].shape[0], q.shape[1]
+    grouped, total = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
+    weights = []
+    for part in (part for part in parts if part.shape[1]):
+        inner, part_lse = attention_weights(grouped, part.k, scale, softcap)
+        weights.append((inner * (part_lse - total).exp().unsqueeze(-1)).sum(1))
+    return torch.cat(weights, dim=1)
+
+
+class PagedPart(KVPart):
+    """KV entries of one sequence in one layer, in blocks of the host pool. C code reads them in place.
+
+    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of `rows`. The entries of the resident
+    tokens come first, then the entries of `tokens`. Each access to `k` or `v` gathers them. If there is one query head
+    per KV head, `mix` reads the value vectors directly from the pool.
+
+    Attributes:
+        rows: K and V of all entries in the pool, `[R, d]` each.
+        block_rows: Row at which block i begins, minus 64 i, int64 `[blocks]`.
+        first: Offset in rows of the layer within a block.
+        head_rows: Distance in rows from one KV head to the next.
+        resident: The two ranges of resident token indices: sinks and recent tokens.
+        tokens: Token indices of each KV head, int64 `[Hkv, n]`.
+    """
+
+    rows: tuple[torch.Tensor, torch.Tensor]
+    block_rows: torch.Tensor
+    first: int
+    head_rows: int
+    resident: tuple[range, range]
+    tokens: torch.Tensor
+    _gather: Callable[[int, torch.Tensor], torch.Tensor]
+    _runs: Callable[[], list[KVPart]] | None
+
+    def __init__(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        block_rows: torch.Tensor,
+        first: int,
+        head_rows: int,
+        resident: tuple[range, range],
+        tokens: torch.Tensor,
+        gather: Callable[[int, torch.Tensor], torch.Tensor],
+        runs: Callable[[], list[KVPart]] | None = None,
+    ) -> None:
+        """Create a part.
+
+        Args:
+            rows, block_rows, first, head_rows, resident, tokens: See the attributes.
+            gather: `gather(plane, ids)` copies entries `[Hkv, n, d]` with the row indices `ids` `[Hkv, n]` from
+                `rows[plane]`.
+            runs: Returns the same entries as contiguous views. None if `tokens` is not empty.
+        """
+        # The base class is frozen. Assigning attributes one by one would call its `__setattr__` in every layer.
+        vars(self).update(
+            rows=rows, block_rows=block_rows, first=first, head_rows=head_rows, resident=resident, tokens=tokens,
+            _gather=gather, _runs=runs,
+        )  # fmt: skip
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        (kv_heads, n), (sinks, recent) = self.tokens.shape, self.resident
+        return kv_heads, len(sinks) + len(recent) + n
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Row indices of all entries, int64 `[Hkv, resident + n]`."""
+        resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
+        tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
+        heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
+        return self.block_rows[tokens // BLOCK_SIZE] + tokens + heads
+
+    @property
+    def runs(self) -> list[KVPart]:
+        return [self] if self._runs is None else self._runs()
+
+    @property
+    def k(self) -> torch.Tensor:
+        """K `[Hkv, n, d]`, gathered on each access."""
+        return self._gather(0, self.ids)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """V `[Hkv, n, d]`, gathered on each access."""
+        return self._gather(1, self.ids)
+
+    def mix(self, weights: torch.Tensor) -> torch.Tensor:
+        if weights.shape[1] > 1:
+            return super().mix(weights)
+        # An embedding bag is a weighted sum of rows.
+        values, (kv_heads, n) = self.rows[1], self.shape
+        bags, each = torch.arange(0, kv_heads * n, n), weights.to(values.dtype).view(-1)
+        return F.embedding_bag(self.ids.view(-1), values, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
 
 
 class _Call(ctypes.Structure):
@@ -38,83 +215,57 @@ class _Call(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class DecodeAttention:
-    """Attention code, compiled for one head dimension and one KV dtype."""
-
-    library: ctypes.CDLL
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q `[Hkv, G, d]` to k, v `[Hkv, n, d]`, n >= 1.
-
-        Returns:
-            out `[Hkv, G, d]` and lse `[Hkv, G]` in float32, as defined by `reference.attend_part`.
-        """
-        k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        strides = (*k.stride()[:2], *v.stride()[:2])
-        return self._attend(q, k.data_ptr(), v.data_ptr(), _ALL_ROWS, strides, k.shape[1], scale, softcap)
-
-    def attend_paged(
-        self, q: torch.Tensor, rows: PagedRows, scale: float, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with q `[Hkv, G, d]` to KV in the host pool, without copying it. Return out and lse like `attend`."""
-        d, tokens = q.shape[2], rows.tokens.contiguous()
-        skipped, step = rows.first * d * rows.k.element_size(), rows.head_rows * d
-        sinks, recent = rows.resident
-        places = (
-            tokens.data_ptr(), rows.block_rows.data_ptr(),
-            sinks.start, sinks.stop, recent.start, recent.stop, tokens.shape[1],
-        )  # fmt: skip
-        k, v = rows.k.data_ptr() + skipped, rows.v.data_ptr() + skipped
-        return self._attend(q, k, v, places, (step, d, step, d), rows.shape[1], scale, softcap)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: int,
-        v: int,
-        places: tuple[int | None, ...],
-        strides: tuple[int, ...],
-        n: int,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to n tokens whose KV is at the memory addresses k and v.
-
-        `places` are the values of the fields `tokens` to `selected` of `_Call`. `strides` are the values of the fields
-        `k_head` to `v_token`.
-        """
-        (kv_heads, group, d), q = q.shape, q.contiguous()
-        per_part = max(MIN_TOKENS, -(-n // (MAX_PARTS * BLOCK)) * BLOCK)
-        parts = -(-n // per_part)
-        out, lse = torch.empty(kv_heads, group, d), torch.empty(kv_heads, group)
-        room = torch.empty(kv_heads * parts * group * (d + 2))
-        outs, results = room.data_ptr(), 4 * kv_heads * parts * group
-        call = _Call(
-            q.data_ptr(), k, v, *places, outs, outs + results * d, outs + results * (d + 1), out.data_ptr(),
-            lse.data_ptr(), *strides, kv_heads, group, n, per_part, scale, softcap or 0.0,
-        )  # fmt: skip
-        threads = team.threads() if kv_heads * group * n * d > WORTH_THREADS else 1
-        self.library.attend_all(ctypes.byref(call), team.runner(), threads)
-        return out, lse
-
-
-def takes(q: torch.Tensor) -> DecodeAttention | None:
-    """Return the code for the dtype and head dimension of queries q `[..., d]`.
-
-    Return None if they are not supported or the code cannot be compiled.
-    """
-    if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
-        return None
-    return _code(q.shape[-1], q.dtype)
+_ALL_TOKENS = (None, None, 0, 0, 0, 0, 0)
+"""Values of the fields `tokens` to `selected` of `_Call` for attention to all n tokens in order."""
 
 
 @native.level_cache
-def _code(head_dim: int, dtype: torch.dtype) -> DecodeAttention | None:
-    library = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
-    if library is None:
+def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return `decode_attention.c`, compiled for a head dimension and a dtype of q, k and v.
+
+    Return None if they are not supported or the code cannot be compiled.
+    """
+    if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32:
         return None
-    library.attend_all.argtypes, library.attend_all.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int], None
-    return DecodeAttention(library)
+    code = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
+    if code is not None:
+        code.attend_all.argtypes, code.attend_all.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int], None
+    return code
+
+
+def attend_in_c(
+    code: ctypes.CDLL, q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with q `[H, d]` to one part, which is not empty. A `PagedPart` is not copied.
+
+    Returns:
+        out `[H, d]` and lse `[H]` in float32, as defined by `reference.attend_part`.
+    """
+    (heads, d), q = q.shape, q.contiguous()
+    located: tuple[int | None, ...]
+    strides: tuple[int, ...]
+    if isinstance(part, PagedPart):
+        tokens, (sinks, recent), (k, v) = part.tokens.contiguous(), part.resident, part.rows
+        (kv_heads, selected), step, first = tokens.shape, part.head_rows * d, part.first * d * k.element_size()
+        n, strides = len(sinks) + len(recent) + selected, (step, d, step, d)
+        located = (
+            tokens.data_ptr(), part.block_rows.data_ptr(),
+            sinks.start, sinks.stop, recent.start, recent.stop, selected,
+        )  # fmt: skip
+    else:
+        k, v = part.k if part.k.stride(2) == 1 else part.k.contiguous(), part.v
+        v = v if v.stride(2) == 1 else v.contiguous()
+        (kv_heads, n, _), first = k.shape, 0
+        strides, located = (*k.stride()[:2], *v.stride()[:2]), _ALL_TOKENS
+    per_part = max(MIN_TOKENS, -(-n // (MAX_PARTS * BLOCK)) * BLOCK)
+    pieces = -(-n // per_part)
+    out, lse, scratch = torch.empty(heads, d), torch.empty(heads), torch.empty(heads * pieces * (d + 2))
+    outs, results = scratch.data_ptr(), 4 * heads * pieces
+    call = _Call(
+        q.data_ptr(), k.data_ptr() + first, v.data_ptr() + first, *located,
+        outs, outs + results * d, outs + results * (d + 1), out.data_ptr(), lse.data_ptr(), *strides,
+        kv_heads, heads // kv_heads, n, per_part, scale, softcap or 0.0,
+    )  # fmt: skip
+    threads = team.threads() if heads * n * d > WORTH_THREADS else 1
+    code.attend_all(ctypes.byref(call), team.runner(), threads)
+    return out, lse

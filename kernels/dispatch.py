@@ -14,16 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import lists, low_bit, low_bit_cpu, low_bit_lists, reference, segments
+from . import lists, low_bit_lists, reference, segments
 from .lists import Scores
-from .low_bit import Layout
-from .pages import Pages
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _compiled(tensor: torch.Tensor) -> bool:
+def uses_triton(tensor: torch.Tensor) -> bool:
     """Return whether operations on `tensor` use Triton."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
 
@@ -39,7 +37,7 @@ def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         given: Any = args[on]
         function = definition
-        if _compiled(given.scores if isinstance(given, Scores) else given):
+        if uses_triton(given.scores if isinstance(given, Scores) else given):
             function = getattr(import_module(f".{triton}", __package__), definition.__name__)
         return function(*args, **kwargs)
 
@@ -49,7 +47,7 @@ def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide x `[T, D]` by its root mean square and multiply by weight `[D]`."""
     module: Any = reference
-    if _compiled(x) and len(x):
+    if uses_triton(x) and len(x):
         from . import triton_norm as module
     normed: torch.Tensor = module.rms_norm(x, weight, eps)
     return normed
@@ -61,7 +59,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     cos and sin are `[1, T, d]`. sin includes the sign of each half.
     """
     module: Any = reference
-    if x.is_cuda and _compiled(x) and x.stride(2) == 1 and x.shape[1]:
+    if x.is_cuda and uses_triton(x) and x.stride(2) == 1 and x.shape[1]:
         from . import triton_rotary as module
     rotated: torch.Tensor = module.rotate_halves(x, cos, sin)
     return rotated
@@ -89,13 +87,3 @@ attend_runs = _by_device(segments.attend_runs, "triton_segments")
 append_low_bit = _by_device(low_bit_lists.append_rows, "triton_low_bit_rows")
 score_low_bit = _by_device(low_bit_lists.scores, "triton_low_bit_scores")
 merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit")
-
-
-def store_low_bit(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise `rows` `[Hkv, m, d]`, values if `values` and otherwise keys. Store them from slot `start` on."""
-    module: Any
-    if _compiled(rows):
-        from . import triton_low_bit_rows as module
-    else:
-        module = low_bit_cpu if rows.device.type == "cpu" and rows.dtype == torch.float32 else low_bit
-    module.store_rows(pages, layout, rows, start, values=values)

@@ -1,17 +1,26 @@
 """Token selection in torch: skewed scores, thresholds and top-n. The reference implementation of all faster kernels.
 
-If scores are equal, the token with the lower index is selected first. On a CPU, C code selects the same tokens without
-sorting, if it can be compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
+If scores are equal, the token with the lower index is selected first. On a CPU, C code (`best_scores.c`) selects the
+same tokens without sorting, if it can be compiled. Scores are float32 (float64 for float64 models) and finite or -inf.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
-from . import native
+from . import native, team
+from .pages import BLOCK
+
+RANKED_TOKENS = 4096
+"""Number of tokens that `best_scores.c` ranks at a time. The intermediate results fit in the first-level cache."""
+
+PADDING = 64
+"""Number of elements beyond the end of an array that `best_scores.c` may read or write."""
 
 GAUSSIAN_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 """Step size, by number of bits, of the best uniform quantiser with 2^bits levels for a unit Gaussian.
@@ -225,11 +234,71 @@ def select_tokens(scores: torch.Tensor, alpha: float, limit: int) -> torch.Tenso
     """
     if scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.shape[2]:
         lse = group_lse(scores)
-        chosen = native.select(scores, scores.amax(-1), None if lse is None else lse.squeeze(2), alpha, limit)
+        chosen = select_in_c(scores, scores.amax(-1), None if lse is None else lse.squeeze(2), alpha, limit)
         if chosen is not None:
             return chosen
     chosen = select_tokens_reference(scores, alpha, limit)
     return chosen.sort(1).values if scores.device.type == "cpu" else chosen
+
+
+class _Ranking(ctypes.Structure):
+    """The structure `Ranking` of best_scores.c."""
+
+    _fields_: ClassVar = [
+        ("scores", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "heads", "group", "n", "per_part")),
+        ("peaks", ctypes.c_void_p),
+        ("lses", ctypes.c_void_p),
+        ("alpha", ctypes.c_float),
+        ("most", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("values", "passing", "within", "best", "tokens", "chosen")),
+    ]
+
+
+def select_in_c(
+    scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
+) -> torch.Tensor | None:
+    """Select at most `limit` tokens per KV head, as `select_tokens` does.
+
+    Args:
+        scores: Float32 scores `[Hkv, G, n]`.
+        peak: Largest score of each query, `[Hkv, G]`.
+        lse: Log-sum-exp of each query's scores, `[Hkv, G]`, or None if G = 1.
+        alpha: Largest distance between a selected token's score and `peak`.
+        limit: Maximum number of tokens to select per KV head.
+
+    Returns:
+        Token indices int64 `[Hkv, m]`, ascending. None if the C code is not available.
+    """
+    library = _best_scores()
+    if library is None:
+        return None
+    heads, group, n = scores.shape
+    if scores.stride(2) != 1 or scores.stride(0) != group * scores.stride(1):
+        scores = scores.contiguous()
+    lse = torch.zeros(heads, group) if lse is None else lse.contiguous()
+    peak, parts, size, words = peak.contiguous(), -(-n // RANKED_TOKENS), heads * (n + PADDING), -(-n // BLOCK)
+    scratch = native.SCRATCH.empty((2 * (words + parts) + 3 * size,), torch.int32)
+    chosen = torch.empty(heads * min(limit, n), dtype=torch.int64)
+    within = scratch.data_ptr() + 8 * words
+    values = within + 8 * parts
+    call = _Ranking(
+        scores.data_ptr(), scores.stride(1), heads, group, n, RANKED_TOKENS, peak.data_ptr(), lse.data_ptr(), alpha,
+        0, values, scratch.data_ptr(), within, values + 4 * size, values + 8 * size, chosen.data_ptr(),
+    )  # fmt: skip
+    most = library.select_all(
+        ctypes.byref(call), limit, team.runner(), team.threads(heads * group * n // native.WORTH_A_THREAD)
+    )
+    return chosen[: heads * most].view(heads, most)
+
+
+@native.level_cache
+def _best_scores() -> ctypes.CDLL | None:
+    library = native.compiled("best_scores", _Ranking)
+    if library is not None:
+        library.select_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+        library.select_all.restype = ctypes.c_int64
+    return library
 
 
 def select_tokens_reference(

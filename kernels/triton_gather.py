@@ -95,10 +95,10 @@ def _write(
     tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)
 
 
-@triton.jit(do_not_specialize=["lists", "listed", "heads", "room"])
+@triton.jit(do_not_specialize=["lists", "listed", "heads", "capacity"])
 def _slots(
     table: tl.tensor, slots: tl.tensor, rows: tl.tensor, lists: tl.tensor, listed: tl.tensor, heads: tl.tensor,
-    room: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
+    capacity: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
     ALIGN: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
@@ -111,8 +111,8 @@ def _slots(
     mask = (slot >= 0)[:, None] & (column < WORDS)[None, :]
     own = tl.load(table + p // heads * _FIELDS).to(tl.pointer_type(rows.dtype.element_ty))
     own = tl.multiple_of(own, ALIGN)  # after the cast, because a cast drops the hint
-    k = own + (p % heads * room + slot)[:, None] * WORDS + column[None, :]
-    v = k + heads.to(tl.int64) * room * WORDS
+    k = own + (p % heads * capacity + slot)[:, None] * WORDS + column[None, :]
+    v = k + heads.to(tl.int64) * capacity * WORDS
     of_k = rows + (p * listed + at)[:, None] * WORDS + column[None, :]
     of_v = of_k + lists.to(tl.int64) * listed * WORDS
     if PUT:
@@ -196,8 +196,8 @@ def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) 
 
 
 def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *, put: bool) -> None:
-    (lists, listed), room = slots.shape, table.tensors[0].shape[1]
-    assert all(own.is_contiguous() and own.shape[1] == room for own in table.tensors) and table.lists == 2 * lists
+    (lists, listed), capacity = slots.shape, table.tensors[0].shape[1]
+    assert all(own.is_contiguous() and own.shape[1] == capacity for own in table.tensors) and table.lists == 2 * lists
     assert all(own.data_ptr() % ALIGNED == 0 for own in table.tensors)
     assert slots.is_contiguous() and rows.is_contiguous() and rows.dtype == table.dtype
     assert rows.shape == (2, lists, listed, table.tensors[0].shape[2])
@@ -205,7 +205,7 @@ def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *,
         return
     kind, shape = _words(rows.flatten(0, 2))
     _slots[(lists, triton.cdiv(listed, shape["BLOCK"]))](
-        table.table, slots, rows.view(kind), lists, listed, table.heads // 2, room, **shape, PUT=put, ALIGN=ALIGNED
+        table.table, slots, rows.view(kind), lists, listed, table.heads // 2, capacity, **shape, PUT=put, ALIGN=ALIGNED
     )
 
 

@@ -71,7 +71,7 @@ def _exclude(
 
 
 @triton.jit
-def _levels(
+def _value_levels(
     raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr
 ) -> tl.tensor:
     """Unpack field FIELD of packed values. The result is centred on 0, and exact in bfloat16."""
@@ -87,7 +87,9 @@ def _mixed(
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return acc `[GROUP, V]` * kept `[GROUP]`, plus weights `[GROUP, 64]` times field FIELD of 64 packed values."""
-    return acc * kept[:, None] + tl.dot(weights, _levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee")
+    return acc * kept[:, None] + tl.dot(
+        weights, _value_levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee"
+    )
 
 
 @triton.jit

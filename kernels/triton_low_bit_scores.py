@@ -56,7 +56,7 @@ def query_weights(
 
 
 @triton.jit
-def _half(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
+def _key_codes(packed: tl.tensor, FIELD: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Return the lower (FIELD 0) or the upper four bits of each byte as int8."""
     if INTERPRETED:
         return ((packed >> (4 * FIELD)) & 15).to(tl.int8)
@@ -69,8 +69,8 @@ def key_products(low: tl.tensor, high: tl.tensor, keys: tl.tensor, INTERPRETED: 
 
     `low` and `high` `[GROUP, K]` are the channels whose key codes are in the low and the high four bits of each byte.
     """
-    sums = tl.dot(low, _half(keys, 0, INTERPRETED), out_dtype=tl.int32)
-    sums += tl.dot(high, _half(keys, 1, INTERPRETED), out_dtype=tl.int32)
+    sums = tl.dot(low, _key_codes(keys, 0, INTERPRETED), out_dtype=tl.int32)
+    sums += tl.dot(high, _key_codes(keys, 1, INTERPRETED), out_dtype=tl.int32)
     return sums.to(tl.float32)
 
 

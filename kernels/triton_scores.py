@@ -55,7 +55,7 @@ def store_scores(
 
 
 @triton.jit
-def _own(
+def _list_address(
     table: tl.tensor, p: tl.tensor, heads: tl.tensor, KEYS: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the address of list p (a KV head of a sequence) and the distance between its rows, in elements.
@@ -85,7 +85,7 @@ def _partial(
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
-        keys, column_step = _own(table, p, heads, KEYS, BYTES, ALIGN)
+        keys, column_step = _list_address(table, p, heads, KEYS, BYTES, ALIGN)
         there = token < tl.multiple_of(tl.cdiv(stop, ALIGN) * ALIGN, ALIGN)
         for column in tl.range(0, R, loop_unroll_factor=4):
             weight = tl.load(q + (p * G + head) * R + column, mask=head < G, other=0.0)
@@ -131,7 +131,7 @@ def _packed(
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
-        keys, row_step = _own(table, p, heads, tl.int8, ALIGN, ALIGN)
+        keys, row_step = _list_address(table, p, heads, tl.int8, ALIGN, ALIGN)
         of_head, known = (p % heads) * d + column, column < d
         # Every program quantises the query again, because its G * d numbers are few compared to the keys. Columns from
         # d on may contain arbitrary bytes, because their weights are 0.

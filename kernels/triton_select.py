@@ -31,7 +31,7 @@ A program handles all heads of a layer, so larger blocks would leave most multip
 """
 
 _PARTS, _COUNTED, _EARLIER = 128, 1024, 256
-"""Number of parts that `_whole` reads at a time, and numbers of blocks that `_count` and `_write` add at a time.
+"""Number of parts that `_peaks_and_logs` reads at a time, and numbers of blocks that `_count` and `_write` add.
 
 They are constants, so that no kernel is compiled again for longer contexts.
 """
@@ -59,7 +59,7 @@ def _digit(order: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _whole(
+def _peaks_and_logs(
     maxima: tl.tensor, sums: tl.tensor, peaks: tl.tensor, logs: tl.tensor, parts: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -69,7 +69,7 @@ def _whole(
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
     line = tl.program_id(0).to(tl.int64) * G + head
-    peak, whole = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
+    peak, total = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
     for first in range(0, parts, PARTS):
         real = (head < G)[:, None] & (first + part < parts)[None, :]
         every = tl.load(maxima + line[:, None] * parts + first + part[None, :], mask=real, other=float("-inf"))
@@ -79,9 +79,9 @@ def _whole(
         real, at = (head < G)[:, None] & (first + part < parts)[None, :], line[:, None] * parts + first + part[None, :]
         every = tl.load(maxima + at, mask=real, other=float("-inf"))
         sizes = tl.load(sums + at, mask=every > float("-inf"), other=0.0)
-        whole += tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
+        total += tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
     tl.store(peaks + line, peak, mask=head < G)
-    tl.store(logs + line, tl.where(whole > 0.0, safe + tl.log(tl.maximum(whole, 1e-30)), 0.0), mask=head < G)
+    tl.store(logs + line, tl.where(total > 0.0, safe + tl.log(tl.maximum(total, 1e-30)), 0.0), mask=head < G)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "blocks", "lists"])
@@ -254,7 +254,7 @@ def select_tokens(
     orders, passing, histograms, above, equal, counts = made
     peaks, logs = torch.empty(2, lists * group, dtype=torch.float32, device=device)
     heads = {"G": group, "GROUP": triton.next_power_of_2(group)}
-    _whole[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
+    _peaks_and_logs[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
     _mark[(sequences, marked)](
         found.scores, peaks, logs, starts, stops, passing, orders, histograms,
         tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, num_warps=2, **heads,

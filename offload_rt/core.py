@@ -250,46 +250,6 @@ class Selection:
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
-@dataclass(frozen=True, eq=False)
-class PagedRows:
-    """KV entries of one sequence in one layer, in blocks of the host pool.
-
-    Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of k and v. The entries
-    of the resident tokens come first, then the entries of `tokens`.
-
-    Attributes:
-        k: K of all entries in the pool, `[R, d]`.
-        v: V of all entries in the pool, `[R, d]`.
-        block_rows: Row at which block i begins, minus 64 i, int64 `[blocks]`.
-        first: Offset in rows of the layer within a block.
-        head_rows: Distance in rows from one KV head to the next.
-        resident: The two ranges of resident token indices: sinks and recent tokens.
-        tokens: Token indices of each KV head, int64 `[Hkv, n]`.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    block_rows: torch.Tensor
-    first: int
-    head_rows: int
-    resident: tuple[range, range]
-    tokens: torch.Tensor
-
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """Hkv, and the number of entries of each KV head, including those of resident tokens."""
-        kv_heads, n = self.tokens.shape
-        return kv_heads, len(self.resident[0]) + len(self.resident[1]) + n
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """Row indices of all entries, int64 `[Hkv, resident + n]`."""
-        resident = torch.tensor([*self.resident[0], *self.resident[1]], dtype=torch.int64)
-        tokens = torch.cat((resident.expand(len(self.tokens), -1), self.tokens), dim=1)
-        heads = self.first + self.head_rows * torch.arange(len(tokens)).unsqueeze(1)
-        return self.block_rows[tokens // BLOCK_SIZE] + tokens + heads
-
-
 @dataclass(frozen=True)
 class KVPart:
     """KV entries of one layer of one sequence on the compute device: k and v `[Hkv, n, d]` (possibly views).
@@ -311,11 +271,6 @@ class KVPart:
     def runs(self) -> list[KVPart]:
         """Return the entries as parts that are contiguous in memory, in order."""
         return [self]
-
-    @property
-    def paged(self) -> PagedRows | None:
-        """Location of the entries in the host pool, for kernels that read KV in place. None if k, v are contiguous."""
-        return None
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, for weights `[Hkv, G, n]`."""

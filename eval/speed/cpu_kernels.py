@@ -6,6 +6,7 @@ used.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -17,11 +18,15 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from ...kernels import causal_cpu, decode_attention, low_bit_cpu, native, row_products
+from ...core import KVPart
+from ...kernels import causal_cpu, decode_attention, low_bit_sequence, native
 from ...kernels.low_bit import Layout
-from ...kernels.low_bit_cpu import NativeQuery
+from ...kernels.low_bit_sequence import NativeQuery
 from ...kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages
+from ...models.linear import use_backends
+from ...models.linear.dense import DenseLinear
 from ...utils.native_code import LEVEL_VARIABLE, available_levels
 from ..core.report import Column, Report, Row
 
@@ -98,7 +103,7 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     """
     torch.manual_seed(0)
     layout, scores = Layout(D, VALUE_BITS), HEADS * GROUP * tokens
-    if low_bit_cpu.library(D, VALUE_BITS) is None:
+    if low_bit_sequence.library(D, VALUE_BITS) is None:
         return
     shape = (1, HEADS, PAGE_BLOCKS, layout.block_bytes)
     pages = Pages.of(
@@ -110,8 +115,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
     q, mean = torch.randn(HEADS, GROUP, D) / 4, torch.randn(HEADS, D)
 
     def score() -> NativeQuery:
-        asked = low_bit_cpu.query(q, mean, pages, layout, range(tokens))
-        assert asked is not None
+        asked = low_bit_sequence.low_bit_query(q, mean, pages, layout, range(tokens))
+        assert isinstance(asked, NativeQuery)
         return asked
 
     asked, n = score(), max(1, int(SHARE * tokens))
@@ -134,10 +139,10 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
         k, v = torch.randn(2, HEADS, tokens, D).to(dtype)
-        decode, prefill = decode_attention.takes(q), causal_cpu.takes(q)
+        decode, prefill = decode_attention.library(D, dtype), causal_cpu.takes(q)
         if decode is not None:
             copies = torch.stack((k, v)).unsqueeze(0).repeat(-(-COLD // (2 * k.nbytes)), 1, 1, 1, 1)
-            call = partial(_next_step, decode, q[:, 0].view(HEADS, GROUP, D), cycle(copies))
+            call = partial(_next_step, decode, q[:, 0], cycle(copies))
             pairs = HEADS * GROUP * tokens
             yield Case(
                 f"decode attention, {_name(dtype)}", 2 * k.nbytes, pairs * (2 * D + EXPONENTIAL) // LANES[level], call
@@ -160,21 +165,25 @@ def linear_cases(level: str) -> Iterator[Case]:
     The minimum number of instructions depends on the instruction set `level`.
     """
     for dtype in (torch.bfloat16, torch.float32):
-        weight = torch.randn(WEIGHT).to(dtype)
-        weights = weight.repeat(-(-COLD // weight.nbytes), 1, 1)
-        if (code := row_products.takes(weights[0])) is not None:
-            products = weights[0].numel() // (LANES[level] * _products_at_once(level, dtype))
-            call = partial(_next_product, code, torch.randn(1, WEIGHT[1]).to(dtype), cycle(weights))
-            yield Case(f"linear, {_name(dtype)}", weights[0].nbytes, products, call)
+        outs, ins = WEIGHT
+        size = outs * ins * dtype.itemsize
+        layers = nn.ModuleList(nn.Linear(ins, outs, bias=False, dtype=dtype) for _ in range(-(-COLD // size)))
+        use_backends(layers, torch.device("cpu"))
+        if isinstance(layers[0], DenseLinear):
+            products = outs * ins // (LANES[level] * _products_at_once(level, dtype))
+            call = partial(_next_product, torch.randn(1, ins).to(dtype), cycle(layers))
+            yield Case(f"linear, {_name(dtype)}", size, products, call)
 
 
-def _next_step(code: decode_attention.DecodeAttention, q: torch.Tensor, copies: Iterator[torch.Tensor]) -> None:
+def _next_step(code: ctypes.CDLL, q: torch.Tensor, copies: Iterator[torch.Tensor]) -> None:
     k, v = next(copies)
-    code.attend(q, k, v, 0.125, None)
+    decode_attention.attend_in_c(code, q, KVPart(k, v), 0.125, None)
 
 
-def _next_product(code: row_products.RowProducts, x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
-    return code.linear(x, next(weights), None)
+def _next_product(x: torch.Tensor, layers: Iterator[nn.Module]) -> torch.Tensor:
+    with torch.inference_mode():
+        product: torch.Tensor = next(layers)(x)
+    return product
 
 
 def _name(dtype: torch.dtype) -> str:

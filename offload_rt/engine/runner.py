@@ -16,12 +16,11 @@ from ..config import EngineConfig
 from ..errors import EngineError, PoolFullError
 from ..kernels.team import engine_threads
 from ..kv_cache.pool import HostPool
-from ..model_runner.batch import DecodeBatch
+from ..model_runner.batch import NEVER_PAYS, PAYS_FROM_BYTES, DecodeBatch, SharedPrefixes
 from ..model_runner.batched import EagerSteps
 from ..model_runner.cuda_graphs import steps_for
 from ..model_runner.prefill import Prefill, segment_tokens
 from ..model_runner.sequence import Sequence
-from ..model_runner.shared_prefix import NEVER_PAYS, PAYS_FROM_BYTES, SharedPrefixes
 from ..models.loading import LoadedModel
 from ..planning.device_plan import DevicePlan, prefill_slices
 from ..policies.base import Policy

@@ -95,10 +95,7 @@ class SlotState:
         self.counter.scatter_(1, index, 0)
 
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
-        """Record that a layer selected `slots` in decode step `step`. `slots` is int64 of any shape.
-
-        A slot that occurs several times is counted once.
-        """
+        """Record that a layer selected `slots` (int64 of any shape; duplicates count once) in decode step `step`."""
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
         counter = self.counter[layer] + used
@@ -106,9 +103,9 @@ class SlotState:
 
 
 def _used_share(state: SlotState, step: int) -> torch.Tensor:
-    """Return the selection rate of each token in units of 2^-16: selections per step since it left the recent window.
+    """Return the selections of each token per decode step since the token left the recent window, in units of 2^-16.
 
-    As a prior, one selection in `PRIOR_STEPS` steps is added to the counts of each token.
+    As a prior, each token gets one more selection and `PRIOR_STEPS` more steps.
     """
     steps = (step - state.since).clamp_min(0) + PRIOR_STEPS
     return ((state.counter.to(torch.int64) + 1) << 16) // steps

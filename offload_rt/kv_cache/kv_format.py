@@ -55,7 +55,7 @@ class Quantised:
 
     A vector of d elements takes ceil(d * bits / 8) + 4 * groups bytes. If d is not a multiple of the group size, the
     last group is smaller. The error of an element is at most half a step, (max - min) / (2 * (2^bits - 1)), plus the
-    rounding of minimum and step to float16. `padding` is a number of unused bytes after each vector.
+    rounding of minimum and step to float16. `padding` unused bytes follow each vector (`make_kv_formats`).
     """
 
     bits: int
@@ -155,7 +155,7 @@ def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVF
 def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeometry) -> tuple[KVFormat, KVFormat]:
     """Return the storage formats of full-attention layers and of sliding-window layers. Raises ConfigError.
 
-    The ratio of their widths equals the ratio of the head dimensions.
+    Vectors are padded so that the ratio of the widths equals the ratio of the head dimensions (`ArenaLayout`).
     """
     full = make_kv_format(name, dtype, geometry.head_dim)
     if geometry.window_rows is None:

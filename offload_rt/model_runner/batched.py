@@ -17,10 +17,10 @@ from functools import partial
 import torch
 
 from ..core import KVPart, bucket
+from ..kernels.decode_attention import give_to_sinks, scores_lse
 from ..kernels.dispatch import attend_resident
 from ..transfer.residency import places
 from ..transfer.row_lists import PendingBatchFetch
-from .attention import give_to_sinks, scores_lse
 from .batch import Attend, DecodeBatch
 from .decode import DecodeStep
 from .per_sequence import PerSequenceMode
@@ -165,7 +165,7 @@ class BatchedMode(PerSequenceMode):
                 seen = inputs.attention_weights(scaled, resident, fetched, selected, lse)
                 inputs.keys.attended(layer, inputs.candidates, *seen)
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
-        if (sinks := batch.adapter.sinks(layer)) is not None:
+        if (sinks := batch.adapter.sinks[layer]) is not None:
             out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
         return out.view(inputs.size, -1).to(q.dtype)
 

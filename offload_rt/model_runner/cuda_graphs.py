@@ -76,7 +76,7 @@ class _Captured:
         self._graph = graph
         self._layers: list[int] = []
         with inputs.rows.capturing():
-            self._logits, self._counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
+            self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
 
     def _body(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """Launch a step. All streams are joined at its end."""
@@ -94,7 +94,7 @@ class _Captured:
         self._graph.replay()
         inputs.rows.replayed()
         # Copy the results: the next replay overwrites them.
-        counts = self._counts.clone().unbind()
+        counts = self._selected_counts.clone().unbind()
         tallies = [tally for own in self._tallies for tally in own.clone().unbind()]
         each = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
         mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]

@@ -8,15 +8,14 @@ from functools import partial
 import torch
 
 from ..core import KVPart, Selection, VisibleTokens
+from ..kernels.decode_attention import attend, give_to_sinks, group_weights, scores_lse
 from ..kernels.dispatch import attend_runs
 from ..kernels.h2d_copy import to_device
 from ..kernels.segments import Run
 from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
-from .attention import attend, give_to_sinks, group_weights, scores_lse
-from .batch import Attend, DecodeBatch
+from .batch import Attend, DecodeBatch, Segment
 from .sequence import Sequence
-from .shared_prefix import Segment
 
 
 class PerSequenceMode:
@@ -57,10 +56,10 @@ class PerSequenceMode:
                 sequence.slots.record_selected(layer, selection.tokens)
             selections.append(selection)
             chosen.append(selection)
-        together = None
+        shared_fetches = None
         if batch.sharing.overlapping and len(chosen) == len(selections):
-            together = rows.fetch_together(batch.block_tables, layer, visible, chosen)
-        return partial(self._attend_each, layer, selections, self._start(layer, visible, selections, together))
+            shared_fetches = rows.fetch_together(batch.block_tables, layer, visible, chosen)
+        return partial(self._attend_each, layer, selections, self._start(layer, visible, selections, shared_fetches))
 
     def fetch_all(self, layer: int) -> Attend:
         """Start fetching all visible tokens of `layer`: shared segments first, then the private part of each sequence.
@@ -123,7 +122,7 @@ class PerSequenceMode:
         """Return the attention output `[H, d]` of one sequence for its query q `[H, d]`, in float32 or wider."""
         batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
         scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
-        sinks = batch.adapter.sinks(layer)
+        sinks = batch.adapter.sinks[layer]
         parts = fetch.wait()
         if selection is None:
             return give_to_sinks(*attend(q, parts, scale, softcap), sinks)
@@ -140,8 +139,8 @@ class PerSequenceMode:
             tokens = attended_tokens(visible, selection.tokens)
             sequence.state.on_attended(layer, visible, tokens, group_weights(q, parts, scale, lse, softcap))
         if trace.measures_missed:
-            whole = scores_lse(q, sequence.keys(layer, visible.all), scale, softcap)
-            trace.record_missed_mass(layer, lse, whole)
+            full_lse = scores_lse(q, sequence.keys(layer, visible.all), scale, softcap)
+            trace.record_missed_mass(layer, lse, full_lse)
         out, lse = sequence.state.merge_approximate(layer, q, visible, selection, out, lse)
         return out if sinks is None else give_to_sinks(out, lse, sinks)
 
@@ -176,6 +175,6 @@ class PerSequenceMode:
             for run in part.runs
         ]
         out, lse = attend_runs(q, runs, geometry.scales[layer])
-        sinks = adapter.sinks(layer)
+        sinks = adapter.sinks[layer]
         out = give_to_sinks(out, lse, None if sinks is None else sinks[:, None])
         return out.to(q.dtype).transpose(0, 1).flatten(1)

@@ -245,7 +245,7 @@ class Prefill:
             attend_past_kv(rows.past, attending, state, layer, self._learn_from)
         for s, each in zip(slices, attending, strict=True):
             each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
-            attended = each.result(adapter.sinks(layer)).transpose(0, 1).flatten(1)
+            attended = each.result(adapter.sinks[layer]).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
 
 

@@ -101,10 +101,10 @@ class StepInputs:
     def load(self, batch: DecodeBatch) -> None:
         """Write the inputs of a step: addresses of KV and scoring keys, and visible tokens, of each sequence."""
         padding, heads = self.size - len(batch.sequences), self._heads
-        held = [*batch.sequences, *[batch.sequences[0]] * padding]
-        slots = [s.slots.newest for s in held]
-        keys = [s.state.scoring_keys for s in held]
-        self.rows.hold([s.blocks for s in held], padding)
+        padded = [*batch.sequences, *[batch.sequences[0]] * padding]
+        slots = [s.slots.newest for s in padded]
+        keys = [s.state.scoring_keys for s in padded]
+        self.rows.hold([s.blocks for s in padded], padding)
         moved = self.keys.hold([own for own in keys if own is not None], slots)
         if moved is not None:
             copy_into(moved, self.keys.tables)

@@ -27,7 +27,7 @@ class VerificationPass:
     def __init__(
         self, sequences: Seq[Sequence], counts: Seq[int], adapter: ModelAdapter, policy: Policy, storage: KVStorage
     ) -> None:
-        self._sequences, self._counts = list(sequences), list(counts)
+        self._sequences, self._token_counts = list(sequences), list(counts)
         self._policy, self._storage = policy, storage
         self._state = self._recurrent_state()
         self._adapter = adapter.with_state(self._state)
@@ -36,7 +36,8 @@ class VerificationPass:
         """Return float32 logits `[counts[b], V]` of each sequence."""
         adapter = self._adapter
         spans = [
-            (one, range(one.position, one.position + n)) for one, n in zip(self._sequences, self._counts, strict=True)
+            (one, range(one.position, one.position + n))
+            for one, n in zip(self._sequences, self._token_counts, strict=True)
         ]
         tokens = torch.tensor([one.tokens[t] for one, span in spans for t in span], device=adapter.device)
         positions = torch.tensor([t + one.shift for one, span in spans for t in span], device=adapter.device)
@@ -44,19 +45,19 @@ class VerificationPass:
         adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
             rows = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
-            each = zip(self._sequences, *(x.split(self._counts, dim=1) for x in rows), strict=True)
+            each = zip(self._sequences, *(x.split(self._token_counts, dim=1) for x in rows), strict=True)
             attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
             adapter.run_stages(layer, hidden, [slice(None)])
         self._keep_mixer_inputs()
-        return list(adapter.logits(hidden).split(self._counts))
+        return list(adapter.logits(hidden).split(self._token_counts))
 
     def _recurrent_state(self) -> RecurrentState | None:
         """Return the recurrent state of the sequences, which records mixer inputs if a sequence needs them."""
         slots = self._sequences[0].state_slots
         if slots is None:
             return None
-        state = slots.view([one.state_slot for one in self._sequences], counts=self._counts)
+        state = slots.view([one.state_slot for one in self._sequences], counts=self._token_counts)
         if any(self._recorded(one) for one in self._sequences):
             state.inputs = {}
         return state
@@ -70,7 +71,7 @@ class VerificationPass:
         """Divide the recorded mixer inputs between the marks of the sequences."""
         if self._state is None or self._state.inputs is None:
             return
-        parts = {layer: inputs.split(self._counts) for layer, inputs in self._state.inputs.items()}
+        parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
             if (mark := self._recorded(sequence)) is not None:
                 # A view would keep the inputs of the whole batch in memory.
@@ -109,4 +110,4 @@ class VerificationPass:
         attending = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
         attend_past_kv(rows.past, [attending], sequence.state, layer, known)
         attending.add_own(rows.kv.k, rows.kv.v)
-        return attending.result(self._adapter.sinks(layer))
+        return attending.result(self._adapter.sinks[layer])

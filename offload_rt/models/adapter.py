@@ -23,12 +23,24 @@ class ModelAdapter(ABC):
 
     In all methods, a layer is an attention layer, numbered from 0. All tensors are on `device` and in `dtype` unless
     noted. No method needs gradients or modifies its arguments.
+
+    Attributes:
+        sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None if the layer has none. A
+            sink is a score that adds to the softmax denominator and has no value. It is not multiplied by the attention
+            scale.
     """
 
-    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
+        self.sinks = sinks or (None,) * geometry.layers
 
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
         """Return an adapter whose calls read and update the recurrent state of the sequences in `state`, in its order.
@@ -102,21 +114,12 @@ class ModelAdapter(ABC):
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         """Return cached keys k `[Hkv, n, d]`, rotated to positions `offset` higher. Only for relative positions (RoPE).
 
-        The rotation is computed in float32, with angles in float64. Attention factors that are part of the keys are
-        kept.
+        The rotation is computed in float32, with angles in float64. A factor that scales the keys (YaRN) is kept.
 
         Raises:
             ModelError: The model uses absolute positions.
         """
         raise ModelError("this model has absolute positions, so cached keys cannot be moved to other positions")
-
-    def sinks(self, layer: int) -> torch.Tensor | None:
-        """Return the learned attention sink of each head, `[H]` in float32 or wider, or None if the model has none.
-
-        A sink is a score that adds to the softmax denominator and has no value. It is not multiplied by the attention
-        scale.
-        """
-        return None
 
     @abstractmethod
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -138,7 +141,7 @@ class ForwardingAdapter(ModelAdapter):
     """Adapter that forwards every call to the adapter `inner`. Subclasses override individual methods."""
 
     def __init__(self, inner: ModelAdapter) -> None:
-        super().__init__(inner.geometry, inner.dtype, inner.device)
+        super().__init__(inner.geometry, inner.dtype, inner.device, inner.sinks)
         self._inner = inner
 
     def with_state(self, state: RecurrentState | None) -> Self:
@@ -175,9 +178,6 @@ class ForwardingAdapter(ModelAdapter):
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         return self._inner.rotate_keys(layer, k, offset)
-
-    def sinks(self, layer: int) -> torch.Tensor | None:
-        return self._inner.sinks(layer)
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return self._inner.after_attention(layer, hidden, attended)

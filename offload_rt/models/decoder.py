@@ -8,6 +8,7 @@ and head; `decoder_layer` and `rotary` handle the rest. Models that are not reco
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,11 +21,11 @@ from torch import nn
 from ..core import ModelGeometry, RowShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
-from .decoder_layer import DecoderLayer, Projections, Rotate, first_of, refuse_unused
+from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
 from .latent_attention import LatentProjections, is_latent
 from .multimodal import text_config, text_decoder
 from .recurrent import RecurrentState, Stage, recurrent_mixer, run_layer, state_shapes
-from .rotary import Rotary, refuse_length_dependent
+from .rotary import Rotary, refuse_length_dependent, unrotated
 from .weights import attention_layers, decoder_layers
 
 _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm", "norm_f")
@@ -65,6 +66,10 @@ class AttentionTemperature:
         """Return the factors of the queries, float32 `[T]`, at positions `[T]`."""
         return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.first) / self.step))
 
+    def sharpen(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Multiply queries `[H, T, d]` at positions `[T]` by their factors."""
+        return q * self.at(positions).to(q.dtype)[:, None]
+
 
 class DecoderAdapter(ModelAdapter):
     """`ModelAdapter` for a transformers decoder with rotary positions. It calls the decoder's modules except attention.
@@ -77,6 +82,8 @@ class DecoderAdapter(ModelAdapter):
         layers = decoder_layers(model)
         at = attention_layers(layers)
         self._decoder_layers, self._attention_at = layers, at
+        self._between = [range(a + 1, b) for a, b in itertools.pairwise((-1, *at, len(layers)))]
+        """Decoder layers before the first, between, and after the last attention layer."""
         states = state_shapes(type(model).__name__, layers, at)
         _refuse_unsupported(model, config, decoder, layers, at)
         self._layers = [DecoderLayer(layers[i]) for i in at]
@@ -92,9 +99,8 @@ class DecoderAdapter(ModelAdapter):
         self._projections = [_projections(config, attention) for attention in attentions]
         windows = _windows(config, decoder, at)
         full_rows, window_rows = _row_shapes(type(model).__name__, self._projections, windows)
-        self._sinks = [_sinks(attention, self._embedding.weight) for attention in attentions]
         rotary = _rotary_module(decoder)
-        self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions[0])
+        self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions)
         known = (self._embedding, self._norm, rotary)
         named = list(decoder.named_children())
         stacks = [name for name, child in named if isinstance(child, nn.ModuleList)][:1]
@@ -102,8 +108,14 @@ class DecoderAdapter(ModelAdapter):
         weight = self._embedding.weight
         self._state: RecurrentState | None = None
         self._gates: dict[int, torch.Tensor] | None = None
-        geometry = replace(self._geometry_of(config, attentions, full_rows, windows), states=states)
-        super().__init__(replace(geometry, window_rows=window_rows), weight.dtype, weight.device)
+        sinks = [_sinks(attention, weight) for attention in attentions]
+        geometry = replace(
+            self._geometry_of(config, attentions, full_rows, windows),
+            states=states,
+            window_rows=window_rows,
+            sinks=any(each is not None for each in sinks),
+        )
+        super().__init__(geometry, weight.dtype, weight.device, sinks)
 
     def _geometry_of(
         self, config: Any, attentions: list[Any], rows: RowShape, windows: tuple[int | None, ...]
@@ -125,7 +137,6 @@ class DecoderAdapter(ModelAdapter):
             absolute_positions=False,
             default_alpha=5.0,
             softcap=_declared(config, "attn_logit_softcapping"),
-            sinks=any(sinks is not None for sinks in self._sinks),
             chunked="chunked_attention" in (_declared(config, "layer_types") or ()),
             experts=any(hasattr(module, "experts") for layer in self._decoder_layers for module in layer.modules()),
             attention_at=tuple(self._attention_at) if hybrid else (),
@@ -140,10 +151,8 @@ class DecoderAdapter(ModelAdapter):
         return bound
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        at = [-1, *self._attention_at, len(self._decoder_layers)]
-        return [
-            Stage(i, partial(self._run, i, self._decoder_layers[i])) for i in range(at[layer + 1] + 1, at[layer + 2])
-        ]
+        between = self._between[layer + 1]
+        return [Stage(i, partial(self._run, i, self._decoder_layers[i])) for i in between] if between else ()
 
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Run a decoder layer without attention, or a mixer parallel to the attention, with this adapter's state."""
@@ -164,51 +173,39 @@ class DecoderAdapter(ModelAdapter):
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        projections = self._projections[layer]
-        rotate = self._rotation(layer, positions)
+        projections, temperature = self._projections[layer], self._temperatures[layer]
+        rotate = self._rotary.at(layer, positions, attention_input)
         if projections.gated and self._gates is not None:
             q, self._gates[layer] = projections.query_and_gate(attention_input, rotate)
             k, v = projections.key_value(attention_input, rotate)
         else:
             q, k, v = projections.qkv(attention_input, rotate)
-        return self._sharpened(layer, q, positions), k, v
+        return q if temperature is None else temperature.sharpen(q, positions), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        q = self._projections[layer].query(attention_input, self._rotation(layer, positions))
-        return self._sharpened(layer, q, positions)
-
-    def _rotation(self, layer: int, positions: torch.Tensor) -> Rotate:
-        """Return a function that rotates queries or keys `[heads, T, d]` of a layer to `positions` `[T]`."""
-        return lambda rows: self._rotary.rotate(layer, rows, positions)
-
-    def _sharpened(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Apply attention temperature scaling to q `[H, T, d]`, if the layer has it."""
+        q = self._projections[layer].query(attention_input, self._rotary.at(layer, positions, attention_input))
         temperature = self._temperatures[layer]
-        return q if temperature is None else q * temperature.at(positions).to(q.dtype)[:, None]
+        return q if temperature is None else temperature.sharpen(q, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._projections[layer].key_value(attention_input, self._rotation(layer, positions))
+        return self._projections[layer].key_value(attention_input, self._rotary.at(layer, positions, attention_input))
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        return self._projections[layer].rotate_cached(k, lambda rows: self._rotary.rotate_by(layer, rows, offset))
-
-    def sinks(self, layer: int) -> torch.Tensor | None:
-        return self._sinks[layer]
+        return self._projections[layer].rotate_cached(k, self._rotary.by(layer, offset, k))
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        projected = self._projections[layer].output(attended, self._gate(layer, hidden))
+        projections = self._projections[layer]
+        projected = projections.output(attended, self._gate(layer, hidden) if projections.gated else None)
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
-    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the output gate of tokens with the layer input `hidden`, or None if the layer has no gate."""
-        if not self._projections[layer].gated:
-            return None
+    def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output gate of tokens with the layer input `hidden`."""
         if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
             return known  # In a decode step, `qkv` has already computed the gate.
         # The query is not used, so it need not be rotated.
-        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), lambda rows: rows)[1]
+        return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), unrotated)[1]
 
     def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         return self._layers[layer].mlp(residual)
@@ -298,7 +295,7 @@ def _row_shapes(
     """Return the row shape of full-attention layers, and that of sliding-window layers if it differs (else None).
 
     If the head dimension of full-attention layers is not a multiple of that of sliding-window layers, all vectors are
-    padded to the larger one. Raise ModelError if layers of the same kind have different row shapes.
+    padded to the larger one. Raise ModelError if either type of layer has several row shapes.
     """
     found: dict[bool, set[RowShape]] = {False: set(), True: set()}
     for own, length in zip(projections, windows, strict=True):
@@ -334,7 +331,7 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a configuration entry, or None if the configuration's class does not define it, as in transformers."""
+    """Return a configuration entry, or None if its class does not define it (transformers ignores it then)."""
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 

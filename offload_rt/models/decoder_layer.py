@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.dispatch import rms_norm
+from .rotary import Rotate
 from .weights import attention_of
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -203,9 +204,6 @@ def _is_llama_norm(module: nn.Module) -> bool:
 _BY_HEAD: Norm = partial(torch.transpose, dim0=0, dim1=1)
 """Function from `[T, heads, d]` to `[heads, T, d]`."""
 
-Rotate = Callable[[torch.Tensor], torch.Tensor]
-"""A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
-
 
 class Projections:
     """Projections of one layer. Queries, keys and values are `[heads, T, d]`. Queries and keys are rotated.
@@ -227,7 +225,7 @@ class Projections:
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
         self.default_scale = self._key_dim**-0.5
-        """Factor of q·k of an attention module that states none."""
+        """Attention scale of an attention module that does not state one."""
         self._output: nn.Module = first_of(attention, ("o_proj", "dense", "out_proj"))
         used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
         self._gate: nn.Module | None = getattr(attention, "g_proj", None)
@@ -257,8 +255,6 @@ class Projections:
             self._norm(attention, ("v_norm",), kv_heads, used),
         )
         self.widen(max(self._key_dim, self._value_dim))
-        self._norm_after_rotation: Norm | None = getattr(attention, "qk_norm", None)
-        """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
         refuse_unused(attention, used)
         self._check_widths(attention)
 
@@ -273,22 +269,21 @@ class Projections:
         if self._split is None:
             return self.query(x, rotate), *self.key_value(x, rotate)
         q, k, v = self._split(self._q(x))
-        q, k = self._turned(self._query_norm(q), rotate), self._turned(self._key_norm(k), rotate)
-        return q, k, self._value_norm(v)
+        return rotate(self._query_norm(q)), rotate(self._key_norm(k)), self._value_norm(v)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return q `[H, T, d]`. If the projection is fused, k and v are computed too and discarded."""
         if self._split is not None:
-            return self._turned(self._query_norm(self._split(self._q(x))[0]), rotate)
+            return rotate(self._query_norm(self._split(self._q(x))[0]))
         rows = self._q(x).view(len(x), self.heads, -1)
-        return self._turned(self._query_norm(rows[..., : self._key_dim]), rotate)
+        return rotate(self._query_norm(rows[..., : self._key_dim]))
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `query` and the output gate, `[T, H, d]` or `[T, H, 1]`, computed from attention inputs `[T, D]`."""
         if self._gate is not None:
             return self.query(x, rotate), torch.sigmoid(self._gate(x)).unsqueeze(-1)
         q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
-        return self._turned(self._query_norm(q), rotate), torch.sigmoid(gate)
+        return rotate(self._query_norm(q)), torch.sigmoid(gate)
 
     def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v `[Hkv, T, d]`. If the projection is fused, q is computed too and discarded."""
@@ -299,16 +294,11 @@ class Projections:
             v = k if self._v is None else self._v(x).view(len(x), self.kv_heads, -1)
         k = k if self._key_multiplier == 1 else k * self._key_multiplier
         v = v if self._value_multiplier == 1 else v * self._value_multiplier
-        return self._turned(self._key_norm(k), rotate), self._value_norm(v)
+        return rotate(self._key_norm(k)), self._value_norm(v)
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return cached keys `[Hkv, n, d]` rotated again. Llama 4's norm has no weight, so it commutes with this."""
+        """Return cached keys `[Hkv, n, d]` rotated again."""
         return rotate(k)
-
-    def _turned(self, rows: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Rotate queries or keys `[heads, T, d]`. Apply Llama 4's norm after the rotation, if any."""
-        rows = rotate(rows)
-        return rows if self._norm_after_rotation is None else self._norm_after_rotation(rows)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
@@ -320,7 +310,7 @@ class Projections:
         return out
 
     def _padded(self, by_head: Norm) -> Norm:
-        """Return `by_head`, followed by padding with zeros to `head_dim` if a width differs from it."""
+        """Return a function that applies `by_head` and pads vectors with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
             return by_head
 

@@ -25,9 +25,10 @@ _BLOCK_ELEMENTS = 1 << 20
 """Number of elements that are digested at a time, so that copies stay in the CPU cache."""
 
 _SAMPLES = 16
-"""Maximum number of elements per weight that are compared to detect changes without a new version counter.
+"""Maximum number of elements per weight that `LiveWeights` compares.
 
-PEFT merges adapters in this way, through `.data`. A merge changes the whole matrix, so a few elements suffice.
+They detect changes through `.data`, such as merges of PEFT adapters, which do not increase torch's version counter. A
+merge changes the whole matrix, so a few elements suffice.
 """
 
 _NEUTRAL = frozenset(
@@ -154,7 +155,7 @@ class LiveWeights:
         self._seen = self._state()
 
     def changes(self) -> int:
-        """Return how many calls so far have found that weights had changed since the previous call.
+        """Count one change if any weights differ from those in the previous call. Return the number of changes so far.
 
         Raise ModelError if a module was replaced.
         """

@@ -32,7 +32,7 @@ def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart,
 
     `kv` has K and V of the n tokens, and `position` is the position of the first query.
     """
-    geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks(layer)
+    geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks[layer]
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:
         return attend_causal(q, kv.k, kv.v, scale, window, cap, sinks)

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import ModelError
-from .decoder_layer import Rotate, fused_norm, refuse_unused
+from .decoder_layer import fused_norm, refuse_unused
 from .linear import plain_weight
+from .rotary import Rotate
 
 _QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 """Modules of a low-rank query projection."""

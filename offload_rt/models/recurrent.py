@@ -192,7 +192,7 @@ class RecurrentState:
             self._finished(layer)
 
     def _of(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the state `[B, ...]` of a layer. It may be modified in place before `finish`."""
+        """Return the "conv" or "recurrent" state `[B, ...]` of a layer. It may be modified in place until `finish`."""
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
@@ -222,16 +222,16 @@ class RecurrentState:
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
         """Append inputs `[B, channels, T]` of a convolution. Return old and new inputs `[B, channels, kernel + T]`."""
-        held = self._of("conv", layer_idx)
-        whole = torch.cat([held, conv_states.to(held.dtype)], dim=-1)
-        held.copy_(whole[..., -held.shape[-1] :])
-        return whole
+        state = self._of("conv", layer_idx)
+        inputs = torch.cat([state, conv_states.to(state.dtype)], dim=-1)
+        state.copy_(inputs[..., -state.shape[-1] :])
+        return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
         """Replace the recurrent state of a layer by `recurrent_states` `[B, ...]` and return it."""
-        held = self._of("recurrent", layer_idx)
-        assert held.shape == recurrent_states.shape
-        return held.copy_(recurrent_states)
+        state = self._of("recurrent", layer_idx)
+        assert state.shape == recurrent_states.shape
+        return state.copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False, because states of earlier tokens are not kept."""

@@ -12,7 +12,8 @@ invalidate cached keys.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -31,17 +32,17 @@ one other set, and "dynamic" a different set for each length.
 """
 
 KEPT = 8
-"""Maximum number of `positions` tensors with cached tables. A prefill has one per chunk, a decode step has one."""
+"""Maximum number of `positions` tensors with cached rotations. A prefill has one per chunk, a decode step has one."""
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Tables of a rotation: cos and signed sin, each `[1, T, w]`, for the first w dimensions of a head.
+Rotate = Callable[[torch.Tensor], torch.Tensor]
+"""A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
 
-The sin of the first dimension of each pair is negated (`HalfSplit.signed`).
-"""
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of the angles of T positions, each `[1, T, w]`."""
 
 
 class HalfSplit:
-    """Layout that pairs dimension i with dimension i + w/2 (NeoX), as in Llama and most other models."""
+    """Layout of w rotated dimensions that pairs i with i + w/2 (NeoX), as in Llama and most other models."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ class HalfSplit:
 
 
 class Interleaved:
-    """Layout that pairs dimension 2i with dimension 2i + 1 (GPT-J), as in Cohere and GLM."""
+    """Layout of rotated dimensions that pairs 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -81,54 +82,71 @@ class Interleaved:
 Layout = type[HalfSplit] | type[Interleaved]
 
 
-def rotate(x: torch.Tensor, rotation: Rotation, layout: Layout) -> torch.Tensor:
-    """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Rotation of the first w dimensions of heads, for T positions.
 
-    The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If cos and sin have a wider
-    dtype than `x` (OLMo), the computation uses the wider dtype. The result has the dtype of `x`.
+    Attributes:
+        cos: Table `[1, T, w]`.
+        sin: Table `[1, T, w]`. The sin of the first dimension of each pair is negated (`HalfSplit.signed`).
+        layout: The layout of the pairs.
     """
-    cos, sin = rotation
-    width = cos.shape[-1]
-    if x.is_cuda and layout is HalfSplit and width == x.shape[-1]:
-        return rotate_halves(x, cos, sin)
-    turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
-    wide = turned.to(torch.promote_types(x.dtype, cos.dtype))
-    out = (wide * cos).add_(layout.partners(wide).mul_(sin)).to(x.dtype)
-    return out if rest is None else torch.cat((out, rest), dim=-1)
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    layout: Layout
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate the first w dimensions of `x` `[heads, T, d]`. The other dimensions are unchanged.
+
+        The result is bitwise equal to `x cos + rotate_half(x) sin`, but takes fewer kernels. If cos and sin have a
+        wider dtype than `x` (OLMo), the computation uses the wider dtype. The result has the dtype of `x`.
+        """
+        cos, sin, width = self.cos, self.sin, self.cos.shape[-1]
+        if x.is_cuda and self.layout is HalfSplit and width == x.shape[-1]:
+            return rotate_halves(x, cos, sin)
+        rotated, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
+        wide = rotated.to(torch.promote_types(x.dtype, cos.dtype))
+        out = (wide * cos).add_(self.layout.partners(wide).mul_(sin)).to(x.dtype)
+        return out if rest is None else torch.cat((out, rest), dim=-1)
+
+
+def unrotated(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`: the rotation of layers without rotary positions."""
+    return x
 
 
 class Rotary:
     """Applies RoPE to queries and keys in all layers, with tables (cos and sin) from the model's rotary module.
 
-    The tables of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always computes
-    them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not be
-    changed in place during a pass. A CUDA graph that captures a step from layer 0 includes this computation.
+    The rotations of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always
+    computes them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not
+    be changed in place during a pass. A CUDA graph that captures a step from layer 0 includes this computation.
     """
 
-    def __init__(self, module: Any, kinds: Sequence[str | None], attention: Any) -> None:
-        """Detect the layout of the model's rotation in the source file of `attention`.
+    def __init__(self, module: Any, kinds: Sequence[str | None], attentions: Sequence[Any]) -> None:
+        """Detect the layout of the model's rotation.
 
         Args:
             module: The decoder's rotary module.
             kinds: For each layer, the name of its set of frequencies in `module`: "" if there is only one set, and None
                 if the layer has no RoPE.
-            attention: An attention module of the model.
+            attentions: The attention modules of the model. Their source file has the layout of the rotation.
         """
         self._module, self._kinds = module, tuple(kinds)
-        self._known: list[tuple[ref[torch.Tensor], dict[str, Rotation]]] = []
-        """Tensors of positions with their tables by set of frequencies, newest first."""
+        self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
+        """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
+        self._known: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
+        """Tensors of positions with their rotations by set of frequencies, newest first."""
         self._layout: Layout = HalfSplit
         self._ready = True
         """Whether the tables of the rotary module already are in the detected layout."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
-            self._detect(used[0], attention)
+            self._detect(used[0], attentions[0])
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the model's rotation, and the layout of the rotary module's tables.
-
-        `kind`: see `_inverse`.
-        """
+        """Detect the layout of the model's rotation, and the layout of the rotary module's tables for `kind`."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -137,63 +155,73 @@ class Rotary:
         self._layout = _layout_of(attention, (cos[..., picked], sin[..., picked]))
         self._ready = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
 
-    def rotate(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` `[heads, T, d]` to `positions` `[T]`. In a layer without RoPE, return `x` unchanged."""
-        cached = [] if layer == 0 else [tables for own, tables in self._known if own() is positions]
-        known = cached[0] if cached else self._new_entry(positions)
-        kind = self._kinds[layer]
-        if kind is None:
-            return x
-        if kind not in known:
-            cos, sin = self._tables(kind, x, positions)
-            if not self._ready:
-                pairs = len(self._inverse(kind))
-                cos, sin = (self._layout.spread(table[..., :pairs]) for table in (cos, sin))
-            known[kind] = cos, self._layout.signed(sin)
-        return rotate(x, known[kind], self._layout)
+    def at(self, layer: int, positions: torch.Tensor, like: torch.Tensor) -> Rotate:
+        """Return the function that rotates queries and keys of a layer to `positions` `[T]`.
 
-    def _new_entry(self, positions: torch.Tensor) -> dict[str, Rotation]:
-        """Add an empty entry for `positions` to the cached tables, and return it.
+        `like` has the dtype and the device of the layer's input.
+        """
+        rotations = None
+        for cached_positions, rotations_there in self._known if layer else ():
+            if cached_positions() is positions:
+                rotations = rotations_there
+        if rotations is None:
+            rotations = self._new_entry(positions)
+        kind, norm = self._kinds[layer], self._norms[layer]
+        if kind not in rotations:
+            rotations[kind] = unrotated if kind is None else self._rotation(kind, positions, like)
+        rotate = rotations[kind]
+        return rotate if norm is None else lambda x: norm(rotate(x))
+
+    def _rotation(self, kind: str, positions: torch.Tensor, like: torch.Tensor) -> Rotation:
+        """Return the rotation to `positions` with the set of frequencies `kind`."""
+        cos, sin = self._tables(kind, like, positions)
+        if not self._ready:
+            pairs = len(self._inverse(kind))
+            cos, sin = (self._layout.spread(table[..., :pairs]) for table in (cos, sin))
+        return Rotation(cos, self._layout.signed(sin), self._layout)
+
+    def _new_entry(self, positions: torch.Tensor) -> dict[str | None, Rotate]:
+        """Add an empty entry for `positions` to the cache, and return it.
 
         Drop the oldest entry if there are too many, and the entries of freed tensors.
         """
         kept = [each for each in self._known if (tensor := each[0]()) is not None and tensor is not positions]
-        entry: dict[str, Rotation] = {}
+        entry: dict[str | None, Rotate] = {}
         self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
         return entry
 
-    def rotate_by(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        """Rotate keys k `[Hkv, n, d]`, which already have RoPE, by `offset` further positions.
+    def by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
+        """Return the function that rotates keys `[Hkv, n, d]`, which already have RoPE, by `offset` further positions.
 
-        Angles are computed in float64. Products are computed in float32, or in the dtype of `k` if it is wider.
+        Angles are computed in float64. Products are computed in float32, or in the dtype of `like` if it is wider.
         """
         kind = self._kinds[layer]
         if kind is None:
-            return k
+            return unrotated
         angles = self._inverse(kind).to(torch.float64) * offset
-        compute = torch.promote_types(k.dtype, torch.float32)
-        cos, sin = (self._layout.spread(wave.to(compute).to(k.device)) for wave in (angles.cos(), angles.sin()))
-        return rotate(k.to(compute), (cos, self._layout.signed(sin)), self._layout).to(k.dtype)
+        compute = torch.promote_types(like.dtype, torch.float32)
+        cos, sin = (self._layout.spread(wave.to(compute).to(like.device)) for wave in (angles.cos(), angles.sin()))
+        return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of the set `kind` of frequencies."""
+        """Return the inverse frequencies `[w/2]` of `kind`, the name of a set of frequencies."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
-    def _tables(self, kind: str, x: torch.Tensor, positions: torch.Tensor) -> Rotation:
+    def _tables(self, kind: str, like: torch.Tensor, positions: torch.Tensor) -> Tables:
         """Return the tables cos and sin for `positions` `[T]`, including the module's attention factor (YaRN)."""
         at = positions[None]
         # Qwen-VL has three positions per token (time, height, width), which are equal for text.
         if hasattr(self._module, "mrope_section"):
             at = at.expand(3, 1, -1)
-        tables: Any = self._module(x, at, kind) if kind else self._module(x, at)
-        if isinstance(tables, torch.Tensor):  # Llama 4's module returns one complex number per pair.
-            return tables.real, tables.imag
-        rotation: Rotation = tables
-        return rotation
+        found: Any = self._module(like, at, kind) if kind else self._module(like, at)
+        if isinstance(found, torch.Tensor):  # Llama 4's module returns one complex number per pair.
+            return found.real, found.imag
+        tables: Tables = found
+        return tables
 
 
-def _layout_of(attention: Any, waves: Rotation) -> Layout:
+def _layout_of(attention: Any, waves: Tables) -> Layout:
     """Return the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
 
     If the file has no `apply_rotary_pos_emb`, the layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else
@@ -216,7 +244,7 @@ def _layout_of(attention: Any, waves: Rotation) -> Layout:
         except (RuntimeError, TypeError):
             continue
         for layout in (HalfSplit, Interleaved):
-            found = rotate(x[0], (layout.spread(cos), layout.signed(layout.spread(sin))), layout)
+            found = Rotation(layout.spread(cos), layout.signed(layout.spread(sin)), layout)(x[0])
             if torch.allclose(found, expected, atol=1e-5):
                 return layout
     raise ModelError(

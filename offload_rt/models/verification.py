@@ -191,7 +191,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stages that follow attention layer `layer` on its output `[T, D]`, in pieces like `_layer`."""
+        """Run the `stages` after attention layer `layer` on its output `[T, D]`, in pieces like `_layer`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden
@@ -228,7 +228,7 @@ class _Verification:
         for layer, given in enumerate(arguments):
             strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _has_effect(value))
             window, cap, sinks = given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
-            own = self._adapter.sinks(layer)
+            own = self._adapter.sinks[layer]
             if window is not None and window != geometry.windows[layer]:
                 strange.append(f"sliding_window={window}")
             if (cap or None) != geometry.softcap:

@@ -275,7 +275,7 @@ class ScorerState(PolicyState):
         n = budget_tokens(policy.budget, visible)
         if n == 0:
             return Selection(torch.empty(policy.geometry.kv_heads, 0, dtype=torch.int64, device=q.device))
-        keys = self._lists(layer, visible, candidates)
+        keys = self._lists(layer, visible, candidates, n)
         scores = policy.score(layer, policy.scaled(layer, q.unsqueeze(1)), keys)
         first = candidates.start - keys.first
         scores = scores[:, first : first + len(candidates)]
@@ -285,19 +285,22 @@ class ScorerState(PolicyState):
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
         """Let the policy update its stored entries with the attention weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
-        keys = self._lists(layer, visible, range(self._entries.length(layer)))
+        limit = budget_tokens(self._policy.budget, visible)
+        keys = self._lists(layer, visible, range(self._entries.length(layer)), limit)
         shape = len(tokens), len(keys.tokens)
         dense = weights.new_zeros(shape).scatter_(1, tokens, weights)
         attended = torch.zeros(shape, dtype=torch.bool, device=tokens.device).scatter_(1, tokens, True)
         data = self._entries.reserve(layer, self._entries.length(layer))
         data[:, : keys.entries.shape[1]] = self._policy.on_attended(layer, keys, dense, attended)
 
-    def _lists(self, layer: int, visible: VisibleTokens, tokens: range) -> TokenLists:
-        """Return the entries of all pages that contain `tokens`, with the candidates of `visible`."""
-        page = self._policy.entries.page
+    def _lists(self, layer: int, visible: VisibleTokens, tokens: range, limit: int) -> TokenLists:
+        """Return the entries of all pages that contain `tokens`, and the candidates of `visible`.
+
+        `limit` is the largest number of tokens to select.
+        """
+        policy, heads, seen = self._policy, self._policy.geometry.kv_heads, visible.candidates
+        page = policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))
-        policy, heads = self._policy, self._policy.geometry.kv_heads
-        seen, limit = visible.candidates, budget_tokens(policy.budget, visible)
         numbers = torch.tensor([*[seen.start] * heads, *[seen.stop] * heads, limit, visible.all.stop])
         starts, stops, limits, contexts = to_device(numbers, policy.device).split([heads, heads, 1, 1])
         spans = Spans(starts, stops, limits, contexts, visible.all.stop, limit)

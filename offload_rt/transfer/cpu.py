@@ -1,7 +1,7 @@
 """Transfers if the compute device is the CPU: attention reads KV directly from the host pool.
 
-A dense layer (one that attends to all tokens) needs no copy. A layer that selects tokens needs no copy if the CPU
-kernels read KV in place (`kernels.decode_attention`). Otherwise the K of the resident and the n selected tokens,
+A dense layer (one that attends to all tokens) needs no copy. A layer that selects tokens needs no copy if C code reads
+KV in place (`kernels.decode_attention`). Otherwise the K of the resident and the n selected tokens,
 Hkv * (resident + n) * d elements, is gathered into a scratch buffer. If query heads share a KV head, V is gathered too.
 The gather is an `index_select` of whole vectors, which is faster than `torch.gather`.
 """
@@ -9,14 +9,14 @@ The gather is an `index_select` of whole vectors, which is faster than `torch.ga
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, PagedRows, Selection, VisibleTokens
-from ..kernels import decode_attention
+from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry, Selection, VisibleTokens
+from ..kernels.decode_attention import PagedPart, library
 from ..kv_cache.pool import HostPool
 from .base import KVStorage, PendingFetch, PrefilledLayer, RowFetch, Savings, join
 from .plan import first_occurrences
@@ -25,31 +25,11 @@ _NOTHING = range(0), range(0)
 
 
 @dataclass(frozen=True)
-class _DenseFetch:
-    """A fetch of all KV of `tokens`, as views of the pool. If kernels can read KV block by block, it is one part."""
+class _Fetch:
+    """A fetch of the KV of `resident` and of the selected `tokens` `[Hkv, n]`, without a copy.
 
-    pages: _Pages
-    blocks: BlockTable
-    layer: int
-    tokens: range
-    bytes: int
-    savings: Savings | None = None
-
-    def wait(self) -> list[KVPart]:
-        pool = self.pages.pool
-        runs = pool.runs(self.blocks, self.layer, self.tokens)
-        if len(runs) == 1 or pool.groups.group[self.layer] or decode_attention.takes(pool.rows) is None:
-            return runs
-        nothing = torch.empty(pool.layout.kv_heads, 0, dtype=torch.int64)
-        rows = self.pages.rows(self.blocks, self.layer, (self.tokens, range(0)), nothing)
-        return [_SplitPart(runs, rows)]
-
-
-@dataclass(frozen=True)
-class _SparseFetch:
-    """A fetch of the KV of `resident` and of the selected `tokens` `[Hkv, n]`.
-
-    KV is read when attention uses it, because the newest token is appended after the fetch has started.
+    KV is read when attention uses it, because the newest token is appended after the fetch has started. If `tokens` is
+    None, all tokens are in `resident[0]`.
     """
 
     pages: _Pages
@@ -57,36 +37,53 @@ class _SparseFetch:
     blocks: BlockTable
     layer: int
     resident: tuple[range, range]
-    tokens: torch.Tensor
+    tokens: torch.Tensor | None
     bytes: int
     savings: Savings | None = None
 
     def wait(self) -> list[KVPart]:
-        return [_PagedPart(self.scratch, self.pages.rows(self.blocks, self.layer, self.resident, self.tokens))]
+        pages, blocks, layer = self.pages, self.blocks, self.layer
+        if self.tokens is not None:
+            return [pages.part(blocks, layer, self.resident, self.tokens, self.scratch)]
+        runs = partial(pages.pool.runs, blocks, layer, self.resident[0])
+        if pages.pool.groups.group[layer] or library(pages.rows[0].shape[1], pages.rows[0].dtype) is None:
+            return runs()
+        return [pages.part(blocks, layer, self.resident, pages.no_tokens, self.scratch, runs)]
 
 
 class _Pages:
-    """Cache of `PagedRows.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
+    """Cache of `PagedPart.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
 
-    `planes` are two views of the pool: K `[R, d]`, and V `[R, d]`, which begins `plane_rows` rows later. K and V of a
+    `rows` are two views of the pool: K `[R, d]`, and V `[R, d]`, which begins `plane_rows` rows later. K and V of a
     token thus have the same row index.
     """
 
     def __init__(self, pool: HostPool) -> None:
-        self.pool = pool
-        self.planes = pool.rows, pool.rows[pool.layout.plane_rows :]
-        self._first_rows = [pool.layout.row(first, 0, 0) for first in pool.groups.storage_layer]
+        self.pool, layout = pool, pool.layout
+        self.rows = pool.rows, pool.rows[layout.plane_rows :]
+        self.no_tokens = torch.empty(layout.kv_heads, 0, dtype=torch.int64)
+        self.token_bytes = [pool.token_bytes(layer) for layer in range(len(pool.groups.group))]
+        self._first_rows = [layout.row(first, 0, 0) for first in pool.groups.storage_layer]
+        self._head_rows = layout.head_rows
         self._known: dict[int, tuple[list[int], torch.Tensor]] = {}
 
-    def rows(self, blocks: BlockTable, layer: int, resident: tuple[range, range], tokens: torch.Tensor) -> PagedRows:
+    def part(
+        self,
+        blocks: BlockTable,
+        layer: int,
+        resident: tuple[range, range],
+        tokens: torch.Tensor,
+        scratch: _Scratch,
+        runs: Callable[[], list[KVPart]] | None = None,
+    ) -> PagedPart:
         """Return the KV of `resident` and `tokens` `[Hkv, n]`, in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
-        ids, rows = self._known.get(id(blocks), ([], None))
-        if rows is None or ids != blocks.ids:
-            rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
-            self._known[id(blocks)] = list(blocks.ids), rows
-        head_rows = self.pool.layout.head_rows
-        return PagedRows(*self.planes, rows, self._first_rows[layer], head_rows, resident, tokens)
+        ids, block_rows = self._known.get(id(blocks), ([], None))
+        if block_rows is None or ids != blocks.ids:
+            block_rows = self.pool.row_base(blocks) - torch.arange(0, len(blocks.ids) * BLOCK_SIZE, BLOCK_SIZE)
+            self._known[id(blocks)] = list(blocks.ids), block_rows
+        first = self._first_rows[layer]
+        return PagedPart(self.rows, block_rows, first, self._head_rows, resident, tokens, scratch.gather, runs)
 
     def forget(self, blocks: BlockTable) -> None:
         """Remove a closed block table, because its `id` may be reused."""
@@ -100,91 +97,23 @@ class _Pages:
 class _Scratch:
     """Gather buffers for K and V. They grow to the largest gather so far. Each gather overwrites the previous one."""
 
-    def __init__(self, pool: HostPool) -> None:
-        self._buffers = [pool.rows.new_empty(0), pool.rows.new_empty(0)]
+    def __init__(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._rows = rows
+        self._buffers = [rows[0].new_empty(0), rows[0].new_empty(0)]
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def gather(self, plane: int, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Gather `[Hkv, n, d]` from `rows` `[R, d]` by row ids int64 `[Hkv, n]`, into buffer 0 (K) or 1 (V)."""
+    def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
+        """Gather K (`plane` 0) or V (1) `[Hkv, n, d]` by row ids int64 `[Hkv, n]`."""
+        rows = self._rows[plane]
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
             self._buffers[plane] = rows.new_empty(needed + needed // 4)
         out = self._buffers[plane][:needed].view(-1, rows.shape[1])
         torch.index_select(rows, 0, ids.view(-1), out=out)
         return out.view(*ids.shape, rows.shape[1])
-
-
-class _PagedPart(KVPart):
-    """Selected KV of one layer.
-
-    Kernels that support `paged` read it in place. Each access to `k` or `v` gathers it. If there is one query head per
-    KV head, `mix` reads the value vectors directly from the pool.
-    """
-
-    def __init__(self, scratch: _Scratch, rows: PagedRows) -> None:
-        self._scratch, self._rows = scratch, rows
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._rows.shape
-
-    @property
-    def paged(self) -> PagedRows:
-        return self._rows
-
-    @property
-    def k(self) -> torch.Tensor:
-        """K `[Hkv, n, d]`, gathered on each access."""
-        return self._scratch.gather(0, self._rows.k, self._rows.ids)
-
-    @property
-    def v(self) -> torch.Tensor:
-        """V `[Hkv, n, d]`, gathered on each access."""
-        return self._scratch.gather(1, self._rows.v, self._rows.ids)
-
-    def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        if weights.shape[1] > 1:
-            return super().mix(weights)
-        # An embedding bag is a weighted sum of rows.
-        rows, (kv_heads, n) = self._rows.v, self.shape
-        bags, each = torch.arange(0, kv_heads * n, n), weights.to(rows.dtype).view(-1)
-        return F.embedding_bag(self._rows.ids.view(-1), rows, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
-
-
-class _SplitPart(KVPart):
-    """KV in several contiguous runs. One kernel call can read all of them in place (`paged`)."""
-
-    def __init__(self, runs: list[KVPart], rows: PagedRows) -> None:
-        """Create a part from the views `runs`.
-
-        `rows` describes the same KV entries for kernels that read them in place.
-        """
-        self._runs, self._rows = runs, rows
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._rows.shape
-
-    @property
-    def runs(self) -> list[KVPart]:
-        return self._runs
-
-    @property
-    def paged(self) -> PagedRows:
-        return self._rows
-
-    @property
-    def k(self) -> torch.Tensor:
-        """K `[Hkv, n, d]`, copied on each access."""
-        return torch.cat([run.k for run in self._runs], dim=1)
-
-    @property
-    def v(self) -> torch.Tensor:
-        """V `[Hkv, n, d]`, copied on each access."""
-        return torch.cat([run.v for run in self._runs], dim=1)
 
 
 class CpuStorage(KVStorage):
@@ -206,8 +135,8 @@ class CpuStorage(KVStorage):
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         self._resident[id(blocks)] = sum(
-            sum(self._geometry.resident(layer, sinks, recent)) * self._pool.token_bytes(layer)
-            for layer in range(self._geometry.layers)
+            sum(self._geometry.resident(layer, sinks, recent)) * size
+            for layer, size in enumerate(self._pages.token_bytes)
         )
 
     def close(self, blocks: BlockTable) -> None:
@@ -219,7 +148,7 @@ class CpuStorage(KVStorage):
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         self._pool.write(blocks, layer, start, k, v)
-        return k.shape[1] * self._pool.token_bytes(layer)
+        return k.shape[1] * self._pages.token_bytes[layer]
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         self._pool.move(blocks, layer, source, target)
@@ -236,8 +165,8 @@ class CpuStorage(KVStorage):
         for part in slices:
             self._pool.write(blocks, layer, stop, part.k, part.v)
             stop += part.k.shape[1]
-        whole, size = join(self._pool.runs(blocks, layer, range(stop))), self._pool.token_bytes(layer)
-        return PrefilledLayer(whole, 0, start * size, (stop - start) * size)
+        kv, size = join(self._pool.runs(blocks, layer, range(stop))), self._pages.token_bytes[layer]
+        return PrefilledLayer(kv, 0, start * size, (stop - start) * size)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
         """Write the new KV to the pool and return views of the pool.
@@ -251,7 +180,7 @@ class CpuStorage(KVStorage):
         runs = self._pool.runs(blocks, layer, range(start + count))
         own = next(n for n in itertools.count(1) if sum(run.k.shape[1] for run in runs[-n:]) >= count)
         kv, first = join(runs[-own:]), sum(run.k.shape[1] for run in runs[:-own])
-        size = self._pool.token_bytes(layer)
+        size = self._pages.token_bytes[layer]
         return PrefilledLayer(kv, first, start * size, count * size, runs[:-own])
 
     def _prefill_sliding(self, blocks: BlockTable, layer: int, start: int, slices: list[KVPart]) -> PrefilledLayer:
@@ -261,7 +190,7 @@ class CpuStorage(KVStorage):
         kept = self._pool.kept(blocks, layer, tokens)
         self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
         before = self._pool.runs(blocks, layer, range(first, start))
-        size = self._pool.token_bytes(layer)
+        size = self._pages.token_bytes[layer]
         return PrefilledLayer(join([*before, new]), first, (start - first) * size, len(kept) * size)
 
 
@@ -274,25 +203,24 @@ class CpuRows(RowFetch):
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
         self._pair_bytes = 2 * pool.layout.row_bytes
-        self._fetched, self._repaired = _Scratch(pool), _Scratch(pool)
+        self._fetched, self._repaired = _Scratch(pages.rows), _Scratch(pages.rows)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of the scratch buffers."""
         return self._fetched.nbytes + self._repaired.nbytes
 
-    def fetch(
-        self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
-    ) -> _DenseFetch | _SparseFetch:
+    def fetch(self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None) -> _Fetch:
         if selection is None:
-            size = len(visible.candidates) * self._pool.token_bytes(layer)
-            return _DenseFetch(self._pages, blocks, layer, visible.all, size)
+            size = len(visible.candidates) * self._pages.token_bytes[layer]
+            return _Fetch(self._pages, self._fetched, blocks, layer, (visible.all, range(0)), None, size)
         assert selection.counts is None, "selections on the CPU have no counts"
-        requested, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
-        return _SparseFetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, requested)
+        size, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
+        return _Fetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, size)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
-        return _DenseFetch(self._pages, blocks, layer, tokens, len(tokens) * self._pool.token_bytes(layer))
+        size = len(tokens) * self._pages.token_bytes[layer]
+        return _Fetch(self._pages, self._fetched, blocks, layer, (tokens, range(0)), None, size)
 
     def fetch_together(
         self,
@@ -303,7 +231,7 @@ class CpuRows(RowFetch):
     ) -> list[PendingFetch]:
         """Return one fetch per sequence. Shared KV is counted once, although each sequence gathers all its KV."""
         rows = [
-            self._pages.rows(blocks, layer, _NOTHING, selection.tokens).ids.flatten()
+            self._pages.part(blocks, layer, _NOTHING, selection.tokens, self._fetched).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
         ]
         again = (first_occurrences(torch.cat(rows)) >= 0).split([len(ids) for ids in rows])
@@ -312,8 +240,8 @@ class CpuRows(RowFetch):
         return [replace(self.fetch(blocks, layer, seen, own), savings=one) for blocks, seen, own, one in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        crossing = extra.tokens.numel() * self._pair_bytes
-        return _SparseFetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, crossing)
+        size = extra.tokens.numel() * self._pair_bytes
+        return _Fetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, size)
 
 
 class CpuTransfer:

@@ -14,7 +14,7 @@ import torch
 
 from ..core import BlockTable, KVPart, ModelGeometry
 from ..kv_cache.pool import HostPool
-from .base import KVStorage, PrefilledLayer
+from .base import KVStorage, PrefilledLayer, join
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
@@ -127,15 +127,9 @@ class CudaStorage(KVStorage):
             written += self._write(one, layer, stop, own.k, own.v)
             fresh.append(own)
             stop += own.k.shape[1]
-        parts = fresh if loaded is None else [*loaded.wait(), *fresh]
-        k, v = _joined([part.k for part in parts]), _joined([part.v for part in parts])
-        one.residency.store(layer, start, k[:, start - first :], v[:, start - first :])
-        return PrefilledLayer(KVPart(k, v), first, (start - first) * state.pool.token_bytes(layer), written)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate parts `[Hkv, n, d]` along the token axis. If there is only one part, return it unchanged."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        kv = join(fresh if loaded is None else [*loaded.wait(), *fresh])
+        one.residency.store(layer, start, kv.k[:, start - first :], kv.v[:, start - first :])
+        return PrefilledLayer(kv, first, (start - first) * state.pool.token_bytes(layer), written)
 
 
 class CudaTransfer:

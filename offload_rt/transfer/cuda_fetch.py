@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..core import BlockTable, KVPart, Selection, VisibleTokens
 from ..kernels.h2d_copy import to_device
-from .base import BatchedRows, PendingFetch, RowFetch, Savings
+from .base import BatchedRows, PendingFetch, RowFetch, Savings, join
 from .open_sequences import DeviceState
 from .residency import Residency
 from .row_lists import RowLists
@@ -23,7 +23,7 @@ class _PendingFetch(PendingFetch):
 
     Attributes:
         state: State of the device. `state.staging` keeps the buffers of the fetch alive.
-        held: Key of these buffers in `state.staging`.
+        staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` is complete.
         staged: Fetched KV `[2, Hkv, n, width]` in the storage format.
         savings: Counts of the entries that were not transferred, or None.
@@ -35,7 +35,7 @@ class _PendingFetch(PendingFetch):
     """
 
     state: DeviceState
-    held: int
+    staging_key: int
     event: Event
     staged: torch.Tensor
     savings: Savings | None = None
@@ -50,7 +50,7 @@ class _PendingFetch(PendingFetch):
         return 2 * heads * tokens * width * self.staged.itemsize
 
     def wait(self) -> list[KVPart]:
-        self.state.staging.arrive(self.held, self.event, *(() if self.savings is None else self.savings.tensors))
+        self.state.staging.arrive(self.staging_key, self.event, *(() if self.savings is None else self.savings.tensors))
         rows = self.state.pool.format_of(self.layer).decode(self.staged)
         parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
@@ -58,7 +58,7 @@ class _PendingFetch(PendingFetch):
         parts = [*self.residency.part(self.layer, self.visible), *parts]
         if self.counts is not None or self.staged.is_cuda:
             return parts
-        return [KVPart(torch.cat([p.k for p in parts], dim=1), torch.cat([p.v for p in parts], dim=1))]
+        return [join(parts)]
 
 
 class CudaBatches(BatchedRows):
@@ -76,15 +76,15 @@ class CudaBatches(BatchedRows):
 
         They are cached until one of the sequences is closed or exceeds the capacity of the lists.
         """
-        key, room = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
-        if key not in self._lists or self._lists[key].tokens < room:
-            self._lists[key] = self.row_lists(len(block_tables), room + room // 8)
+        key, capacity = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
+        if key not in self._lists or self._lists[key].tokens < capacity:
+            self._lists[key] = self.row_lists(len(block_tables), capacity + capacity // 8)
         self._lists[key].hold(block_tables)
         return self._lists[key]
 
     def forget(self, blocks: BlockTable) -> None:
         """Drop the cached lists of a closed sequence."""
-        self._lists = {held: lists for held, lists in self._lists.items() if id(blocks) not in held}
+        self._lists = {key: lists for key, lists in self._lists.items() if id(blocks) not in key}
 
 
 class CudaRows(RowFetch):
@@ -116,7 +116,7 @@ class CudaRows(RowFetch):
         # Rows that K and V share are copied as a whole, because a copy of one of them would not be contiguous.
         shared = pool.shares_rows(layer)
         planes = staged.new_empty((1, *shape[1:3], pool.layout.head_dim)) if shared else staged
-        held = state.staging.hold(staged, planes)
+        staging_key = state.staging.hold(staged, planes)
         with state.prefetch.behind_compute():
             if (written := one.written) is not None:
                 state.prefetch.wait_for(written)
@@ -131,7 +131,7 @@ class CudaRows(RowFetch):
                 staged[0].copy_(part.k)
                 staged[1].copy_(part.v)
             event = state.prefetch.record_event()
-        return _PendingFetch(state, held, event, staged, None, None, one.residency, layer, visible)
+        return _PendingFetch(state, staging_key, event, staged, None, None, one.residency, layer, visible)
 
     def fetch_together(
         self,
@@ -155,7 +155,7 @@ class CudaRows(RowFetch):
             staged = pending.staged[:, b * heads : (b + 1) * heads, : selection.count]
             residency = state[block_tables[b]].residency
             fetches.append(
-                _PendingFetch(state, pending.held, event, staged, less, selection.counts, residency, layer, seen)
+                _PendingFetch(state, pending.staging_key, event, staged, less, selection.counts, residency, layer, seen)
             )
         return fetches
 

@@ -257,11 +257,11 @@ class DiskRows(RowFetch):
         """Start reading the selected KV. Leave space before it for the resident KV of `visible`, if not None."""
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
-        room = visible.resident if visible is not None and state.pool.format.exact else 0
+        resident = visible.resident if visible is not None and state.pool.format.exact else 0
         heads, count = tokens.shape
-        staged = state.staging((heads, room + count, 2, state.pool.format.width))
+        staged = state.staging((heads, resident + count, 2, state.pool.format.width))
         place = state.pool.groups.storage_layer[layer]
-        reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, room, staged)
+        reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, resident, staged)
         size = heads * count * state.pair_bytes
         return _SelectedFetch(
             state, reading, staged, size, one.residency if visible is not None else None, layer, visible
@@ -273,10 +273,10 @@ def _gather(
     place: int,
     blocks: np.ndarray[tuple[int], np.dtype[np.int64]],
     tokens: torch.Tensor,
-    room: int,
+    resident: int,
     staged: torch.Tensor,
 ) -> None:
-    """Read the KV of tokens int64 `[Hkv, n]` into staged `[Hkv, room + n, 2, width]`, after the first `room` entries.
+    """Read the KV of tokens int64 `[Hkv, n]` into staged `[Hkv, resident + n, 2, width]`, after `resident` entries.
 
     `place` is the index of the layer within a block. `blocks` are the block ids of the sequence.
     """
@@ -285,8 +285,8 @@ def _gather(
         return
     wanted, heads = tokens.numpy(), np.arange(kv_heads)[:, None]
     ids = file.file_layout.entry_ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
-    into = heads * (room + count) + np.arange(room, room + count)
-    file.gather(place, ids.reshape(-1), staged.view(kv_heads * (room + count), -1), into.reshape(-1))
+    into = heads * (resident + count) + np.arange(resident, resident + count)
+    file.gather(place, ids.reshape(-1), staged.view(kv_heads * (resident + count), -1), into.reshape(-1))
 
 
 class DiskTransfer:

@@ -33,7 +33,7 @@ class PendingBatchFetch:
 
     Attributes:
         state: State of the device. `state.staging` keeps the buffers of the fetch alive.
-        held: Key of these buffers in `state.staging`.
+        staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
         tally: Number of transferred KV entries and of working-set hits of each sequence, int64 `[B, 2]`. An entry is K
@@ -42,7 +42,7 @@ class PendingBatchFetch:
     """
 
     state: DeviceState
-    held: int
+    staging_key: int
     event: Event
     staged: torch.Tensor
     tally: torch.Tensor | None
@@ -50,7 +50,7 @@ class PendingBatchFetch:
     def wait(self) -> torch.Tensor:
         """Return K and V `[2, P, n, d]`. The compute stream waits for the copies, the host does not."""
         counted = () if self.tally is None else (self.tally,)
-        self.state.staging.arrive(self.held, self.event, *counted)
+        self.state.staging.arrive(self.staging_key, self.event, *counted)
         return self.state.format.decode(self.staged)
 
 
@@ -78,7 +78,7 @@ class RowLists:
         parts = self._offsets.split([2 * len(layer[0]) for layer in firsts])
         self._planes = [part.view(2, -1) for part in parts]
         """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[2, Hkv]`."""
-        self._held_ids: list[list[int]] = []
+        self._table_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
         capacity = state.working_set
@@ -106,13 +106,13 @@ class RowLists:
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
         tables = [one.blocks.ids for one in sequences]
-        if tables != self._held_ids:
+        if tables != self._table_ids:
             bases = torch.zeros(self._bases.shape, dtype=torch.int64)
             for row, one in zip(bases, sequences, strict=True):
                 own = self._pool.row_base(one.blocks)[: len(row)]
                 row[: len(own)] = own
             copy_into(bases, self._bases)
-            self._held_ids = [list(ids) for ids in tables]
+            self._table_ids = [list(ids) for ids in tables]
             self._newest = None
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
             rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
@@ -176,7 +176,7 @@ class RowLists:
         return [event for event in events if event is not None]
 
     def forget(self) -> None:
-        """Clean up after a failed graph capture. Waits until the device is idle and drops all held buffers."""
+        """Clean up after a failed graph capture: wait until the device is idle, and drop the buffers of all fetches."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
@@ -258,7 +258,7 @@ class RowLists:
         # Inputs and staged KV are allocated in the compute stream (`Staging`). All other tensors are allocated, used
         # and freed in the prefetch stream.
         staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
-        held = self._state.staging.hold(
+        staging_key = self._state.staging.hold(
             staged, tokens, self._bases, self._offsets, *(() if counts is None else (counts,))
         )
         with self._prefetch.behind_compute():
@@ -270,7 +270,7 @@ class RowLists:
             else:
                 self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
                 tally = None
-            return PendingBatchFetch(self._state, held, self._prefetch.record_event(), staged, tally)
+            return PendingBatchFetch(self._state, staging_key, self._prefetch.record_event(), staged, tally)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the pool rows of the K and V of `tokens`, int64 `[2, P, n]`."""

@@ -26,12 +26,12 @@ class Staging:
     def __init__(self, prefetch: Stream) -> None:
         self._prefetch = prefetch
         self._numbers = itertools.count()
-        self._held: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def hold(self, *tensors: torch.Tensor) -> int:
         """Keep the buffers of a fetch alive. Return the number of the fetch, for `arrive`."""
         number = next(self._numbers)
-        self._held[number] = tensors
+        self._buffers[number] = tensors
         return number
 
     def arrive(self, number: int, event: Event, *made: torch.Tensor) -> None:
@@ -43,11 +43,11 @@ class Staging:
             *made: Tensors that were allocated in the prefetch stream and are used in the compute stream.
         """
         self._prefetch.hold_compute(event, *made)
-        self._held.pop(number, None)
+        self._buffers.pop(number, None)
 
     def clear(self) -> None:
         """Release all buffers. The prefetch stream must be idle."""
-        self._held.clear()
+        self._buffers.clear()
 
 
 HELD_BACK = 1 << 20
@@ -66,7 +66,7 @@ class PendingWriteBacks:
 
     def __init__(self, write_back: Stream) -> None:
         self._write_back = write_back
-        self._held: deque[tuple[Event, int, tuple[torch.Tensor, ...]]] = deque()
+        self._pending: deque[tuple[Event, int, tuple[torch.Tensor, ...]]] = deque()
         self._bytes = 0
 
     def hold(self, event: Event, *tensors: torch.Tensor) -> None:
@@ -75,19 +75,19 @@ class PendingWriteBacks:
         `event` must be the newest event of the write-back stream, recorded after the stream has read the tensors.
         """
         size = sum(tensor.nbytes for tensor in tensors)
-        self._held.append((event, size, tensors))
+        self._pending.append((event, size, tensors))
         self._bytes += size
 
     def release(self, most: int = 0) -> None:
         """Make the compute stream wait for the oldest events and release their tensors, until `most` bytes remain."""
         last: Event | None = None
-        while self._held and self._bytes > most:
-            last, size, _ = self._held.popleft()
+        while self._pending and self._bytes > most:
+            last, size, _ = self._pending.popleft()
             self._bytes -= size
         if last is not None:
             self._write_back.hold_compute(last)
 
     def clear(self) -> None:
         """Release all tensors. All write-backs must have finished, or the compute stream must already wait for them."""
-        self._held.clear()
+        self._pending.clear()
         self._bytes = 0

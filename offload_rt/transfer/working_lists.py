@@ -25,29 +25,29 @@ class WorkingLists:
         # Per layer, addresses of the look-up tables and of the cached KV.
         self._tables = torch.zeros(layers, 2, batch, FIELDS, dtype=torch.int64, device=device)
         # Number of table entries of each sequence. It is 0 for padding, so that kernels do not write its tables.
-        self._counts = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._entry_counts = torch.zeros(batch, dtype=torch.int32, device=device)
         self._used: set[int] = set()
         self._sets: dict[int, list[LayerSet]] = {}
-        self._held: Sequence[WorkingSet] = ()
+        self._working_sets: Sequence[WorkingSet] = ()
 
     def use(self, layers: Iterable[int]) -> None:
         """Make `hold` allocate the working sets of `layers`, so that look-ups can be captured in a graph."""
         self._used.update(layers)
 
-    def hold(self, held: Sequence[WorkingSet], padding: int) -> None:
+    def hold(self, working_sets: Sequence[WorkingSet], padding: int) -> None:
         """Set the working sets of the sequences of a batch. Look-ups do not change the last `padding` of them."""
-        self._held = held
-        counts = [self._entries] * (len(held) - padding) + [0] * padding
-        copy_into(torch.tensor(counts, dtype=torch.int32), self._counts)
+        self._working_sets = working_sets
+        counts = [self._entries] * (len(working_sets) - padding) + [0] * padding
+        copy_into(torch.tensor(counts, dtype=torch.int32), self._entry_counts)
         self._bind()
 
     def release(self) -> None:
         """Drop all references to working sets. `hold` must be called before the next use."""
-        self._held, self._sets = (), {}
+        self._working_sets, self._sets = (), {}
 
     def _bind(self) -> None:
         """Copy the addresses of the working sets to the device, for every layer in use."""
-        self._sets = {layer: [one.layer(layer) for one in self._held] for layer in self._used}
+        self._sets = {layer: [one.layer(layer) for one in self._working_sets] for layer in self._used}
         addresses = torch.zeros(self._tables.shape, dtype=torch.int64)
         for layer, sets in self._sets.items():
             addresses[layer] = torch.tensor([[entry(one.table) for one in sets], [entry(one.rows) for one in sets]])
@@ -62,9 +62,9 @@ class WorkingLists:
             self._used.add(layer)
             self._bind()
         stored = PointerTable(tuple(one.table for one in self._sets[layer]), self._tables[layer, 0])
-        tables = dispatch.read_lists(stored, self._entries, self._counts)
+        tables = dispatch.read_lists(stored, self._entries, self._entry_counts)
         found = look_up(tables, tokens, valid)
-        dispatch.write_lists(tables, stored, self._counts)
+        dispatch.write_lists(tables, stored, self._entry_counts)
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:

@@ -42,4 +42,4 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the kernels are compiled on this machine")
-    monkeypatch.setattr(dispatch, "_compiled", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda tensor: tensor.dtype != torch.float64)

@@ -1,10 +1,8 @@
 """Count which code attention on a CPU takes: C kernels that read KV in place, or torch functions that replace them.
 
-Decode, dense layer in one run: `DecodeAttention.attend` if `decode_attention.takes` the queries, else
-    `attention_weights` and `KVPart.mix`.
-Decode, selected KV or KV in several runs: `DecodeAttention.attend_paged` under the same condition and if the part is
-    `paged`, else `_Scratch.gather` before the same functions.
-Scores, selection and approximate KV: `NativeQuery` if `low_bit_cpu.library` is not None, else `LowBitQuery`.
+Decode: `attend_in_c` if `decode_attention.library` is not None, else `attention_weights` and `KVPart.mix`, with
+    `_Scratch.gather` before them for selected KV.
+Scores, selection and approximate KV: `NativeQuery` if `low_bit_sequence.library` is not None, else `LowBitQuery`.
 Prefill: `causal_cpu._attend` if `causal_cpu.takes` the queries, else torch in `causal.py` and `causal_blocks.py`.
 
 All need a head dimension that 32 divides, and float32 or bfloat16 (queries of low-bit KV are always float32). Shared
@@ -19,12 +17,11 @@ from typing import Any
 import pytest
 
 from offload_rt.core import KVPart
-from offload_rt.kernels import causal_cpu, low_bit_lists
-from offload_rt.kernels.decode_attention import DecodeAttention
-from offload_rt.kernels.low_bit_cpu import NativeQuery
+from offload_rt.kernels import causal_cpu, decode_attention, low_bit_lists
+from offload_rt.kernels.low_bit_sequence import NativeQuery
 from offload_rt.transfer import cpu
 
-IN_PLACE = ("attend", "attend_paged")
+IN_PLACE = ("attend_in_c",)
 LOW_BIT = ("merge",)
 FALLBACKS = ("mix", "gather", "approximate_attention")
 
@@ -43,12 +40,12 @@ def count_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
         patch.setattr(owner, attribute or name, counted)
 
     for name in IN_PLACE:
-        count(DecodeAttention, name)
+        count(decode_attention, name)
     for name in LOW_BIT:
         count(NativeQuery, name)
     count(causal_cpu, "causal", "_attend")
     count(KVPart, "mix")
-    count(cpu._PagedPart, "mix")
+    count(decode_attention.PagedPart, "mix")
     count(cpu._Scratch, "gather")
     count(low_bit_lists, "approximate_attention")
     return calls

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from offload_rt.kernels import native, row_products, team
+from offload_rt.kernels import native, team
+from offload_rt.models.linear import dense
 from offload_rt.utils import native_code, native_libraries
 
 _CACHED = (
-    row_products.torch_multiplies_bfloat16,
+    dense.torch_multiplies_bfloat16,
     team._library,
     native_libraries._origin,
     native_code._warn_once,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from offload_rt.kernels.low_bit import KEY_BITS, Layout, mixing, quantise_rows
-from offload_rt.kernels.low_bit_cpu import NativeQuery
-from offload_rt.kernels.low_bit_query import LowBitQuery
+from offload_rt.kernels.low_bit_sequence import LowBitQuery, NativeQuery
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 
 

@@ -29,7 +29,7 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
         scores = q @ keys.transpose(1, 2) * geometry.scales[layer]
         if geometry.softcap is not None:
             scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
-        scores, sinks = scores.masked_fill(~seen, -torch.inf), adapter.sinks(layer)
+        scores, sinks = scores.masked_fill(~seen, -torch.inf), adapter.sinks[layer]
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, len(at), 1)), -1)
         weights = torch.softmax(scores, -1)[..., : len(kept[layer])]

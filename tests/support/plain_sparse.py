@@ -15,9 +15,9 @@ import torch
 
 from offload_rt.config import EngineConfig
 from offload_rt.core import KVPart, ModelGeometry, Selection, VisibleTokens
+from offload_rt.kernels.decode_attention import attend, group_weights
 from offload_rt.kv_cache.kv_format import make_kv_format
 from offload_rt.kv_cache.pool import HostPool
-from offload_rt.model_runner.attention import attend, group_weights
 from offload_rt.model_runner.slot_table import InPlaceEviction, SlotTable
 from offload_rt.models.full_attention import residual_after_attention
 from offload_rt.models.loading import LoadedModel
@@ -216,7 +216,7 @@ def _attend(
             parts.append(KVPart(slots.stored.k.gather(1, index), slots.stored.v.gather(1, index)))
             weights = group_weights(q, parts, scale, attend(q, parts, scale, softcap)[1], softcap)
             state.on_attended(layer, visible, attended_tokens(visible, chosen), weights)
-    sinks = loaded.adapter.sinks(layer)
+    sinks = loaded.adapter.sinks[layer]
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.view_as(lse)).unsqueeze(-1)
     return out.to(q.dtype)

@@ -8,7 +8,7 @@ import torch
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.core import BLOCK_SIZE
-from offload_rt.model_runner.shared_prefix import SharedPrefixes
+from offload_rt.model_runner.batch import SharedPrefixes
 
 from .staged_transfer import staged as with_staging
 from .tiny_models import depth, tiny_model

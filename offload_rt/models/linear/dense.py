@@ -1,41 +1,77 @@
 """Float32 and bfloat16 weights on a CPU, without quantisation.
 
-Products with few input rows use C code. For bfloat16 on processors without bfloat16 instructions, larger products are
-computed in tiles.
+C code (`row_products.c`) multiplies few input rows, at the speed of reading the weights. For bfloat16 on processors
+without bfloat16 instructions, larger products are computed in tiles.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...kernels import row_products, team
-from ...kernels.native import has_tiles
+from ...kernels import native, team
+from ...utils.native_code import processor_level
 from .backend import BackendLinear, LinearBackend
+
+MAX_ROWS = 12
+"""The C code is used for up to this number of input rows. It is then faster than torch's product."""
+
+PART_BYTES = 1 << 18
+"""Number of bytes of a weight that a thread reads at a time, in about 20 microseconds."""
+
+WORTH_THREADS = 1 << 20
+"""Size in bytes of a weight from which several threads are used."""
 
 TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
 
 
-class DenseLinear(BackendLinear):
-    """Computes up to `MAX_ROWS` input rows with `kernels.row_products`, and more rows with torch.
+class _Call(ctypes.Structure):
+    """The structure `Call` of row_products.c."""
 
-    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows.
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size")),
+    ]
+
+
+@native.level_cache
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return `row_products.c`, compiled for weights of `dtype`, or None if it does not support them."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    return native.compiled("row_products", _Call, BFLOAT16=int(dtype == torch.bfloat16))
+
+
+class DenseLinear(BackendLinear):
+    """Computes up to `MAX_ROWS` input rows in C, and more rows with torch.
+
+    Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. Sums are float32.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight  # Modules look up parameters slowly, and a decode step has hundreds of linear layers.
         if torch.is_grad_enabled() or input.dtype != weight.dtype or not input.numel():
             return super().forward(input)
-        if input.numel() > row_products.MAX_ROWS * self.in_features:
+        if input.numel() > MAX_ROWS * self.in_features:
             return product_by_tiles(input, lambda tile, dtype: weight[tile].to(dtype), len(weight), self.bias)
         # The owner of the model may have moved the weight, and the C code reads it through its address.
-        in_place = weight.is_cpu and weight.is_contiguous()
-        code = row_products.code_for(weight.dtype) if in_place else None
-        return super().forward(input) if code is None else code.linear(input, weight, self.bias)
+        code = library(weight.dtype) if weight.is_cpu and weight.is_contiguous() else None
+        if code is None:
+            return super().forward(input)
+        x, bias, (outs, ins) = input.contiguous(), self.bias, weight.shape
+        out = x.new_empty(*x.shape[:-1], outs)
+        size = max(1, PART_BYTES // (ins * weight.element_size()))
+        bias_at = None if bias is None else bias.data_ptr()
+        call = _Call(x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), x.numel() // ins, outs, ins, size)
+        threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
+        team.runner()(code.linear, ctypes.byref(call), -(-outs // size), threads)
+        return out
 
 
 class DenseCPU(LinearBackend):
@@ -44,7 +80,10 @@ class DenseCPU(LinearBackend):
     layer_class = DenseLinear
 
     def takes(self, layer: nn.Linear, device: torch.device) -> bool:
-        return device.type == "cpu" and row_products.takes(layer.weight) is not None
+        weight = layer.weight
+        if not device.type == weight.device.type == "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
+            return False
+        return library(weight.dtype) is not None
 
 
 def product_by_tiles(
@@ -55,7 +94,7 @@ def product_by_tiles(
     x is float32 or bfloat16. `weights(rows, dtype)` returns the given rows of the weight in `dtype`.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
-    widens = x.dtype == torch.bfloat16 and not row_products.torch_multiplies_bfloat16()
+    widens = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()
     dtype, ins = torch.float32 if widens else x.dtype, x.shape[-1]
     rows = x.reshape(-1, ins).to(dtype)
     out = x.new_empty(len(rows), outs)
@@ -71,6 +110,13 @@ def product_by_tiles(
     return out.view(*x.shape[:-1], outs)
 
 
+@cache
+def torch_multiplies_bfloat16() -> bool:
+    """Return whether torch has bfloat16 product instructions (AVX512-BF16 or AMX) on this processor."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return processor_level() == "avx512_bf16" and any(getattr(torch.cpu, name, bool)() for name in names)
+
+
 def computes_bfloat16() -> bool:
     """Return whether bfloat16 models are fast on this CPU: the C code is available, or torch uses AMX."""
-    return row_products.takes(torch.empty(32, 32, dtype=torch.bfloat16)) is not None or has_tiles()
+    return library(torch.bfloat16) is not None or native.has_tiles()

@@ -45,7 +45,7 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x `[..., in]`, in the packed order of inputs, times packed rows plus bias `[out]`, `[..., out]`."""
+    """Return the product `[..., out]` of x `[..., in]` and packed rows, plus `bias`. x is in the packed order."""
     code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
     if code is None or not x.numel():
         return F.linear(x, form.unpack(packed, x.dtype), bias)
@@ -142,7 +142,7 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of the experts' outputs `[T, D]` for chosen experts `[T, k]` and their weights `[T, k]`."""
+        """Return the weighted sum `[T, D]` of the outputs of the chosen experts `[T, k]`, with weights `[T, k]`."""
         own: Any = self
         out = torch.zeros_like(hidden_states)
         for expert in router_indices.unique().tolist():

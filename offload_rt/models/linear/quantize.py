@@ -19,7 +19,7 @@ _ABSORBED = ("kv_b_proj",)
 """Name suffixes of layers whose weights are absorbed into queries (`latent_attention`), which needs plain weights."""
 
 _FEW_OUTPUTS = 16
-"""Layers with more inputs per output than this are small, and each output controls a whole head, as in gates."""
+"""Layers with more inputs per output than this stay plain: they are small, and each output controls a whole head."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""

@@ -35,7 +35,7 @@ class KeyLists:
         self._pages = torch.zeros(1, batch, -(-tokens // PAGE_TOKENS), dtype=torch.int64, device=device)
         self._keys: list[ListedKeys] = []
         self._bases: list[list[Basis | None]] = []
-        self._held: list[list[torch.Tensor | Pages]] = []
+        self._stored: list[list[torch.Tensor | Pages]] = []
         self._storages: list[PointerTable | PageTable] = []
         self._basis: list[Basis | None] = []
 
@@ -51,21 +51,21 @@ class KeyLists:
         if _differ(bases, self._bases):
             self._bases, self._basis = bases, [Basis.stacked(each) for each in bases]
         newest = [(own, range(slot, slot + 1)) for own, slot in zip(keys, slots, strict=True)]
-        held = [[own.storage(layer, there) for own, there in newest] for layer in self._at]
-        if not _differ(held, self._held):
+        stored = [[own.storage(layer, there) for own, there in newest] for layer in self._at]
+        if not _differ(stored, self._stored):
             return None
-        self._held = held
-        paged = [tuple(own for own in each if isinstance(own, Pages)) for each in held]
+        self._stored = stored
+        paged = [tuple(own for own in each if isinstance(own, Pages)) for each in stored]
         if paged[0]:
             self._storages = [PageTable(each, self._pages[0]) for each in paged]
             return table_of(paged[0], self._pages.shape[2]).unsqueeze(0)
-        tensors = [tuple(own for own in each if isinstance(own, torch.Tensor)) for each in held]
+        tensors = [tuple(own for own in each if isinstance(own, torch.Tensor)) for each in stored]
         self._storages = [PointerTable(each, table) for each, table in zip(tensors, self._pointers, strict=True)]
         return torch.tensor([[entry(own) for own in each] for each in tensors])
 
     def release(self) -> None:
         """Drop all references to sequences. `hold` must be called before the next use."""
-        self._keys, self._bases, self._held, self._storages, self._basis = [], [], [], [], []
+        self._keys, self._bases, self._stored, self._storages, self._basis = [], [], [], [], []
 
     @property
     def tables(self) -> torch.Tensor:

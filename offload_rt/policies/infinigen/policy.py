@@ -16,8 +16,7 @@ import torch
 from ...core import ModelGeometry, Selection, VisibleTokens
 from ...errors import ArtifactError
 from ...kernels.h2d_copy import copy_into, to_device
-from ...kernels.low_bit_cpu import NativeQuery
-from ...kernels.low_bit_query import LowBitQuery
+from ...kernels.low_bit_sequence import LowBitQuery, NativeQuery
 from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
 from ...kernels.selection import extend_selection, select_tokens, selection_limit

@@ -56,8 +56,8 @@ class ExpertCache(nn.Module):
         experts.num_experts = self.slots
         # The tuple hides the module from torch, because its parameters are device slots, not the layer's weights.
         self._module = (experts,)
-        self._held: list[int | None] = [None] * self.slots
-        self._used = [0] * self.slots
+        self._expert_in_slot: list[int | None] = [None] * self.slots
+        self._last_use = [0] * self.slots
         self._now = 0
         self.bytes = self.chosen = self.found = 0
         """Bytes copied to the device, number of chosen experts, and number of chosen experts that were on the device.
@@ -83,7 +83,7 @@ class ExpertCache(nn.Module):
         choices = index.cpu()
         chosen = choices.unique().tolist()
         self.chosen += len(chosen)
-        self.found += len(set(chosen) & set(self._held))
+        self.found += len(set(chosen) & set(self._expert_in_slot))
         if len(chosen) <= self.slots:
             there = self._bring(chosen)
             out: torch.Tensor = self._module[0](hidden, there[choices].to(index.device), weights)
@@ -109,7 +109,7 @@ class ExpertCache(nn.Module):
 
     def _turns(self, chosen: Sequence[int]) -> Iterator[list[int]]:
         """Split `chosen` into groups of up to `slots` experts. Experts that are on the device come first."""
-        ordered = sorted(chosen, key=lambda expert: expert not in self._held)
+        ordered = sorted(chosen, key=lambda expert: expert not in self._expert_in_slot)
         for first in range(0, len(ordered), self.slots):
             yield ordered[first : first + self.slots]
 
@@ -119,26 +119,29 @@ class ExpertCache(nn.Module):
         Return the slot of each expert, int64 `[E]` on the host. It is -1 for experts that are not in `experts`.
         """
         self._now += 1
-        free = sorted((slot for slot, held in enumerate(self._held) if held not in experts), key=self._used.__getitem__)
+        free = sorted(
+            (slot for slot, held in enumerate(self._expert_in_slot) if held not in experts),
+            key=self._last_use.__getitem__,
+        )
         for expert in experts:
-            if expert not in self._held:
+            if expert not in self._expert_in_slot:
                 slot = free.pop(0)
                 for own, there in zip(self._host, self._there, strict=True):
                     there[slot].copy_(own[expert], non_blocking=True)
                     self.bytes += own[expert].nbytes
-                self._held[slot] = expert
-            self._used[self._held.index(expert)] = self._now
+                self._expert_in_slot[slot] = expert
+            self._last_use[self._expert_in_slot.index(expert)] = self._now
         found = torch.full((self.num_experts,), -1)
-        found[list(experts)] = torch.tensor([self._held.index(expert) for expert in experts])
+        found[list(experts)] = torch.tensor([self._expert_in_slot.index(expert) for expert in experts])
         return found
 
     def check_integrity(self) -> None:
         """Assert that each slot contains the weights of its expert and that the experts module uses the slots."""
-        held = [expert for expert in self._held if expert is not None]
-        assert len(set(held)) == len(held) and max(self._used) <= self._now
+        held = [expert for expert in self._expert_in_slot if expert is not None]
+        assert len(set(held)) == len(held) and max(self._last_use) <= self._now
         for weight, own, there in zip(self._module[0].parameters(), self._host, self._there, strict=True):
             assert weight.data_ptr() == there.data_ptr()
-            for slot, expert in enumerate(self._held):
+            for slot, expert in enumerate(self._expert_in_slot):
                 assert expert is None or torch.equal(there[slot].cpu(), own[expert])
 
 

@@ -53,7 +53,7 @@ class WeightStream:
         size = max(layer_bytes(layers[layer]) for layer in self._order)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._blocks = {layer: _Block(layers[layer], self._buffers, device.type == "cuda") for layer in self._order}
-        self._held: list[int | None] = [None] * BUFFERS
+        self._layer_in_buffer: list[int | None] = [None] * BUFFERS
         self._pending: list[Event | None] = [None] * BUFFERS
         self._current = 0
         self.bytes = 0
@@ -76,9 +76,9 @@ class WeightStream:
         """Make the parameters of `layer` available to later compute work. No-op if the layer is not streamed."""
         if layer not in self._blocks:
             return
-        if layer not in self._held:
+        if layer not in self._layer_in_buffer:
             self._load(layer, keep=(self._current,))
-        slot = self._held.index(layer)
+        slot = self._layer_in_buffer.index(layer)
         if (event := self._pending[slot]) is not None:
             self._copies.hold_compute(event)
             self._pending[slot] = None
@@ -89,28 +89,28 @@ class WeightStream:
         following = itertools.chain((s for s in self._order if s >= layer), self._order)
         wanted = list(itertools.islice(following, BUFFERS))
         for upcoming in wanted:
-            if upcoming not in self._held:
+            if upcoming not in self._layer_in_buffer:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
         """Start copying `layer` into a buffer that is empty or contains a layer that is not in `keep`."""
-        slot = next(slot for slot, held in enumerate(self._held) if held is None or held not in keep)
-        if (before := self._held[slot]) is not None:
+        slot = next(slot for slot, held in enumerate(self._layer_in_buffer) if held is None or held not in keep)
+        if (before := self._layer_in_buffer[slot]) is not None:
             self._blocks[before].look_at(None)
         block = self._blocks[layer]
         with self._copies.behind_compute():
             self._buffers[slot][: block.bytes].copy_(block.host, non_blocking=True)
             self._pending[slot] = self._copies.record_event()
         block.look_at(slot)
-        self._held[slot] = layer
+        self._layer_in_buffer[slot] = layer
         self.bytes += block.bytes
 
     def check_integrity(self) -> None:
         """Assert that the parameters of each layer are views of its buffer, or of host memory if it has none."""
-        held = [layer for layer in self._held if layer is not None]
+        held = [layer for layer in self._layer_in_buffer if layer is not None]
         assert len(set(held)) == len(held)
         for layer, block in self._blocks.items():
-            block.check_integrity(self._held.index(layer) if layer in held else None)
+            block.check_integrity(self._layer_in_buffer.index(layer) if layer in held else None)
 
 
 class _Block:

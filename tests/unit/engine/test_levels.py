@@ -10,7 +10,8 @@ from support.tiny_models import assert_greedy, tiny_checkpoint, tiny_prompt
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.kernels import causal_cpu, decode_attention, low_bit_cpu, native, row_products
+from offload_rt.kernels import causal_cpu, decode_attention, low_bit_sequence, selection
+from offload_rt.models.linear import dense
 from offload_rt.models.linear.backend import BackendLinear
 
 PROMPT = tiny_prompt(300)
@@ -29,9 +30,9 @@ def reference(folder: str) -> PreTrainedModel:
 def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[int]:
     """Return greedy tokens after PROMPT. C code computes everything that it supports."""
     own = getattr(torch, dtype)
-    for takes in (causal_cpu.takes, decode_attention.takes, row_products.takes):
-        if takes(torch.empty(1, 32, dtype=own)) is None:
-            pytest.skip(f"there is no code for {level}")
+    row = torch.empty(1, 32, dtype=own)
+    if None in (causal_cpu.takes(row), decode_attention.library(32, own), dense.library(own)):
+        pytest.skip(f"there is no code for {level}")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -48,12 +49,12 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
 def test_code_is_that_of_the_level(level: str) -> None:
     """Otherwise a test at this level would run the code of an earlier test's level."""
     row = torch.empty(1, 32)
-    holders = [decode_attention.takes(row), row_products.takes(row)]
     loaded = [
         causal_cpu.takes(row),
-        low_bit_cpu.library(32, 2),
-        native._best_scores(),
-        *(holder and holder.library for holder in holders),
+        decode_attention.library(32, torch.float32),
+        low_bit_sequence.library(32, 2),
+        selection._best_scores(),
+        dense.library(torch.float32),
     ]
     names = [Path(library._name).name for library in loaded if library is not None]
     assert all(f"-{level}-" in name for name in names), names

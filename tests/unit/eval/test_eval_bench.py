@@ -21,7 +21,7 @@ from offload_rt.eval.speed import bench
 from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, Ours, Peer, Shape
 from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
 from offload_rt.eval.speed.synthetic_kv import RESIDENT, SyntheticKV
-from offload_rt.kernels import low_bit_cpu, native
+from offload_rt.kernels import low_bit_sequence, native
 from offload_rt.models.registry import adapter_for
 from offload_rt.utils.native_code import available_levels
 
@@ -265,7 +265,7 @@ def test_the_command_refuses_bad_options_in_one_line(capsys: pytest.CaptureFixtu
 
 
 def test_c_kernels_are_timed_at_each_level(tmp_path: Path) -> None:
-    if low_bit_cpu.library(64, 4) is None:
+    if low_bit_sequence.library(64, 4) is None:
         pytest.skip("no C compiler")
     assert main(["eval", "cpu-kernels", "--tokens", "512", "--repeats", "1", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "cpu_kernels.json").read_text())["rows"]
@@ -279,4 +279,4 @@ def test_c_kernels_are_timed_at_each_level(tmp_path: Path) -> None:
         expected.remove(("avx512_bf16", "prefill attention, bfloat16"))
     assert sorted((row["level"], row["kernel"]) for row in rows) == sorted(expected)
     assert all(row["us"] > 0 and row["times_floor"] > 0 for row in rows)
-    assert low_bit_cpu.library(64, 4) is not None and "OFFLOAD_RT_CPU_LEVEL" not in os.environ
+    assert low_bit_sequence.library(64, 4) is not None and "OFFLOAD_RT_CPU_LEVEL" not in os.environ

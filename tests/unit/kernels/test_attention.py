@@ -15,7 +15,7 @@ from offload_rt.core import KVPart
 from offload_rt.kernels import causal_cpu, decode_attention, team
 from offload_rt.kernels.causal import attend_causal
 from offload_rt.kernels.causal_blocks import BlockedAttention
-from offload_rt.model_runner.attention import attend, group_weights, scores_lse
+from offload_rt.kernels.decode_attention import attend, group_weights, scores_lse
 
 
 def plain(
@@ -166,7 +166,7 @@ def test_parts_add_up_however_rows_are_cut(cuts: list[int], group: int, seed: in
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (7, 130), (120, 64)])
 def test_bfloat16_parts_by_torch(group: int, n: int, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check output and LSE of a decode step without C code against float64."""
-    monkeypatch.setattr(decode_attention, "takes", lambda q: None)
+    monkeypatch.setattr(decode_attention, "library", lambda *_: None)
     q, k, v = random_rows(n, 2, group, 1, n, 64, torch.bfloat16)
     scores = q.double().view(2, group, 64) @ k.double().mT * 0.3
     scores = scores if cap is None else cap * torch.tanh(scores / cap)

@@ -87,7 +87,7 @@ def test_the_kernels_select_and_attend_alike_and_ask_for_nothing(monkeypatch: py
         make(False, torch.float32, options, missed_mass_every=0, kv_cache_dtype="auto").generate([prompt], params)
     )
     llm = make(True, torch.float32, options, 7, missed_mass_every=0)
-    monkeypatch.setattr(dispatch, "_compiled", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda tensor: tensor.dtype != torch.float64)
     decode, steps = Runner.decode, []
 
     def watched(self: Runner, *args: Any) -> torch.Tensor:

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from offload_rt.core import KVPart, PagedRows
+from offload_rt.core import KVPart
 from offload_rt.kernels import decode_attention, team
-from offload_rt.model_runner.attention import attend
+from offload_rt.kernels.decode_attention import PagedPart, attend, attend_in_c, library
 
-pytestmark = pytest.mark.skipif(decode_attention.takes(torch.zeros(1, 32)) is None, reason="there is no compiled code")
+pytestmark = pytest.mark.skipif(library(32, torch.float32) is None, reason="there is no compiled code")
 
 SHAPES = [(32, 1, 1), (64, 3, 130), (64, 7, 64), (96, 2, 63), (128, 4, 517), (256, 9, 40), (64, 120, 70)]
 """Head dimensions, queries of a KV head and tokens. A block has 64 tokens, and 4 queries are computed together."""
@@ -25,7 +25,7 @@ def inputs(group: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return q.to(dtype), k, v
 
 
-def paged_rows(k: torch.Tensor, v: torch.Tensor) -> PagedRows:
+def paged_part(k: torch.Tensor, v: torch.Tensor) -> PagedPart:
     """Return k, v `[2, n, d]` as entries of a pool with blocks in another order, and NaN between them.
 
     The first tokens and the last two are resident, as far as they exist. The others are at random positions.
@@ -39,10 +39,14 @@ def paged_rows(k: torch.Tensor, v: torch.Tensor) -> PagedRows:
     tokens = torch.stack([torch.randperm(stop - last - first, generator=generator)[:middle] for _ in range(heads)])
     block_rows = (torch.randperm(blocks, generator=generator) - torch.arange(blocks)) * 64
     keys, values = torch.full((2, 1 + heads * (blocks * 64 + 5), d), torch.nan, dtype=k.dtype)
-    rows = PagedRows(keys, values, block_rows, 1, blocks * 64 + 5, resident, tokens + first)
+    part = PagedPart((keys, values), block_rows, 1, blocks * 64 + 5, resident, tokens + first, no_gather)
     placed = [*range(first), *range(n - last, n), *range(first, n - last)]
-    keys[rows.ids], values[rows.ids] = k[:, placed], v[:, placed]
-    return rows
+    keys[part.ids], values[part.ids] = k[:, placed], v[:, placed]
+    return part
+
+
+def no_gather(plane: int, ids: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("KV is read in place")
 
 
 def expected(
@@ -63,17 +67,14 @@ def test_outputs_are_those_of_float64(
     so both types have the same bounds."""
     q, k, v = inputs(group, n, d, dtype)
     want = expected(q, k, v, 0.2, cap)
-    code = decode_attention.takes(q)
+    code = library(d, dtype)
     assert code is not None
-    rows = paged_rows(k, v)
     for least in (1 << 20, 64):
         monkeypatch.setattr(decode_attention, "MIN_TOKENS", least)
-        for got in (
-            code.attend(q, k, v, 0.2, cap),
-            code.attend_paged(q, rows, 0.2, cap),
-        ):
-            assert got[0].dtype == got[1].dtype == torch.float32
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        for part in (KVPart(k, v), paged_part(k, v)):
+            out, lse = attend_in_c(code, q.flatten(0, 1), part, 0.2, cap)
+            assert out.dtype == lse.dtype == torch.float32
+            torch.testing.assert_close((out.view_as(q), lse.view(2, -1)), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -84,11 +85,15 @@ def test_threads_and_other_queries_change_no_bit(
     monkeypatch.setattr(decode_attention, "MIN_TOKENS", 64)
     monkeypatch.setattr(team, "threads", lambda: threads)
     q, k, v = inputs(6, 1500, 64, dtype)
-    code, found = decode_attention.takes(q), []
+    code, found = library(64, dtype), []
     assert code is not None
+
+    def attended(queries: torch.Tensor) -> torch.Tensor:
+        return attend_in_c(code, queries.flatten(0, 1), KVPart(k, v), 0.2, None)[0].view_as(queries)
+
     for threads in (1, 3, 300):  # noqa: B007
-        found.append(code.attend(q, k, v, 0.2, None)[0])
-    fewer = [code.attend(q[:, :count], k, v, 0.2, None)[0] for count in range(1, 6)]
+        found.append(attended(q))
+    fewer = [attended(q[:, :count]) for count in range(1, 6)]
     assert all(found[0].equal(other) for other in found)
     assert all(found[0][:, : each.shape[1]].equal(each) for each in fewer)
 
@@ -103,10 +108,5 @@ def test_a_step_uses_it_for_each_part(level: str) -> None:
 
 
 def test_unsupported_inputs_are_left_to_torch() -> None:
-    for q in (
-        torch.zeros(1, 48),
-        torch.zeros(1, 64).double(),
-        torch.zeros(1, 64).half(),
-        torch.zeros(1, 64).to("meta"),
-    ):
-        assert decode_attention.takes(q) is None
+    for d, dtype in ((48, torch.float32), (64, torch.float64), (64, torch.float16)):
+        assert library(d, dtype) is None

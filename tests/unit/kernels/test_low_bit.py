@@ -10,7 +10,7 @@ import torch
 from support.levels import forget
 from support.low_bit import approximate, copied, joined, ragged_lists, stored_rows
 
-from offload_rt.kernels import low_bit, low_bit_cpu, low_bit_lists, native, selection
+from offload_rt.kernels import low_bit, low_bit_lists, low_bit_sequence, native, selection
 from offload_rt.kernels.low_bit import (
     KEY_BITS,
     Layout,
@@ -23,7 +23,7 @@ from offload_rt.kernels.low_bit import (
     quantise_rows,
     unpack_rows,
 )
-from offload_rt.kernels.low_bit_query import LowBitQuery, low_bit_query
+from offload_rt.kernels.low_bit_sequence import LowBitQuery, low_bit_query
 from offload_rt.kernels.pages import BLOCK, PAGE_TOKENS, Pages, PageTable
 from offload_rt.kernels.reference import merge_lse
 from offload_rt.kernels.selection import quantise_query
@@ -153,11 +153,11 @@ def test_a_batch_appends_as_each_sequence_does() -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Compute with torch, or with the C code of each level of this processor."""
     if request.param == "torch":
-        monkeypatch.setattr(low_bit_cpu, "library", lambda *shape: None)
+        monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     else:
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
         forget()
-        if low_bit_cpu.library(32, 2) is None:
+        if low_bit_sequence.library(32, 2) is None:
             pytest.skip("no C compiler")
     yield request.param
     forget()
@@ -214,7 +214,7 @@ def test_a_guess_of_what_is_high_can_be_wrong(level: str) -> None:
     scores = torch.randn(1, 1, 1600) - 20
     scores[..., ::16] += 20
     for alpha, limit in ((math.inf, 300), (math.inf, 1600), (18.0, 300)):
-        found = native.select(scores, scores.amax(-1), scores.logsumexp(-1), alpha, limit)
+        found = selection.select_in_c(scores, scores.amax(-1), scores.logsumexp(-1), alpha, limit)
         if found is None:
             pytest.skip("no C compiler")
         assert found.equal(selection.select_tokens_reference(scores, alpha, limit).sort(1).values)
@@ -239,7 +239,7 @@ def test_a_processor_selects_and_stores_what_is_defined(
     other = copied(pages)
     for values in (False, True):
         low_bit.store_rows(pages, layout, rows, 461, values=values)
-        low_bit_cpu.store_rows(other, layout, rows, 461, values=values)
+        low_bit_sequence.store_rows(other, layout, rows, 461, values=values)
     assert joined(pages).equal(joined(other))
 
 
@@ -248,7 +248,7 @@ def test_a_layers_scores_take_the_memory_of_the_layers_before(monkeypatch: pytes
     monkeypatch.setattr(native, "SCRATCH", RecycledMemory())
     layout, tokens, skip = Layout(32, 4), range(4, 5500), torch.tensor([[7], [9]])
     pages, q, mean = stored_rows(layout, 2, 5500), torch.randn(2, 7, 32), torch.randn(2, 32)
-    if low_bit_cpu.library(32, 4) is None:
+    if low_bit_sequence.library(32, 4) is None:
         pytest.skip("without compiled code torch's products do it")
     for _ in range(3):
         asked = low_bit_query(q, mean, pages, layout, tokens)
@@ -266,7 +266,7 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         forget()
-        if low_bit_cpu.library(64, 4) is None:
+        if low_bit_sequence.library(64, 4) is None:
             pytest.skip("no C compiler")
         asked = low_bit_query(q, mean, pages, layout, tokens)
         chosen = asked.select(3.0, selection.selection_limit(len(tokens), 0.2))

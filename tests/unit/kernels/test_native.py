@@ -20,9 +20,9 @@ from support.levels import forget
 from support.low_bit import approximate, stored_rows
 
 from offload_rt.errors import ConfigError
-from offload_rt.kernels import low_bit, low_bit_cpu, native
+from offload_rt.kernels import low_bit, low_bit_sequence, native
 from offload_rt.kernels.low_bit import Layout
-from offload_rt.kernels.low_bit_query import low_bit_query
+from offload_rt.kernels.low_bit_sequence import low_bit_query
 from offload_rt.kernels.pages import PAGE_BLOCKS
 from offload_rt.policies.infinigen.low_bit_rows import VALUE_BITS
 from offload_rt.utils import native_code, native_libraries
@@ -52,7 +52,7 @@ def scores() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if low_bit_cpu.library(32, 2) is None:
+    if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
     names = sorted(path.name.split("-")[0] for path in cache.iterdir() if path.suffix == ".so")
@@ -64,18 +64,18 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
 
     monkeypatch.setattr(subprocess, "run", run)
     forget()
-    assert low_bit_cpu.library(32, 2) is not None
+    assert low_bit_sequence.library(32, 2) is not None
 
 
 @pytest.mark.slow
 def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines may share a home folder, so file names contain the instruction set level."""
-    if low_bit_cpu.library(32, 2) is None:
+    if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
         forget()
-        assert low_bit_cpu.library(32, 2) is not None and len(list(cache.glob(f"*-{level}-*"))) == 1
+        assert low_bit_sequence.library(32, 2) is not None and len(list(cache.glob(f"*-{level}-*"))) == 1
 
 
 def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,12 +85,12 @@ def test_a_level_that_the_processor_does_not_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shapes_that_the_code_does_not_take() -> None:
-    assert low_bit_cpu.library(48, 2) is None
+    assert low_bit_sequence.library(48, 2) is None
 
 
 def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert low_bit_cpu.library(32, 2) is None and not cache.exists()
+    assert low_bit_sequence.library(32, 2) is None and not cache.exists()
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
@@ -107,14 +107,14 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.INFO, native_code.__name__):
-        assert low_bit_cpu.library(32, 2) is None
+        assert low_bit_sequence.library(32, 2) is None
     assert "low_bit.c is not available, torch computes instead" in caplog.text
     torch.testing.assert_close(*scores(), rtol=1e-6, atol=1e-5)
 
 
 def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results do not depend on the number of threads."""
-    if low_bit_cpu.library(32, 2) is None:
+    if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
     monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
@@ -138,13 +138,13 @@ def test_a_compiler_may_be_a_command_with_arguments(named: str, cache: Path, mon
     (folder / "cc").symlink_to(str(shutil.which("cc")))
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("CC", named)
-    assert low_bit_cpu.library(32, 2) is not None and len(list(cache.iterdir())) == 1
+    assert low_bit_sequence.library(32, 2) is not None and len(list(cache.iterdir())) == 1
 
 
 def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.INFO, native_code.__name__):
-        assert low_bit_cpu.library(32, 2) is None and low_bit_cpu.library(64, 2) is None
+        assert low_bit_sequence.library(32, 2) is None and low_bit_sequence.library(64, 2) is None
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "is not in this package, and there is no compiler" in warning.message
     assert "low_bit.c is not available, torch computes instead: there is no compiler no-such-compiler" in caplog.text
@@ -154,14 +154,14 @@ def test_missing_code_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_prebuilt_code_is_used_without_a_compiler(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if low_bit_cpu.library(32, 2) is None:
+    if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     assert native_libraries.native_status().origin == "compiled"
     monkeypatch.setattr(native_code, "PREBUILT", cache.rename(tmp_path / "shipped"))
     monkeypatch.setenv("CC", "no-such-compiler")
     forget()
-    assert low_bit_cpu.library(32, 2) is not None and not cache.exists() and not caplog.text
-    assert low_bit_cpu.library(64, 2) is None, "this one was not shipped"
+    assert low_bit_sequence.library(32, 2) is not None and not cache.exists() and not caplog.text
+    assert low_bit_sequence.library(64, 2) is None, "this one was not shipped"
 
 
 def test_options_are_prebuilt() -> None:
@@ -221,10 +221,10 @@ def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -
 
 def test_a_structure_unlike_the_one_in_c_is_an_error() -> None:
     """C would read other fields than Python wrote, and compute wrong numbers."""
-    if (code := low_bit_cpu.library(32, 2)) is None:
+    if (code := low_bit_sequence.library(32, 2)) is None:
         pytest.skip("no C compiler")
-    own = list(low_bit_cpu._StoreCall._fields_)
-    native_code.check_structure(code, low_bit_cpu._StoreCall)
+    own = list(low_bit_sequence._StoreCall._fields_)
+    native_code.check_structure(code, low_bit_sequence._StoreCall)
     for fields in (
         [own[1], own[0], *own[2:]],
         own[:-1],

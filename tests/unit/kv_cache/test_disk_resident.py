@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from offload_rt.core import ModelGeometry, Selection, VisibleTokens
+from offload_rt.kernels.decode_attention import attend
 from offload_rt.kv_cache.disk.file_layout import DiskTier
 from offload_rt.kv_cache.pool import HostPool
-from offload_rt.model_runner.attention import attend
 from offload_rt.transfer.disk import DiskTransfer
 from offload_rt.utils.allocator import give_back
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload_rt import LLM
 from offload_rt.core import BlockTable, KVPart, VisibleTokens, bucket
 from offload_rt.engine.runner import Runner
-from offload_rt.kernels import low_bit_cpu
+from offload_rt.kernels import low_bit_sequence
 from offload_rt.model_runner.batch import DecodeBatch
 from offload_rt.model_runner.batched import BatchedMode
 from offload_rt.model_runner.decode import DecodeStep
@@ -50,7 +50,7 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
 ) -> None:
     """Lengths cross a block and a bucket boundary. The step never synchronises with the device."""
     # The CPU kernel quantises attention weights of approximate values; the others do not.
-    monkeypatch.setattr(low_bit_cpu, "library", lambda *shape: None)
+    monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     lengths = (30, 63, 127)
     runner = make(False, **options)
     alone = [begun(runner, length, seed=length) for length in lengths]

@@ -24,9 +24,9 @@ from offload_rt import LLM, SamplingParams, offload
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.kernels import decode_attention
 from offload_rt.kv_cache.pool import HostPool
-from offload_rt.model_runner.shared_prefix import SharedPrefixes
+from offload_rt.model_runner.batch import SharedPrefixes
 
-pytestmark = pytest.mark.skipif(decode_attention.takes(torch.zeros(1, 32)) is None, reason="there is no compiled code")
+pytestmark = pytest.mark.skipif(decode_attention.library(32, torch.float32) is None, reason="there is no compiled code")
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 EVERYTHING: dict[str, Any] = {"budget": 1.0, "recent": 8, "sinks": 2, "dense_layers": ()}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offload_rt.core import BLOCK_SIZE, BlockTable, VisibleTokens
 from offload_rt.kernels.segments import Run, attend_runs
-from offload_rt.model_runner.shared_prefix import Segment, SharedPrefixes, Sharing
+from offload_rt.model_runner.batch import Segment, SharedPrefixes, Sharing
 
 
 @st.composite

@@ -17,7 +17,7 @@ from support.tiny_models import depth, tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
-from offload_rt.model_runner.shared_prefix import NEVER_PAYS, SharedPrefixes
+from offload_rt.model_runner.batch import NEVER_PAYS, SharedPrefixes
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
 """Run each policy with KV in place and with staged KV. Otherwise each policy runs in one of the two modes."""

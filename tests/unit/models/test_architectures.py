@@ -24,7 +24,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.core import KVPart
 from offload_rt.errors import ModelError
 from offload_rt.kernels import causal
-from offload_rt.model_runner.attention import attend, give_to_sinks
+from offload_rt.kernels.decode_attention import attend, give_to_sinks
 from offload_rt.models import loading, verification
 from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
@@ -319,13 +319,13 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no multiplier of residuals": ("minicpm3", lambda a: setattr(a._layers[1], "_after_mlp", nn.Identity()), "layer 1"),
     "no window": ("mistral", lambda a: geometry_with(a, windows=(None,) * 3), "sliding_window=12 in layer 0"),
     "a window too short": ("olmo3", lambda a: geometry_with(a, windows=(11, None, 12)), "sliding_window=12 in layer 0"),
-    "no sinks": ("gpt_oss", lambda a: setattr(a, "_sinks", [None] * 3), "s_aux in layer 0"),
+    "no sinks": ("gpt_oss", lambda a: setattr(a, "sinks", [None] * 3), "s_aux in layer 0"),
     "no output gate": ("qwen3_5", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
     "no output gate per head": ("lfm3", lambda a: setattr(a, "_gate", lambda *_: None), "layer 0"),
     "no shared MLP": ("granite_hybrid", lambda a: setattr(a._layers[0], "_shared_mlp", None), "layer 0"),
     "no mixer beside the attention": ("falcon_h1", lambda a: setattr(a._layers[1], "_mixer", None), "layer 1"),
     "no multiplier of keys": ("falcon_h1", lambda a: setattr(a._projections[0], "_key_multiplier", 1.0), "layer 0"),
-    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_attention_at", [0, 2]), "the embedding"),
+    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_between", [range(0)] * 3), "the embedding"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
 """For each fault: the model, the change to its adapter, and the part named in the error."""

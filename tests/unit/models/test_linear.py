@@ -10,14 +10,12 @@ import torch
 from support.tiny_models import tiny_checkpoint, tiny_model
 from torch import nn
 
-from offload_rt.kernels import row_products, team
+from offload_rt.kernels import team
 from offload_rt.models.linear import dense, use_backends
 from offload_rt.models.linear.backend import BackendLinear
 from offload_rt.models.loading import load_model
 
-pytestmark = pytest.mark.skipif(
-    row_products.takes(torch.zeros(1, 32, dtype=torch.bfloat16)) is None, reason="there is no compiled code"
-)
+pytestmark = pytest.mark.skipif(dense.library(torch.bfloat16) is None, reason="there is no compiled code")
 
 CPU = torch.device("cpu")
 ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
@@ -30,13 +28,13 @@ ERRORS = {torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}, torch.float32: {"rtol":
 def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: torch.dtype, level: str) -> None:
     """A row's result does not depend on the number of rows."""
     layer = nn.Linear(ins, outs, bias=bias).to(dtype)
-    x = torch.randn(row_products.MAX_ROWS, ins * 2, dtype=dtype)[..., ::2]
+    x = torch.randn(dense.MAX_ROWS, ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     use_backends(layer, CPU)
     assert type(layer) is dense.DenseLinear
     with torch.inference_mode():
         few = layer(x)
-        fewer = [layer(x[:rows]) for rows in range(1, row_products.MAX_ROWS)]
+        fewer = [layer(x[:rows]) for rows in range(1, dense.MAX_ROWS)]
     assert few.dtype == dtype and few.shape == expected.shape
     torch.testing.assert_close(few.double(), expected, **ERRORS[dtype])
     assert all(few[: len(rows)].equal(rows) for rows in fewer)
@@ -46,9 +44,9 @@ def test_products_are_those_of_float64(outs: int, ins: int, bias: bool, dtype: t
 def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bfloat16 instructions in torch, the weight is converted and multiplied tile by tile."""
     monkeypatch.setattr(dense, "TILE_BYTES", 4 * 96 * 3)
-    monkeypatch.setattr(row_products, "torch_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(dense, "torch_multiplies_bfloat16", lambda: False)
     layer = nn.Linear(96, 7, bias=bias).bfloat16()
-    x = torch.randn(2, row_products.MAX_ROWS, 96, dtype=torch.bfloat16)
+    x = torch.randn(2, dense.MAX_ROWS, 96, dtype=torch.bfloat16)
     expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     use_backends(layer, CPU)
     with torch.inference_mode():
@@ -59,15 +57,16 @@ def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, mo
 @pytest.mark.parametrize("outs", [2, 70])
 def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results must not depend on the number of threads."""
-    monkeypatch.setattr(row_products, "WORTH_THREADS", 0)
-    monkeypatch.setattr(row_products, "PART_BYTES", 1000)
+    monkeypatch.setattr(dense, "WORTH_THREADS", 0)
+    monkeypatch.setattr(dense, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)
-    weight, x, found = torch.randn(outs, 96).to(dtype), torch.randn(9, 96).to(dtype), []
-    code = row_products.takes(weight)
-    assert code is not None
+    layer, x, found = nn.Linear(96, outs, bias=False).to(dtype), torch.randn(9, 96).to(dtype), []
+    use_backends(layer, CPU)
     for threads in (1, 3, 300):  # noqa: B007
-        found.append(code.linear(x, weight, None))
-        torch.testing.assert_close(found[-1].double(), x.double() @ weight.double().T, rtol=2**-7, atol=1e-2)
+        with torch.inference_mode():
+            found.append(layer(x))
+        expected = x.double() @ layer.weight.double().T
+        torch.testing.assert_close(found[-1].double(), expected, rtol=2**-7, atol=1e-2)
     assert all(found[0].equal(other) for other in found)
 
 

@@ -73,14 +73,14 @@ def test_tables_are_kept_for_a_few_tensors_of_positions(monkeypatch: pytest.Monk
     monkeypatch.setattr(rotary, "_tables", lambda *given: computed.append(given[2]) or tables(*given))
     chunks = [torch.arange(4) + 4 * i for i in range(KEPT)]
     x = torch.randn(2, 4, 32)
-    turned = [[rotary.rotate(layer, x, chunk) for chunk in chunks] for layer in range(3)]
+    turned = [[rotary.at(layer, chunk, x)(x) for chunk in chunks] for layer in range(3)]
     assert len(computed) == KEPT and all(a.equal(b) for a, b in zip(turned[0], turned[2], strict=True))
     chunks[0].add_(1)
-    assert not rotary.rotate(0, x, chunks[0]).equal(turned[0][0]) and len(computed) == KEPT + 1
-    rotary.rotate(1, x, torch.arange(4))
+    assert not rotary.at(0, chunks[0], x)(x).equal(turned[0][0]) and len(computed) == KEPT + 1
+    rotary.at(1, torch.arange(4), x)
     assert len(rotary._known) == KEPT
     del computed[:], chunks[1:]
-    rotary.rotate(1, x, torch.arange(4))
+    rotary.at(1, torch.arange(4), x)
     assert len(rotary._known) == 2, "tables of freed positions are dropped"
 
 

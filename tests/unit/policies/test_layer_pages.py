@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS
-from offload_rt.policies.infinigen.layer_pages import LayerPages
+from offload_rt.policies.infinigen.low_bit_rows import LayerPages
 
 LAYERS, HEADS = (3, 5), 2
 PAGE_BYTES = len(LAYERS) * HEADS * PAGE_BLOCKS * BLOCK

@@ -21,8 +21,8 @@ from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
 from offload_rt.model_runner import cuda_graphs
+from offload_rt.model_runner.batch import SharedPrefixes
 from offload_rt.model_runner.cuda_graphs import GraphSteps
-from offload_rt.model_runner.shared_prefix import SharedPrefixes
 from offload_rt.policies.rule import Rule
 
 

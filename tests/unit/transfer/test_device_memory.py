@@ -394,7 +394,7 @@ def test_a_pass_brings_each_streamed_layer_once_and_a_layer_ahead() -> None:
     for _ in range(3):
         for layer in range(6):
             stream.begin(layer)
-            held.append({h for h in stream._held if h is not None})
+            held.append({h for h in stream._layer_in_buffer if h is not None})
     assert held[6:12] == [{0, 2}, {2, 3}, {2, 3}, {3, 5}, {5, 0}, {5, 0}]
     assert stream.bytes == (3 * 4 + 1) * size
 

@@ -170,13 +170,13 @@ def test_outputs_are_right_for_any_choice_of_experts(
         hidden = torch.randn(tokens, 32, generator=generator)
         index = torch.stack([torch.randperm(6, generator=generator)[:k] for _ in range(tokens)])
         weights = torch.rand(tokens, k, generator=generator)
-        before, held, chosen = cache.bytes, set(cache._held) - {None}, set(index.flatten().tolist())
+        before, held, chosen = cache.bytes, set(cache._expert_in_slot) - {None}, set(index.flatten().tolist())
         torch.testing.assert_close(cache(hidden, index, weights), stacked(hidden, index, weights), rtol=1e-5, atol=1e-6)
         cache.check_integrity()
         assert cache.bytes - before == one * len(chosen - held)
         if len(chosen) <= slots:
-            left, stayed = held - set(cache._held), held & set(cache._held) - chosen
-            assert set(cache._held) >= chosen
+            left, stayed = held - set(cache._expert_in_slot), held & set(cache._expert_in_slot) - chosen
+            assert set(cache._expert_in_slot) >= chosen
             assert max((used[expert] for expert in left), default=-1) <= min((used[e] for e in stayed), default=now)
         used |= dict.fromkeys(chosen, now)
     assert cache.device_bytes == min(slots, 6) * one
@@ -186,7 +186,7 @@ def test_the_least_recently_used_expert_is_evicted(stacked: Any) -> None:
     cache = ExpertCache(copy.deepcopy(stacked), 3, torch.device("cpu"))
     for expert in (0, 1, 2, 0, 3, 1):  # 3 evicted 1
         cache(torch.ones(1, 32), torch.tensor([[expert]]), torch.ones(1, 1))
-    assert {expert for expert in cache._held if expert is not None} == {0, 3, 1}
+    assert {expert for expert in cache._expert_in_slot if expert is not None} == {0, 3, 1}
     assert (cache.chosen, cache.found) == (6, 1)
 
 

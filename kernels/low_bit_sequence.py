@@ -1,17 +1,23 @@
-"""Low-bit scores and low-bit attention on a CPU in C (`low_bit.c`), in float32. `low_bit.py` defines the results."""
+"""Low-bit KV of one sequence: quantise and store it, score it, select from it, and attend to it.
+
+On a CPU, `low_bit.c` computes in float32. Otherwise, queries of a sequence are those of a batch of one
+(`low_bit_lists`), in Triton or torch. `low_bit.py` defines the results.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 
-from . import low_bit, native, team
+from . import dispatch, low_bit, native, team
+from .h2d_copy import to_device
 from .low_bit import Layout
-from .pages import BLOCK, PAGE_BLOCKS, Pages
-from .selection import select_tokens
+from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
+from .selection import select_in_c, select_tokens
 
 MAX_QUERIES = 32
 """Maximum number of queries per KV head that `low_bit.c` supports."""
@@ -63,15 +69,17 @@ def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
     return code
 
 
-def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range) -> NativeQuery | None:
-    """Score the low-bit keys of `tokens` with q on a CPU (see `LowBitQuery`).
+def low_bit_query(
+    q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range
+) -> LowBitQuery | NativeQuery:
+    """Return an object that scores the low-bit KV of `tokens` and attends to it (see `LowBitQuery`).
 
-    Return None if the C code does not support the dtype or the shapes, or cannot be compiled.
+    Do not use the object after the KV has changed.
     """
-    heads, group, _ = q.shape
-    code = library(layout.head_dim, layout.value_bits) if q.dtype == torch.float32 else None
+    (heads, group, _), native_type = q.shape, q.is_cpu and q.dtype == torch.float32
+    code = library(layout.head_dim, layout.value_bits) if native_type else None
     if code is None or group > MAX_QUERIES or not tokens:
-        return None
+        return LowBitQuery(q, mean, pages, layout, tokens)
     q, mean, first, last = q.contiguous(), mean.contiguous(), tokens.start // BLOCK, -(-tokens.stop // BLOCK)
     per_part = max(MIN_BLOCKS, -(-(last - first) // MAX_PARTS))
     parts = -(-(last - first) // per_part)
@@ -87,6 +95,74 @@ def query(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tok
     )
     begin = tokens.start % BLOCK
     return NativeQuery(code, call, scores[:, :, begin : begin + len(tokens)], statistics, (q, mean, pages))
+
+
+@dataclass(frozen=True, eq=False)
+class LowBitQuery:
+    """Low-bit query of one sequence, computed as a batch of one (`low_bit_lists`).
+
+    Attributes:
+        q: Queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys.
+        mean: Mean that was subtracted from the keys, `[Hkv, d]`.
+        pages: The low-bit KV.
+        layout: Layout of its blocks.
+        tokens: The tokens to score and to attend to.
+    """
+
+    q: torch.Tensor
+    mean: torch.Tensor
+    pages: Pages
+    layout: Layout
+    tokens: range
+
+    @cached_property
+    def scores(self) -> torch.Tensor:
+        """Scores `[Hkv, G, n]` of the n tokens."""
+        starts, stops = self._repeated(self.tokens.start, self.tokens.stop)
+        found = dispatch.score_low_bit(self.q, self.mean, self.layout, self._table, starts, stops, self.tokens.stop)
+        return found.scores[:, :, self.tokens.start :]
+
+    def select(self, alpha: float, limit: int) -> torch.Tensor:
+        """Select tokens by their scores (`selection.select_tokens`).
+
+        Returns:
+            Indices int64 `[Hkv, n]`, counted from the first of `tokens`.
+        """
+        return select_tokens(self.scores, alpha, limit)
+
+    def merge(
+        self,
+        exact: tuple[torch.Tensor, torch.Tensor],
+        skip: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge exact with approximate attention. The result equals one softmax over both.
+
+        Args:
+            exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
+            skip: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
+            rotations: Matrix `[d, d]` that the values were multiplied by before quantisation, and its inverse.
+            softcap: Soft cap of the scores, or None.
+
+        Returns:
+            Merged out and lse.
+        """
+        starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, skip.shape[1])
+        out, lse = (each.to(self.q.dtype).contiguous() for each in exact)
+        return dispatch.merge_approximate(
+            self.q, self.mean, rotations[0], self.layout, self._table, starts, stops, skip.contiguous(),
+            counts, self.tokens.stop, out, lse, softcap,
+        )  # fmt: skip
+
+    @property
+    def _table(self) -> PageTable:
+        return PageTable((self.pages,), self.pages.table.unsqueeze(0))
+
+    def _repeated(self, *numbers: int) -> torch.Tensor:
+        """Repeat each number for all KV heads: int32 `[numbers, Hkv]` on the device of the query."""
+        counted = torch.tensor(numbers, dtype=torch.int32).unsqueeze(1).expand(-1, len(self.q))
+        return to_device(counted.contiguous(), self.q.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +193,7 @@ class NativeQuery:
         Every KV head selects the same number n of tokens, at most `limit`. Return their indices int64 `[Hkv, n]` in
         ascending order, counted from the first scored token.
         """
-        chosen = native.select(self.scores, self.statistics[0], self.statistics[1], alpha, limit)
+        chosen = select_in_c(self.scores, self.statistics[0], self.statistics[1], alpha, limit)
         return select_tokens(self.scores, alpha, limit) if chosen is None else chosen
 
     def merge(
@@ -132,11 +208,11 @@ class NativeQuery:
         blocks, parts = self.scores.stride(1) // BLOCK, len(self.statistics) // 2 - 1
         skip, results = skip.contiguous(), heads * group * parts
         out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
-        room = torch.empty(heads * blocks * 2 + results * (d + 1))
-        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], room.data_ptr()
+        scratch = torch.empty(heads * blocks * 2 + results * (d + 1))
+        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], scratch.data_ptr()
         call.softcap, call.unmixing = softcap or 0.0, rotations[1].data_ptr()
         call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
-        call.part_outs = room.data_ptr() + 8 * heads * blocks
+        call.part_outs = scratch.data_ptr() + 8 * heads * blocks
         call.mixed_sums = call.part_outs + 4 * results * d
         threads = team.threads(self.scores.numel() // native.WORTH_A_THREAD)
         self.code.mix_all(ctypes.byref(call), team.runner(), threads)
@@ -144,8 +220,14 @@ class NativeQuery:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Compute `low_bit.store_rows` in one pass of C code, if it can be compiled."""
-    code = library(layout.head_dim, layout.value_bits)
+    """Quantise `rows` `[Hkv, m, d]`, values if `values` and otherwise keys. Store them from slot `start` on."""
+    if dispatch.uses_triton(rows):
+        from . import triton_low_bit_rows
+
+        triton_low_bit_rows.store_rows(pages, layout, rows, start, values=values)
+        return
+    native_type = rows.is_cpu and rows.dtype == torch.float32
+    code = library(layout.head_dim, layout.value_bits) if native_type else None
     if code is None:
         low_bit.store_rows(pages, layout, rows, start, values=values)
         return
