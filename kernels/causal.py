@@ -16,7 +16,7 @@ KEYS_AT_ONCE = 1024
 """Number of keys that are processed at a time if scores are capped or there are sinks."""
 
 FEW = 128
-"""Maximum number of queries per KV head for which all query heads of a group are computed in one call."""
+"""Up to this number of queries per KV head (tokens times query heads of its group), one call computes all of them."""
 
 
 def attend_causal(

@@ -38,14 +38,14 @@ CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16"
 """Number of products of a code and a weight per vector instruction. The additions are included."""
 VALUE_PRODUCTS = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
-"""Number of vector instructions per LANES exponentials, and per LANES ranked scores."""
+"""Number of vector instructions for LANES exponentials, and for LANES scores in the selection of the largest."""
 
 COLD = 96 << 20
 """Number of bytes that successive calls read before they read the same data again, so that it is not in a cache."""
 QUERIES = 256
 """Number of tokens whose queries attend together in prefill."""
 WEIGHT = (1536, 576)
-"""Shape of a linear layer of SmolLM2's MLP, which a decode step reads for one input row."""
+"""Shape of the weight of a linear layer of SmolLM2's MLP. A decode step multiplies it by one row."""
 
 PER_CYCLE = 2
 """Number of vector instructions per cycle. Some processors execute only one 512-bit instruction per cycle."""

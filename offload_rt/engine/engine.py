@@ -243,8 +243,8 @@ class Engine:
     def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
         """Handle an exception of a decode step of the requests in `group`. If there is only one request, it fails.
 
-        If there are several, any of them may be the cause. The requests `lost`, whose state is incomplete, start again
-        (None: all). Each of them is decoded alone until it has passed the position at which the step failed.
+        If there are several, any of them may be the cause. The requests `lost` (None: all), whose state is incomplete,
+        start again. Each request of `lost` is decoded alone until it has passed the position at which the step failed.
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)

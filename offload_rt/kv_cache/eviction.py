@@ -69,8 +69,7 @@ class SlotState:
     def fill(self, tokens: range, step: int, recent: int) -> None:
         """Record that token t of `tokens` was written to slot t in every layer.
 
-        `step` is the first decode step that can select the tokens. The last `recent` of them are in the recent window,
-        and each can be selected only after it has left the window.
+        A token can be selected from decode step `step` on, but not while it is in the window of `recent` newest tokens.
         """
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at

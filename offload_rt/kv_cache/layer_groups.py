@@ -11,16 +11,16 @@ from ..core import BLOCK_SIZE, ModelGeometry
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Assignment of a model's layers to groups of at most `layers` layers. A block has 64 tokens of one group.
+    """Assignment of a model's layers to groups. A block has the KV of 64 tokens in the layers of one group.
 
     Group 0 contains the full-attention layers, with one block per 64 tokens of a sequence. Sliding-window layers form
     the groups 1 to `sliding`. Each of these groups has one block per 64 tokens inside a window. Blocks of the last
     group may have unused space. All blocks have the same size, so one arena, limit and allocator serve all groups. If
-    all layers use sliding windows, group 0 has no layers, and its block ids have no memory.
+    all layers use sliding windows, group 0 has no layers, and no memory belongs to its block ids.
 
     A block consists of `layers` *storage layers*, each with the size of the KV of a full-attention layer. A
-    full-attention layer takes one storage layer. A sliding-window layer with another row shape takes several
-    consecutive ones (`ArenaLayout.window_part`).
+    full-attention layer takes one storage layer. A sliding-window layer with another row shape takes one
+    or several consecutive ones (`ArenaLayout.window_part`).
 
     Attributes:
         layers: Number of storage layers per block. Without sliding windows, this is the number of layers of the model.

@@ -22,7 +22,7 @@ class ModelAdapter(ABC):
     """Computes the layers of one decoder-only transformer, except attention.
 
     In all methods, a layer is an attention layer, numbered from 0. All tensors are on `device` and in `dtype` unless
-    noted. No method needs gradients or modifies its arguments.
+    noted. No method needs gradients. No method except `run_stages` modifies its arguments.
 
     Attributes:
         sinks: The learned attention sinks of each layer, `[H]` in float32 or wider, or None if the layer has none. A

@@ -1,8 +1,7 @@
 """The adapter of most decoders: Llama and models with a similar structure.
 
 The structure is recognised by the names of modules and by the configuration. This module handles geometry, embedding
-and head; `decoder_layer` and `rotary` handle the rest. Models that are not recognised are refused with a
-`ModelError.reason`.
+and head; `decoder_layer` and `rotary` handle the rest. Other models are refused with a ModelError that has a `reason`.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ class DecoderAdapter(ModelAdapter):
         return [Stage(i, partial(self._run, i, self._decoder_layers[i])) for i in between] if between else ()
 
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a decoder layer without attention, or a mixer parallel to the attention, with this adapter's state."""
+        """Run a decoder layer without attention, or a mixer parallel to the attention, with the recurrent state."""
         return run_layer(module, decoder_layer, hidden, self._state)
 
     def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
@@ -357,7 +356,7 @@ def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]
 
 
 def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
-    """Return, for each attention layer, the name of its frequencies in the rotary module, or None without RoPE."""
+    """Return the name of each attention layer's set of frequencies (`Rotary`), or None for layers without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     several = isinstance(getattr(rotary, "rope_type", None), dict)

@@ -222,7 +222,7 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raise ModelError if a loaded model cannot run without changes, or has not the requested device or dtype.
+    """Raise ModelError if a loaded model must be modified to run, or has another device or dtype than requested.
 
     Raise ConfigError if `model` is not a loaded transformers model.
     """

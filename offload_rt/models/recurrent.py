@@ -321,8 +321,8 @@ class _InputRecorder:
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
     """Return the shapes of the states that decoder layers have for each sequence.
 
-    `at` are the indices of the layers with attention. Raise ModelError, with the class name `name`, if no layer has
-    attention, or if layers have state of an unknown kind.
+    `at` are the indices of the layers with attention. Raise ModelError, which names the model class `name`, if no layer
+    has attention or if the state of a layer is not supported.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))

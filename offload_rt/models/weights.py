@@ -143,8 +143,7 @@ def attention_of(layer: nn.Module) -> Any:
 def experts_of(layer: nn.Module) -> Any:
     """Return the module with the stacked experts of a decoder layer, or None if it has none.
 
-    Each parameter of the module is `[num_experts, ...]`, as transformers stacks experts for
-    `use_experts_implementation`.
+    Each parameter is `[num_experts, ...]`, the format of transformers' classes with `use_experts_implementation`.
     """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())

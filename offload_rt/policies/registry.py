@@ -73,7 +73,7 @@ class PolicyOptions:
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if these options select no tokens in contexts of up to `context` tokens."""
+        """Raise ConfigError if the policy would not select a single token in any context of up to `context` tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.

@@ -52,10 +52,11 @@ def tokens_of_turn(kv: SessionKV, prompt: str | Seq[int]) -> TurnTokens:
 
 
 def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> None:
-    """Raise an error if a turn with these tokens and `max_tokens` generated tokens does not fit.
+    """Raise an error if the session cannot run a turn with these tokens and `max_tokens` generated tokens.
 
     Raises:
-        InputError: A parameter is not supported in sessions, or the turn changes earlier turns and needs truncation.
+        InputError: A parameter is not supported in sessions, or the turn changes earlier turns and the conversation is
+            too long without truncation.
         ModelError: The conversation would exceed the model's positions.
         PoolFullError: The conversation does not fit in the pool.
     """

@@ -86,9 +86,9 @@ class EvictionOrder(Generic[K]):
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Move a known item to the end of the eviction window.
+        """Move a known item that will soon be needed to the end of the eviction window, so that it is evicted last.
 
-        Has no effect on unknown items and without "lookahead".
+        Has no effect on unknown items, or if the policy is not "lookahead".
         """
         if self._looks_ahead and item in self._others:
             del self._others[item]

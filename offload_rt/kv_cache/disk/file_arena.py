@@ -316,7 +316,7 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a copy of the planes of `storage_layers`, like `Arena.planes_of`."""
+        """Return the same as `Arena.planes_of`, as a copy: the stored K and V of `storage_layers`."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 

@@ -29,7 +29,7 @@ from ..layout import SLAB_TOKENS, ArenaLayout
 from .requests import DISK_PAGE, Offsets
 from .row_cache import SLOT_BYTES
 
-# bytes per staging buffer: space for a few requests at least, and for more than a full request queue at most
+# Limits on the size in bytes of a staging buffer: a few requests fit in the least, a full request queue in the most.
 LEAST_STAGED, MOST_STAGED = 1 << 14, 64 << 20
 
 Ids = TypeVar("Ids", int, Offsets)
@@ -147,8 +147,8 @@ class MemoryBudget:
             pending writes.
         block_buffers: Maximum number of buffers for partly filled blocks.
         blocks: Total size in bytes of these buffers.
-        slots: Number of KV entries that the cache can store.
-        slot_bytes: Size in bytes of a cache slot, including metadata.
+        slots: Number of KV entries in the row cache, which keeps copies of entries of the file in host memory.
+        slot_bytes: Size in bytes of a slot of the row cache, including metadata.
     """
 
     staged: int

@@ -42,7 +42,7 @@ class _Call(ctypes.Structure):
 
 @native.level_cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return `row_products.c`, compiled for weights of `dtype`, or None if it does not support them."""
+    """Return the library `row_products.c`, compiled for weights of `dtype`, or None if it is not available."""
     if dtype not in (torch.bfloat16, torch.float32):
         return None
     return native.compiled("row_products", _Call, BFLOAT16=int(dtype == torch.bfloat16))

@@ -130,9 +130,10 @@ class PromptColumns:
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the layer's basis with the chosen columns, in descending order of their sums.
+        """Return the basis with the columns chosen for this prompt: those in which the keys have the largest sums.
 
-        If sums are equal, the column with the larger weight in calibration comes first.
+        The sums are of absolute values over all tokens. If sums are equal, the column with the larger weight in
+        calibration comes first.
         """
         if layer not in self._chosen:
             full = self._bases[layer]

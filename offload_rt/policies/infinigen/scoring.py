@@ -160,7 +160,8 @@ class PartialKeys:
 class Quantiser:
     """Quantiser of the skewed keys of one layer, fixed at calibration.
 
-    `mean` and `step` are the centre and the distance of the levels of each column of `basis`, `[Hkv, d]`.
+    For each column of `basis`, `mean` is the centre of the quantisation levels, and `step` is the distance between
+    adjacent levels. Both are `[Hkv, d]`.
     """
 
     basis: Basis
