@@ -252,7 +252,7 @@ PRESETS: dict[str, TrainConfig] = {
             (0.50, ((128, 0.5), (256, 0.5)), 0.55, 0.15),
             (1.00, ((256, 0.5), (512, 0.3), (1024, 0.2)), 0.6, 0.05),
         ),
-        total_tokens=1_600_000,
+        total_tokens=880_000,
         tokens_per_step=2048,
         peak_lr=2e-3,
         warmup_steps=40,
