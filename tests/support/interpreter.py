@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from . import interpreter_lanes
+from .interpreter_launch import launch_at_once
 from .interpreter_operators import operate_at_once
 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
@@ -35,6 +37,8 @@ def interpreted_quickly() -> Iterator[None]:
         _remember_types(interpreter, patch)
         _skip_what_changes_nothing(patch)
         operate_at_once(interpreter, patch)
+        interpreter_lanes.install(interpreter, patch)
+        launch_at_once(interpreter, patch)
         yield
 
 
@@ -131,6 +135,7 @@ def _skip_what_changes_nothing(patch: pytest.MonkeyPatch) -> None:
         a, b, limits = lhs.handle.data, rhs.handle.data, np.iinfo(lhs.handle.data.dtype)
         if a.dtype.itemsize < 8:
             wide = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__](a, b, dtype=np.int64)
+            wide = np.asarray(wide)
             assert limits.min <= wide.min() and wide.max() <= limits.max, f"overflow of {a.dtype} in {operation}"
 
     patch.setattr(TritonSemantic, "binary_op_type_checking_impl", cast_unless_equal)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from .interpreter_lanes import Lanes, shape_of
+
 SIGNED = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}
 """Bytes of signed integers. The result of two has the wider type."""
 
@@ -41,9 +43,10 @@ class Operators:
         """Return a Triton tensor: a block with the shape of `data`, or a scalar."""
         kind = dtype
         if block:
-            kind = self.types.get((dtype.name, data.shape))
+            shape = shape_of(data)
+            kind = self.types.get((dtype.name, shape))
             if kind is None:
-                kind = self.types[dtype.name, data.shape] = self.tl.block_type(dtype, list(data.shape))
+                kind = self.types[dtype.name, shape] = self.tl.block_type(dtype, list(shape))
         return self.tensor(self.handle(data, dtype), kind)
 
     def handle(self, data: np.ndarray[Any, Any], dtype: Any) -> Any:
@@ -93,7 +96,8 @@ class Operators:
             except ValueError:  # shapes do not match, and Triton reports the error
                 return usual(lhs, rhs, _semantic=self.semantic)
             least, most = self.limits[dtype.name]
-            assert least <= wide.min() and wide.max() <= most, f"overflow of {dtype.name} in {name}"
+            values = np.asarray(wide)
+            assert least <= values.min() and values.max() <= most, f"overflow of {dtype.name} in {name}"
             return self.result(wide.astype(self.numpy_types[dtype.name]), dtype, block)
 
         return operator
@@ -153,7 +157,8 @@ class Operators:
         def operator(block: Any, at: Any, _semantic: Any = None) -> Any:
             plain = type(at) is tuple and all(one is None or one == slice(None) for one in at)
             if plain and block.type.is_block():
-                return self.result(block.handle.data[at], block.dtype, True)
+                data = block.handle.data
+                return self.result(data[(slice(None), *at) if isinstance(data, Lanes) else at], block.dtype, True)
             return usual(block, at, _semantic=self.semantic)
 
         return operator
@@ -181,10 +186,10 @@ class Operators:
             known = element is not None and (element.name in SIGNED or element.name in FLOATS)
             if not known or named or not self._masks(mask, block) or (mask is None and other is not None):
                 return usual(pointer, mask, other, **named, _semantic=self.semantic)
-            at = pointer.handle.data
-            instead = self._instead(other, element, at.shape)
+            shape = shape_of(pointer.handle.data)
+            instead = self._instead(other, element, shape)
             try:
-                seen = self._seen(mask, at.shape)
+                seen = self._seen(mask, shape)
             except ValueError:
                 seen = None
             if seen is None or instead is None:
@@ -202,7 +207,7 @@ class Operators:
             known = type(value) is self.tensor and element is not None and element.name == value.dtype.name
             if not known or named or element.name not in self.numpy_types or element.name == "int1" or not block:
                 return usual(pointer, value, mask, **named, _semantic=self.semantic)
-            shape = pointer.handle.data.shape
+            shape = shape_of(pointer.handle.data)
             try:
                 seen = self._seen(mask, shape) if self._masks(mask, block) else None
                 data = np.broadcast_to(value.handle.data, shape)
@@ -226,7 +231,7 @@ class Operators:
         if mask is None:
             return self._filled(True, self.tl.int1, shape)
         data = mask.handle.data
-        return mask.handle if data.shape == shape else self.handle(np.broadcast_to(data, shape), self.tl.int1)
+        return mask.handle if shape_of(data) == shape else self.handle(np.broadcast_to(data, shape), self.tl.int1)
 
     def _instead(self, other: Any, element: Any, shape: tuple[int, ...]) -> Any:
         """Return the values of masked elements, or None if Triton must convert them."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 Work = Callable[[], None]
 
@@ -265,9 +264,9 @@ class Engine:
                     if head is until:
                         break
                 elif not isinstance(head, Wait):
-                    if not on_host:  # only now, because entering these modes takes longer than most entries
-                        modes.enter_context(_disable_current_modes())
-                        modes.enter_context(torch.inference_mode())
+                    if not on_host:  # the classes in C, because entering these modes may take longer than most entries
+                        modes.enter_context(torch._C._DisableTorchDispatch())
+                        modes.enter_context(torch._C._InferenceMode(True))
                         on_host = True
                     head()
         return ran > 0

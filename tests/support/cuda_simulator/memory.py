@@ -232,8 +232,11 @@ class Memory:
         at = bisect_right(self.registered, (address, 1 << 62)) - 1
         return at >= 0 and self.registered[at][0] <= address < self.registered[at][1]
 
+    def on_device(self, low: int, high: int) -> bool:
+        return self.device.start <= low and high < self.device.stop
+
     def reachable(self, low: int, high: int) -> bool:
         """Return whether a kernel can access the addresses from `low` to `high`."""
-        if self.device.start <= low and high < self.device.stop:
+        if self.on_device(low, high):
             return True
         return self.in_place and self.is_pinned(low) and self.is_pinned(high)

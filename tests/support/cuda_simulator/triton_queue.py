@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from ..interpreter_lanes import Lanes, broadcast
 from .simulator import Simulator
 
 
@@ -48,9 +48,14 @@ def patch_triton(patch: pytest.MonkeyPatch, sim: Simulator) -> None:
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def check(pointers: Any, mask: Any) -> None:
-        touched = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
-        if touched.size and not sim.memory.reachable(int(touched.min()), int(touched.max())):
-            raise IllegalAccessError("a kernel touched memory that the device cannot reach")
+        addresses, seen = broadcast(pointers.data, mask.data)
+        programs = [(addresses, seen)]
+        if isinstance(pointers.data, Lanes) and not sim.memory.on_device(int(addresses.min()), int(addresses.max())):
+            programs = list(zip(addresses, seen, strict=True))
+        for touched, mine in programs:
+            at = touched if mine.all() else touched[mine.astype(bool)]
+            if at.size and not sim.memory.reachable(int(at.min()), int(at.max())):
+                raise IllegalAccessError("a kernel touched memory that the device cannot reach")
 
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         check(pointers, mask)

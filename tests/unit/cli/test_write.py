@@ -30,7 +30,13 @@ TOKENS = 150
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of 320 positions, so that documents outgrow it."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    return tiny_checkpoint(folder, "llama", head_dim=32, num_hidden_layers=2, max_position_embeddings=320)
+    return tiny_checkpoint(folder, "llama", num_hidden_layers=2, max_position_embeddings=320)
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of 4,096 positions."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=2)
 
 
 def write(
@@ -59,10 +65,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
-    case: str, tmp_path: Path, pages: Path, small: str
+    case: str, tmp_path: Path, pages: Path, small: str, roomy: str
 ) -> None:
     """After Ctrl-C at any place, and with a truncated file or lost progress. Half of the cases outgrow the model."""
-    model = small if case in ("chapters", "beginning") else "reference"
+    model = small if case in ("chapters", "beginning") else roomy
     given = CASES[case] | {"sampling_params": SAMPLED, "beginning": pages.read_text()[:600]}
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     done = write(model, whole, **given)
@@ -87,41 +93,41 @@ def test_an_interrupted_document_gets_the_text_of_an_uninterrupted_one(
         assert text.count(f"\n\n{title}\n\n") == 1, number
 
 
-def test_a_longer_document_is_that_of_one_run(tmp_path: Path) -> None:
+def test_a_longer_document_is_that_of_one_run(tmp_path: Path, roomy: str) -> None:
     """The end of a document that is complete is no place where a turn ends."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
-    write("reference", whole, max_tokens=100, **given)
+    write(roomy, whole, max_tokens=100, **given)
     for count in (30, 70, 100):
-        write("reference", parts, max_tokens=count, **given)
+        write(roomy, parts, max_tokens=count, **given)
     assert parts.read_text() == whole.read_text()
 
 
-def test_chapters_that_the_model_ends(tmp_path: Path) -> None:
+def test_chapters_that_the_model_ends(tmp_path: Path, roomy: str) -> None:
     """An end token or the chapter's length ends a chapter; it is not part of the text."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given: dict[str, Any] = {"chapters": 3, "chapter_tokens": 100, "beginning": "It was a dark night"}
-    write("reference", tmp_path / "free.txt", sampling_params=SAMPLED, **given)
+    write(roomy, tmp_path / "free.txt", sampling_params=SAMPLED, **given)
     saved = json.loads((tmp_path / "free.txt.session" / "progress.json").read_text())
     end = saved["tokens"][saved["chapters"][0] + 30]
     given["sampling_params"] = SamplingParams(temperature=0.8, top_p=0.95, seed=3, stop_token_ids=[end])
-    done = write("reference", whole, **given)
+    done = write(roomy, whole, **given)
     assert done is not None and done.chapters == 3 and done.new_tokens < 300
     for stop_at in (5, 60):
-        write("reference", parts, stop_at, **given)
-    write("reference", parts, chapters=3)
+        write(roomy, parts, stop_at, **given)
+    write(roomy, parts, chapters=3)
     assert parts.read_text() == whole.read_text()
 
 
 @pytest.mark.slow
-def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli) -> None:
+def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli, roomy: str) -> None:
     """kill -9 while the model writes: the file holds a prefix, and the same command gives the text of one run."""
     (tmp_path / "begin.txt").write_text("It was a dark night, and nobody was on the road.")
-    flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "200", "--seed", "5", "--policy", "full")
+    flags = ("--beginning", str(tmp_path / "begin.txt"), "--max-new-tokens", "500", "--seed", "5", "--policy", "full")
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
-    assert cli("write", "reference", str(whole), *flags).code == 0
+    assert cli("write", roomy, str(whole), *flags).code == 0
     code = "import sys; from offload_rt.cli import main; sys.exit(main())"
-    command = (sys.executable, "-P", "-c", code, "write", "reference", str(parts), *flags)
+    command = (sys.executable, "-P", "-c", code, "write", roomy, str(parts), *flags)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not parts.exists() or parts.stat().st_size < 150:
@@ -131,12 +137,12 @@ def test_a_killed_process_loses_nothing(tmp_path: Path, cli: Cli) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert whole.read_bytes().startswith(parts.read_bytes()) and parts.read_bytes() != whole.read_bytes()
-    run = cli("write", "reference", str(parts), *flags)
-    assert run.code == 0 and "200 new tokens" in run.err
+    run = cli("write", roomy, str(parts), *flags)
+    assert run.code == 0 and "500 new tokens" in run.err
     assert parts.read_bytes() == whole.read_bytes()
 
 
-def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     append, calls = TextFile.append, list[str]()
 
     def interrupted(file: Any, text: str) -> None:
@@ -146,7 +152,7 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytes
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TextFile, "append", interrupted)
-    flags = ("write", "reference", str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
+    flags = ("write", roomy, str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
     run = cli(*flags)
     assert (run.code, run.out) == (INTERRUPTED, "") and "the same command continues" in run.err
     assert "Traceback" not in run.err
@@ -157,9 +163,9 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytes
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory: pytest.TempPathFactory, roomy: str) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    write("reference", folder / "novel.txt", prompt="Write.", sampling_params=SAMPLED, max_tokens=5, policy="full")
+    write(roomy, folder / "novel.txt", prompt="Write.", sampling_params=SAMPLED, max_tokens=5, policy="full")
     return folder
 
 
@@ -183,13 +189,13 @@ def test_other_settings_are_refused_before_the_model_is_loaded(
     cli("write", "no-such-model", str(begun / "novel.txt"), *flags).fails_with(*words)
 
 
-def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli) -> None:
+def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli, roomy: str) -> None:
     new = str(tmp_path / "new.txt")
-    cli("write", "reference", new).fails_with("the document has no start")
-    cli("write", "reference", str(tmp_path / "no" / "new.txt"), "It").fails_with("there is no folder")
+    cli("write", roomy, new).fails_with("the document has no start")
+    cli("write", roomy, str(tmp_path / "no" / "new.txt"), "It").fails_with("there is no folder")
     shutil.copytree(begun, tmp_path / "copy")
     novel = tmp_path / "copy" / "novel.txt"
-    more = ("write", "reference", str(novel), "--more", "5", "--policy", "full")
+    more = ("write", roomy, str(novel), "--more", "5", "--policy", "full")
     novel.write_text("X" + novel.read_text()[1:] + "more")
     cli(*more[:4], "70", "--policy", "full")  # five tokens are no whole turn: they are written again
     assert (novel.parent / "novel.txt.before").read_text().startswith("X")
@@ -203,9 +209,8 @@ def test_files_that_cannot_be_continued(begun: Path, tmp_path: Path, cli: Cli) -
     assert cli(*more).code == 0
     assert novel.read_text().startswith(before) and novel.read_text() != before
     (tmp_path / "begin.txt").write_text("Once")
-    cli(
-        "write", "reference", str(begun / "novel.txt"), "--store", new, "--beginning", str(tmp_path / "begin.txt")
-    ).fails_with("exists already and is continued")
+    flags = ("--store", new, "--beginning", str(tmp_path / "begin.txt"))
+    cli("write", roomy, str(begun / "novel.txt"), *flags).fails_with("exists already and is continued")
 
 
 def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path) -> None:
@@ -218,8 +223,8 @@ def test_a_document_that_can_never_be_complete_is_refused_at_once(tmp_path: Path
         write_document(llm, tmp_path / "b.txt", "It was", max_tokens=3000)
 
 
-def test_another_policy_or_unsupported_parameters_are_refused(begun: Path, tmp_path: Path) -> None:
-    llm = LLM("reference", policy="infinigen", host_memory="32MiB")
+def test_another_policy_or_unsupported_parameters_are_refused(begun: Path, tmp_path: Path, roomy: str) -> None:
+    llm = LLM(roomy, policy="infinigen", host_memory="32MiB")
     with pytest.raises(InputError, match="another number format or policy"):
         write_document(llm, begun / "novel.txt", max_tokens=9)
     with pytest.raises(InputError, match="num_beams is not supported"):

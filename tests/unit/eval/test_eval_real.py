@@ -77,13 +77,13 @@ def small(data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, w
 def test_needles_are_told_kind_by_kind_and_late_ones_not(data: Path, tmp_path: Path) -> None:
     said: list[str] = []
     real = small(data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
-    PARTS["needles"](replace(real, size=replace(real.size, contexts=(512,))))
+    PARTS["needles"](replace(real, size=replace(real.size, contexts=(256,))))
     labels = ("full", "streaming budget=0.5")
     assert [line.split(": ")[0] for line in said] == [
-        f"512 tokens, {kind}, {name}" for kind in KINDS for name in labels
+        f"256 tokens, {kind}, {name}" for kind in KINDS for name in labels
     ]
     assert len(rows(tmp_path / "retrieval.json")) == 2
-    late = replace(real, size=replace(real.size, contexts=(544,)), until=time.monotonic() - 1)
+    late = replace(real, size=replace(real.size, contexts=(288,)), until=time.monotonic() - 1)
     PARTS["needles"](late)
     assert [row["variant"] for row in rows(tmp_path / "retrieval.json")] == ["full"]
 

@@ -89,3 +89,24 @@ def _wrong(a, out, KIND: tl.constexpr) -> None:
 def test_what_the_language_refuses_is_refused(kind: str) -> None:
     with pytest.raises(Exception, match=r"IncompatibleType|incompatible|shape|Cannot"):
         _wrong[(1,)](torch.zeros(4), torch.zeros(4), KIND=kind)
+
+
+@triton.jit
+def _programs(a, out, rows) -> None:
+    """Store the sum of each row, negated if its first element is negative. Program i takes the rows i, i + 3, ..."""
+    at = tl.arange(0, 4)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        total = tl.sum(tl.load(a + row * 4 + at), 0)
+        if tl.load(a + row * 4) < 0:
+            tl.store(out + row, -total)
+        else:
+            tl.store(out + row, total)
+
+
+@pytest.mark.parametrize("rows", [3, 6, 8])
+def test_programs_that_run_at_once_take_their_own_branches(rows: int) -> None:
+    """They take equally many rows or not."""
+    a, out = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(rows)
+    assert 0 < (a[:, 0] < 0).sum() < rows
+    _programs[(3,)](a, out, rows)
+    torch.testing.assert_close(out, torch.where(a[:, 0] < 0, -a.sum(1), a.sum(1)))

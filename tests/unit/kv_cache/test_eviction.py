@@ -82,6 +82,7 @@ def test_eviction_has_no_effect_while_there_is_room(policy: str, options: dict[s
     assert bounded.token_ids == free.token_ids
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protect", ["window", "none"])
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),

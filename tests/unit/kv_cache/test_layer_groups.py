@@ -95,6 +95,7 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
     assert max(seen) == groups.window_blocks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "policy", "device"),
     [(kind, "full", "host") for kind in MODELS]
@@ -119,6 +120,7 @@ def test_greedy_tokens_are_transformers_far_beyond_the_window(kind: str, policy:
     assert llm.runner.pool.sequence_bytes == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
     llm = make(kind, enable_prefix_caching=False)
@@ -132,6 +134,7 @@ def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
     assert pool.bytes_peak <= (pool.groups.full * 7 + most) * pool.block_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_prompts_share_kv_before_they_differ(kind: str) -> None:
     """Two prompts differ in their last 80 tokens.
@@ -244,6 +247,7 @@ def answer(session: Session, turn: list[int], count: int = 12) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "kv_cache_dtype"), [*((kind, "auto") for kind in MODELS), ("room to spare", "int8")])
 def test_a_stored_session_continues_with_equal_tokens(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     straight = make(kind, kv_cache_dtype=kv_cache_dtype).session("s", tmp_path / "straight")
@@ -265,6 +269,7 @@ def test_a_stored_session_continues_with_equal_tokens(kind: str, kv_cache_dtype:
     session.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) -> None:
     session = make(kind).session("s", tmp_path / "a")
@@ -284,6 +289,7 @@ def test_a_session_without_its_windows_is_recomputed(kind: str, tmp_path: Path) 
     session.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_fork_of_a_session_goes_its_own_way(kind: str, tmp_path: Path) -> None:
     llm = make(kind)

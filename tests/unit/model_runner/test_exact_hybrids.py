@@ -80,7 +80,7 @@ def test_the_text_is_that_of_full_attention(name: str) -> None:
     assert stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_number_of_accepted_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter makes 0 to 4 correct drafts, in each order of two rounds: alone, and in a batch of three."""
@@ -204,6 +204,7 @@ def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.Monk
     assert [one.new_tokens for one in requests] == texts(plain, prompts, params)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
 def test_sessions(name: str, tmp_path: Path) -> None:
     """Turns of a session that is reopened from disk equal those with full attention."""

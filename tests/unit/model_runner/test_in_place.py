@@ -177,6 +177,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "policy", "scenario"), CASES, ids=lambda x: getattr(x, "__name__", str(x).removeprefix("torch."))
 )

@@ -39,6 +39,7 @@ def recomputed(output: RequestOutput) -> int:
     return len(output.prompt_token_ids) - output.num_cached_tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_continue_at_snapshots(name: str) -> None:
     """The same prompt, a longer one, and edits at the end, in the middle and at the beginning."""

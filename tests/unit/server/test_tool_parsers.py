@@ -1,4 +1,5 @@
-"""Test tool parsers with a recorded response of each format: calls, content beside them, and cuts of the stream."""
+"""Test tool parsers with a recorded response of each format: calls, content beside them, and cuts of the stream.
+Reasoning before them never appears in the content."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from offload_rt.server.options import ToolParser
 from offload_rt.server.parsers import TOOL_PARSERS, answer_parser, needs_special_tokens, reasoning_parser, tool_parser
 from offload_rt.server.parsers.pieces import Arguments, Content, Parser, Piece, Reasoning, ToolCall, joined
+from offload_rt.server.parsers.reasoning import ends_within_thinking
 
 TOOLS: dict[str, Any] = {
     "find": {
@@ -202,25 +204,68 @@ FRAGMENTS = [
     "json",
     "<|python_tag|>", "<|python_start|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "analysis",
     "to=functions.find", '{"name": "find", "arguments": {', '{"name": "find"', '"', "\\", "{", "}", "[", "]", ",", ";",
-    " ", "\n", "\n\n", "a", "é", "<", "｜", "|>", "1", "'",
+    " ", "\n", "\n\n", "a", "é", "<", "｜", "|>", "1", "'", "<think>", "</think>", "</", "<th", "ink>",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TOOL_PARSERS)
+@pytest.mark.parametrize("name", [*TOOL_PARSERS, "none"])
 @settings(max_examples=2000 if "OFFLOAD_RT_STRESS" in os.environ else 30, deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same(name: str, data: st.DataObject) -> None:
-    recorded = [text for kind, text, _ in RECORDED.values() if kind == name]
+    recorded = [text for kind, text, _ in RECORDED.values() if name in (kind, "none")]
     parts = st.sampled_from(FRAGMENTS) | st.sampled_from(recorded).flatmap(
         lambda text: st.integers(0, len(text)).map(lambda at: text[:at])
     )
     text = "".join(data.draw(st.lists(parts, max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    whole = joined(parse(make(name), [text]))
-    assert joined(parse(make(name), [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])) == whole
-    assert joined(parse(make(name), list(text))) == whole
+    thinks, begun = data.draw(st.booleans()) and name != "harmony", data.draw(st.booleans())
+    tools: Any = name
+
+    def found(pieces: list[str]) -> list[Piece]:
+        parser = answer_parser(tools, "think", TOOLS, thinking=begun) if thinks else make(name)
+        return joined(parse(parser, pieces))
+
+    whole = found([text])
+    assert found([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    assert found(list(text)) == whole
     for piece in whole:
         assert not isinstance(piece, ToolCall) or piece.name in TOOLS
+    said = "".join(piece.text for piece in whole if isinstance(piece, Content))
+    assert not thinks or "<think>" not in said
+    assert name != "none" or thinks or said == text
+    assert name != "hermes" or of_hermes(*FIND) not in said
+
+
+CALL = of_hermes(*FIND)
+FOUND = ToolCall("find", json.dumps(FIND[1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        (" Hello", [Content(" Hello")]),
+        ("\n<think>a</think> ", [Reasoning("a")]),
+        ("<think>\nhm\n</think>\n\nHello ", [Reasoning("hm"), Content("Hello ")]),
+        (f"<think>a</think>Look:\n{CALL}\n{CALL}\n", [Reasoning("a"), Content("Look:"), FOUND, FOUND]),
+        (f"<think>{CALL}</think>b", [Reasoning(CALL), Content("b")]),
+        ("<think>never ends", [Reasoning("never ends")]),
+    ],
+)
+def test_hermes_and_thinking(text: str, pieces: list[Piece]) -> None:
+    assert joined(parse(answer_parser("hermes", "think", TOOLS), list(text))) == pieces
+
+
+def test_a_prompt_that_opens_thinking() -> None:
+    parser = answer_parser("none", "think", None, thinking=True)
+    assert joined(parse(parser, list("so\n</think>\nyes"))) == [Reasoning("so"), Content("yes")]
+    assert ends_within_thinking("<|im_start|>assistant\n<think>\n")
+    assert not ends_within_thinking("<think>\n\n</think>\n\n")
+    assert ends_within_thinking("user: Who?\nassistant: <think>\nSo", "<think>\nSo")
+    assert not ends_within_thinking("user: <think>\nassistant: <think>\nSo</think> I", "<think>\nSo</think> I")
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    assert joined(parse(answer_parser("hermes", "none", None), [CALL])) == [Content(CALL)]
 
 
 @pytest.mark.parametrize(

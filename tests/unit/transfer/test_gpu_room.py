@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError
+from offload_rt.eval import cli as measures
 from offload_rt.eval.speed import kernels
 from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, programs
 from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
@@ -37,8 +39,6 @@ TINY = replace(
     traced=(TracePoint(128, 1, 0.1, ("infinigen-default", "resident")),),
     trained_prompts=(64,),
     trained_tokens=4,
-    trained_perplexity=("--context", "24", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
-    trained_needles=("--lengths", "160", "--passages", "1", "--kinds", "single"),
     histories=(80,),
     policies=("--policies", "infinigen,h2o,quest,streaming" if ALL else "infinigen", "--budgets", "0.2"),
     perplexity=("--context", "24", "--windows", "1", "--set", "sinks=1", "--set", "recent=2"),
@@ -61,9 +61,17 @@ def test_without_a_device_every_part_says_so(capsys: pytest.CaptureFixture[str],
 
 
 def program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
-    """Run evaluations in this process, where the device is simulated. For pytest, which runs in a separate process,
-    only write its result file."""
+    """Run evaluations in this process, where the device is simulated. Only write the result files of pytest, which runs
+    in a separate process, and of evaluations that decode as the perplexity of the part "accuracy" does."""
     assert limit <= gpu_parts.LIMIT
+    name, *flags = command[len(programs.CLI) + 1 :]
+    if "/trained_" in command[-1] or (name == "retrieval" and not ALL):
+        parser = argparse.ArgumentParser()
+        measures.MEASURES[name].add_flags(parser)
+        out = Path(parser.parse_args(flags).out)
+        out.mkdir(exist_ok=True)
+        (out / f"{name}.json").write_text('{"rows": []}')
+        return 0, ""
     if tuple(command[: len(programs.CLI)]) == programs.CLI:
         return main(list(command[len(programs.CLI) :])), ""
     assert all((programs.ROOT / word).exists() for word in command if word.startswith("tests/"))
@@ -140,7 +148,7 @@ def test_all_baselines_are_timed(results: Path) -> None:
 
 def test_accuracy_is_measured_for_every_policy(results: Path) -> None:
     found = read(results, "accuracy")["results"]["llama"]
-    for report in ("perplexity", "retrieval"):
+    for report in ("perplexity", *(["retrieval"] if ALL else [])):
         assert {row["policy"].split()[0] for row in found[report]["rows"]} >= {"full", "infinigen"}
 
 

@@ -113,10 +113,10 @@ def test_late_streams_change_no_token(
     once = late == LATE[-1] and policy == "full" and "OFFLOAD_RT_STRESS" in os.environ
     if device.type == "cuda" and SIMULATED and not once:
         pytest.skip("on a simulated device once, in `make stress PART=cuda`, is enough")
-    simulated = device.type == "cuda" and SIMULATED
-    size = (3, 2) if simulated else (16, 4)
+    real = device.type == "cuda" and not SIMULATED
+    size = (16, 4) if real else (3, 2)
     plain = tokens(make(device, policy, options, (), Delay(device, None)), *size)
-    for seed in (None, 0) if device.type == "cuda" and not simulated else (None,):
+    for seed in (None, 0) if real else (None,):
         delay = Delay(device, seed)
         assert tokens(make(device, policy, options, late, delay), *size) == plain
         assert delay.calls > 100

@@ -1,0 +1,233 @@
+"""Run all programs of a launch at once in Triton's interpreter: arrays get an axis of programs in front.
+
+Values that depend on the program are `Lanes`. Programs that take different branches run in groups that take the same
+ones, each from the start of the kernel. This repeats stores, which changes nothing. Kernels with atomic operations run
+program by program.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+class Diverged(BaseException):
+    """Raised where programs part. No Exception, which the interpreter would wrap.
+
+    Attributes:
+        first: Which programs go one way.
+    """
+
+    def __init__(self, first: np.ndarray[Any, Any]) -> None:
+        super().__init__()
+        self.first = first
+
+
+class OneByOne(BaseException):
+    """Raised for operations that are not implemented for several programs."""
+
+
+class Lanes(np.ndarray):  # type: ignore[type-arg]
+    """Values of all programs: `[P, ...]`, and `[P, 1]` of scalars."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
+        if method != "__call__":
+            raise OneByOne
+        return getattr(ufunc, method)(*aligned(*inputs), **named).view(Lanes)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, named: Any) -> Any:
+        if function not in FUNCTIONS:
+            raise OneByOne
+        return FUNCTIONS[function](*args, **named).view(Lanes)
+
+    def reshape(self, *shape: Any, **named: Any) -> Any:
+        shape = shape[0] if isinstance(shape[0], (tuple, list)) else shape
+        return np.asarray(self).reshape(len(self), *shape).view(Lanes)
+
+    def flatten(self, *order: Any) -> Any:
+        return self.reshape(-1)
+
+
+def shape_of(data: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """Return the shape of the values of one program."""
+    return data.shape[1:] if isinstance(data, Lanes) else data.shape
+
+
+def aligned(*given: Any) -> list[Any]:
+    """Return plain arrays that numpy broadcasts: lanes have as many axes as the values with the most."""
+    rank = max(len(shape_of(x)) for x in given if isinstance(x, np.ndarray))
+    return [_with_rank(x, rank) if isinstance(x, Lanes) else x for x in given]
+
+
+def _with_rank(x: Lanes, rank: int) -> np.ndarray[Any, Any]:
+    plain = x.view(np.ndarray)
+    return plain if x.ndim > rank else plain.reshape(len(x), *(1,) * (rank + 1 - x.ndim), *x.shape[1:])
+
+
+def broadcast(*given: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Return plain arrays of one shape."""
+    if len({(x.shape, type(x)) for x in given}) == 1:
+        return [np.asarray(x) for x in given]
+    return list(np.broadcast_arrays(*aligned(*given)))
+
+
+def _reduced(function: Any) -> Any:
+    def reduce(x: Lanes, axis: int | None = None, keepdims: bool = False) -> Any:
+        plain = np.asarray(x)
+        if axis is None:
+            plain, axis = plain.reshape(len(x), -1), 0
+        return function(plain, axis=axis + 1 if axis >= 0 else axis, keepdims=keepdims)
+
+    return reduce
+
+
+def _moved(function: Any) -> Any:
+    def move(x: Lanes, axis: int) -> Any:
+        return function(np.asarray(x), axis=axis + 1 if axis >= 0 else axis)
+
+    return move
+
+
+def _stack(parts: Any, axis: int) -> Any:
+    return np.stack(broadcast(*parts), axis=axis)
+
+
+def _broadcast_to(x: Lanes, shape: Any) -> Any:
+    return np.broadcast_to(_with_rank(x, len(shape)), (len(x), *shape))
+
+
+def _transpose(x: Lanes, axes: Any = None) -> Any:
+    axes = range(x.ndim - 1)[::-1] if axes is None else axes
+    return np.transpose(np.asarray(x), (0, *(axis + 1 for axis in axes)))
+
+
+FUNCTIONS: dict[Any, Any] = {
+    np.where: lambda *given: np.where(*aligned(*given)),
+    np.broadcast_to: _broadcast_to,
+    np.transpose: _transpose,
+    np.stack: _stack,
+    np.zeros_like: lambda x, **named: np.zeros_like(np.asarray(x), **named),
+    np.ones_like: lambda x, **named: np.ones_like(np.asarray(x), **named),
+    **{one: _moved(one) for one in (np.expand_dims, np.cumsum)},
+    **{one: _reduced(one) for one in (np.sum, np.max, np.min, np.nanmax, np.nanmin, np.argmax, np.argmin)},
+}
+"""Functions of numpy that the interpreter calls."""
+
+
+def _same(values: Lanes) -> Any:
+    """Return the value that all programs have. Raises Diverged."""
+    first = values.reshape(-1).view(np.ndarray)[:, 0]
+    if not (alike := first == first[0]).all():
+        raise Diverged(alike)
+    return first[0]
+
+
+def run_programs(builder: Any, function: Any, given: dict[str, Any], places: np.ndarray[Any, Any]) -> None:
+    """Run the programs at `places` int32 `[P, 3]` in groups that take the same branches. Raises OneByOne."""
+    indices = (column if (column == column[0]).all() else column[:, None].view(Lanes) for column in places.T)
+    builder.grid_idx = tuple(x if isinstance(x, Lanes) else int(x[0]) for x in indices)
+    try:
+        function(**given)
+    except Diverged as parted:
+        for group in (parted.first, ~parted.first):
+            run_programs(builder, function, given, places[group])
+
+
+def lane_range(*given: Any) -> Iterable[Any]:
+    """Replace `range` in kernels. Programs may begin at different numbers, but take equally many steps."""
+    if not any(hasattr(x, "handle") and isinstance(x.handle.data, Lanes) for x in given):
+        return builtins.range(*given)
+    return _lane_range(*(given if len(given) > 1 else (0, *given)))
+
+
+def _lane_range(start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
+    begin, end, by = (x.handle.data if hasattr(x, "handle") else np.array([x]) for x in (start, stop, step))
+    for i in builtins.range(int(_same((end.astype(np.int64) - begin + by - 1) // by))):
+        yield start + step * i
+
+
+def install(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter compute with lanes."""
+    builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
+    load, store, splat = builder.create_masked_load, builder.create_masked_store, builder.create_splat
+    patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+    interface, to_tensor = interpreter.ReduceScanOpInterface, interpreter.ReduceScanOpInterface.to_tensor
+
+    def lanes_of(*handles: Any) -> bool:
+        return any(isinstance(one.data, Lanes) for one in handles if one is not None)
+
+    def broadcast_handles(*handles: Any) -> list[Any]:
+        return [handle(x, one.dtype) for x, one in zip(broadcast(*(h.data for h in handles)), handles, strict=True)]
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        if not lanes_of(pointers, mask, other):
+            return load(self, pointers, mask, other, *rest)
+        given = broadcast_handles(*(one for one in (pointers, mask, other) if one is not None))
+        found = load(self, *given, *(() if len(given) == 3 else (None,)), *rest)
+        return handle(found.data.view(Lanes), found.dtype)
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        if lanes_of(pointers, value, mask):
+            pointers, value, mask = broadcast_handles(pointers, value, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def create_splat(self: Any, kind: Any, value: Any) -> Any:
+        if not lanes_of(value):
+            return splat(self, kind, value)
+        return handle(np.broadcast_to(value.data, [int(size) for size in kind.shape]), value.dtype.scalar)
+
+    def create_get_program_id(self: Any, axis: int) -> Any:
+        at = self.grid_idx[axis]
+        return handle(at if isinstance(at, Lanes) else np.array([at], dtype=np.int32), tl.int32)
+
+    def one_by_one(usual: Any) -> Any:
+        def checked(self: Any, *given: Any) -> Any:
+            if any(isinstance(at, Lanes) for at in interpreter.interpreter_builder.grid_idx):
+                raise OneByOne
+            return usual(self, *given)
+
+        return checked
+
+    def reduced_to_tensor(self: Any, found: Any, dtype: Any) -> Any:
+        if not isinstance(found, Lanes):
+            return to_tensor(self, found, dtype)
+        data = found.astype(interpreter._get_np_dtype(dtype))
+        if data.ndim == 1:
+            return tl.tensor(handle(data.reshape(1), dtype.scalar), dtype)
+        return tl.tensor(handle(data, dtype.scalar), tl.block_type(dtype, list(data.shape[1:])))
+
+    def converted(value: Any, *given: Any) -> Any:
+        found = convert(value, *given)
+        return found.view(Lanes) if isinstance(value, Lanes) else found
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        plain_bool, plain_index = tensor.__bool__, tensor.__index__
+
+        def choose(self: Any) -> bool:
+            data = self.handle.data
+            one_each = isinstance(data, Lanes) and shape_of(data) == (1,)
+            return bool(_same(data.astype(bool))) if one_each else plain_bool(self)
+
+        def index(self: Any) -> int:
+            data = self.handle.data
+            return int(_same(data)) if isinstance(data, Lanes) else plain_index(self)
+
+        scope.set_attr(tensor, "__bool__", choose)
+        scope.set_attr(tensor, "__index__", index)
+
+    patch.setattr(builder, "create_masked_load", create_masked_load)
+    patch.setattr(builder, "create_masked_store", create_masked_store)
+    patch.setattr(builder, "create_splat", create_splat)
+    patch.setattr(builder, "create_get_program_id", create_get_program_id)
+    for name in ("create_atomic_rmw", "create_atomic_cas", "create_histogram", "create_unsplat"):
+        patch.setattr(builder, name, one_by_one(getattr(builder, name)))
+    patch.setattr(interface, "to_tensor", reduced_to_tensor)
+    patch.setattr(interpreter.ReduceOps, "generic_reduce", one_by_one(interpreter.ReduceOps.generic_reduce))
+    patch.setattr(interpreter.ScanOps, "generic_scan", one_by_one(interpreter.ScanOps.generic_scan))
+    patch.setattr(interpreter, "_convert_float", converted)
+    patch.setattr(interpreter, "_patch_lang_tensor", patched_tensor)

@@ -1,0 +1,99 @@
+"""Launch kernels of Triton's interpreter without its work per launch.
+
+The interpreter copies the storage of every argument, also of CPU tensors, and inspects the kernel's signature. For tiny
+tensors this takes longer than the kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from .interpreter_lanes import OneByOne, lane_range, run_programs
+
+
+class Launches:
+    """Run interpreted kernels whose arguments are CPU tensors and numbers. Triton runs all others."""
+
+    def __init__(self, interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+        self.interpreter, self.patch, self.usual = interpreter, patch, interpreter.InterpretedFunction.run
+        self._kernels: dict[Any, tuple[Any, frozenset[str], tuple[str, ...], dict[str, Any]]] = {}
+        self._integers: dict[tuple[type, int], Any] = {}
+        self._pointers: dict[torch.dtype, Any] = {}
+        self._one_by_one: set[Any] = set()
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        """Run all programs of a launch."""
+        if warmup:
+            return
+        known = all(x.is_cpu if isinstance(x, torch.Tensor) else _is_number(x) for x in (*args, *named.values()))
+        if not known or kernel.pre_run_hooks:
+            self.usual(kernel, *args, grid=grid, warmup=warmup, **named)
+            return
+        function, constants, names, defaults = self._kernel(kernel)
+        given = {name: x for name, x in named.items() if name in names}
+        given = defaults | dict(zip(names, args, strict=False)) | given
+        assert len(given) == len(names) >= len(args), f"{kernel.__name__} needs {names}, and got {[*given]}"
+        given = {name: x if name in constants else self._converted(x) for name, x in given.items()}
+        x, y, z = (*(grid(given) if callable(grid) else grid), 1, 1)[:3]
+        builder = self.interpreter.interpreter_builder
+        builder.set_grid_dim(x, y, z)
+        patched = self.interpreter._patch_lang(function)
+        try:
+            self._run_all(kernel, function, given, (x, y, z))
+        except Exception as error:
+            raise self.interpreter.InterpreterError(repr(error)) from error
+        finally:
+            patched.restore()
+
+    def _run_all(self, kernel: Any, function: Any, given: dict[str, Any], grid: tuple[int, int, int]) -> None:
+        builder, count = self.interpreter.interpreter_builder, grid[0] * grid[1] * grid[2]
+        if count > 1 and kernel not in self._one_by_one:
+            places = np.stack(np.unravel_index(np.arange(count), grid), 1).astype(np.int32)
+            try:
+                run_programs(builder, function, given, places)
+                return
+            except OneByOne:
+                self._one_by_one.add(kernel)
+        for place in np.ndindex(grid):
+            builder.set_grid_idx(*place)
+            function(**given)
+
+    def _kernel(self, kernel: Any) -> tuple[Any, frozenset[str], tuple[str, ...], dict[str, Any]]:
+        """Return the function, its constants, the names of its arguments and their defaults."""
+        if kernel not in self._kernels:
+            function = kernel.rewrite()
+            self.patch.setitem(function.__globals__, "range", lane_range)
+            constants = self.interpreter.GridExecutor(function, kernel.arg_names, None).constexprs
+            parameters = inspect.signature(function).parameters.values()
+            defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+            self._kernels[kernel] = function, frozenset(constants), tuple(kernel.arg_names), defaults
+        return self._kernels[kernel]
+
+    def _converted(self, value: Any) -> Any:
+        """Return a number or a pointer as the interpreter converts it."""
+        if isinstance(value, torch.Tensor):
+            tl, handle = self.interpreter.tl, self.interpreter.TensorHandle
+            if (kind := self._pointers.get(value.dtype)) is None:
+                kind = self._pointers[value.dtype] = self.interpreter._implicit_cvt(value).type
+            return tl.tensor(handle(np.array([value.data_ptr()], dtype=np.uint64), kind), kind)
+        if not isinstance(value, int):
+            return value
+        key = type(value), value
+        if key not in self._integers:
+            self._integers[key] = self.interpreter._implicit_cvt(value)
+        return self._integers[key]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def launch_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Install the launches."""
+    launches = Launches(interpreter, patch)
+    patch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **named: launches.run(*args, **named))
