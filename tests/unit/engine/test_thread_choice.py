@@ -43,6 +43,12 @@ def test_a_mode_with_slow_steps_now_and_then_is_not_kept() -> None:
     assert used < 80
 
 
+def test_the_first_step_of_a_batch_size_does_not_count() -> None:
+    choice = ThreadChoice()
+    choice.took(True, 1.0)
+    assert sum(run(choice, 100, several=0.04, one=0.05)) > 80
+
+
 def test_a_busy_machine_is_noticed() -> None:
     """Another process starts, and ends later."""
     choice = ThreadChoice()
