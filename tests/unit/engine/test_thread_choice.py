@@ -68,7 +68,11 @@ def test_another_batch_is_measured_anew() -> None:
 
 
 def test_a_device_is_left_alone() -> None:
-    choice = ThreadChoice()
-    with choice.step(torch.device("meta"), 1):
-        assert torch.get_num_threads() == torch.get_num_threads()
+    choice, before = ThreadChoice(), torch.get_num_threads()
+    torch.set_num_threads(2)  # a step on a CPU would set one thread
+    try:
+        with choice.step(torch.device("meta"), 1):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
     assert not any(choice._times.values())
