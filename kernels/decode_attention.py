@@ -44,6 +44,7 @@ def attend(
     Returns:
         out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
     """
+    assert any(part.shape[1] for part in parts), "all parts are empty"
     if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
         out, lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
         return out.squeeze(1), lse.squeeze(1)
@@ -120,8 +121,9 @@ class PagedPart(KVPart):
     """KV entries of one sequence in one layer, in blocks of the host pool. C code reads them in place.
 
     Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of `rows`. The entries of the resident
-    tokens come first, then the entries of `tokens`. Each access to `k` or `v` gathers them. If there is one query head
-    per KV head, `mix` reads the value vectors directly from the pool.
+    tokens come first, then the entries of `tokens`. Each access to `k` or `v` copies them: it joins the runs if there
+    are any, else it gathers the entries. If there is one query head per KV head, `mix` reads the value vectors directly
+    from the pool.
 
     Attributes:
         rows: K and V of all entries in the pool, `[R, d]` each.
@@ -185,13 +187,14 @@ class PagedPart(KVPart):
 
     @property
     def k(self) -> torch.Tensor:
-        """K `[Hkv, n, d]`, gathered on each access."""
-        return self._gather(0, self.ids)
+        """K `[Hkv, n, d]`, copied on each access."""
+        # A gather of a whole context would enlarge the gather buffers, which never shrink.
+        return self._gather(0, self.ids) if self._runs is None else torch.cat([run.k for run in self._runs()], dim=1)
 
     @property
     def v(self) -> torch.Tensor:
-        """V `[Hkv, n, d]`, gathered on each access."""
-        return self._gather(1, self.ids)
+        """V `[Hkv, n, d]`, copied on each access."""
+        return self._gather(1, self.ids) if self._runs is None else torch.cat([run.v for run in self._runs()], dim=1)
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         if weights.shape[1] > 1:

@@ -250,7 +250,9 @@ class Engine:
             self.scheduler.fail(group[0], error)
             return
         lost = group if lost is None else lost
-        logger.warning("a decode step of %d requests failed: they are decoded alone", len(lost), exc_info=error)
+        logger.warning(
+            "a decode step of %d requests failed; %d are decoded alone", len(group), len(lost), exc_info=error
+        )
         for request in reversed(lost):
             self._suspects.add(request)
             # In some layers, resident KV and policy state may already include the next token. Such a sequence cannot be

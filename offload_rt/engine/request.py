@@ -275,7 +275,6 @@ class SampledRequest(Request):
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the prompt and all generated tokens."""
         return [*self.prompt.token_ids, *self.new_tokens]
 
     def start(self, runner: Runner) -> Prefill:
@@ -346,13 +345,12 @@ class SampledRequest(Request):
         While tokens are decoded again after a preemption, the next token is known, so nothing is sampled and the result
         is empty.
         """
-        assert self.sequence is not None and self.finish_reason is None
-        if self.sequence.position < len(self.sequence.tokens):
+        sequence, prompt = self.sequence, len(self.prompt.token_ids)
+        assert sequence is not None and self.finish_reason is None
+        if sequence.position < len(sequence.tokens):
             return []
-        sequence = self.sequence
-        prompt = len(self.prompt.token_ids)
         token = self._sampler.pick(logits[0], sequence.tokens, prompt, shift=sequence.shift, best=best[0])
-        self.sequence.tokens.append(token)
+        sequence.tokens.append(token)
         self.new_tokens.append(token)
         shown = token not in self._ends or self.params.include_stop_str_in_output
         text = self._stream.push(token, may_stop=len(self.new_tokens) > self.params.min_tokens) if shown else ""

@@ -13,7 +13,7 @@ import torch
 from ..config import EngineConfig
 from ..core import BLOCK_SIZE, BlockTable
 from ..errors import PoolFullError
-from ..kv_cache.disk.file_arena import DiskUse
+from ..kv_cache.disk.requests import DiskUse
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence, key_reader

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kv_cache.disk.file_arena import DiskUse
+from ..kv_cache.disk.requests import DiskUse
 from ..model_runner.sequence import Sequence
 from ..model_runner.trace import Trace
 from ..outputs import Stats

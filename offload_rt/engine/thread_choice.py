@@ -36,6 +36,7 @@ class ThreadChoice:
     def _begin(self) -> None:
         self._times: dict[bool, deque[float]] = {several: deque(maxlen=KEPT) for several in (True, False)}
         self._several, self._interval, self._steps, self._trying = True, SHORTEST_INTERVAL // 4, 0, 0
+        self._cold = True  # the first step is slower: its memory and caches are new
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
@@ -58,6 +59,9 @@ class ThreadChoice:
 
         `several` tells whether the step used several threads.
         """
+        if self._cold:
+            self._cold = False
+            return
         times = self._times[several]
         if several == self._several and len(times) == KEPT and seconds > CHANGED * median(times):
             self._interval = SHORTEST_INTERVAL

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..core import VisibleTokens
-from ..kv_cache.disk.file_arena import DiskUse
+from ..kv_cache.disk.requests import DiskUse
 from ..transfer.base import Savings
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 

@@ -67,8 +67,9 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
     All buffers of packed models are included, because any of them may contain weights.
     """
-    buffers, stored = dict(model.named_buffers()), set(model.state_dict(keep_vars=True))
+    buffers = dict(model.named_buffers())
     if packing_of(model) is None:
+        stored = set(model.state_dict(keep_vars=True))
         buffers = {name: buffer for name, buffer in buffers.items() if name in stored}
     return {**dict(model.named_parameters()), **buffers}
 
@@ -131,7 +132,7 @@ def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
     """
     weights = _weights(model).items()
     arguments = {
-        "version": VERSION,
+        "version": (VERSION, "with buffers"),
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
         "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in weights],

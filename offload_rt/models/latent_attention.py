@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from ..errors import ModelError
 from .decoder_layer import fused_norm, refuse_unused
-from .linear import plain_weight
+from .linear import absorbable_weight
 from .rotary import Rotate
 
 _QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
@@ -91,16 +91,16 @@ class LatentProjections:
     def _expansions(self, like: torch.Tensor) -> torch.Tensor:
         """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`.
 
-        A plain weight is read in each call, because it may be streamed or changed. A packed weight cannot be absorbed,
-        so a copy is unpacked in the first call (`weights.unpacked_bytes`).
+        A plain weight is read in each call, because it may be streamed or changed. A packed weight or one of another
+        dtype cannot be absorbed, so a copy is unpacked in the first call (`weights.unpacked_bytes`).
         """
-        weight: torch.Tensor | None = plain_weight(self._expansion)
-        if weight is None or weight.dtype != like.dtype:
+        weight: torch.Tensor | None = absorbable_weight(self._expansion, like.dtype)
+        if weight is None:
             weight = self._unpacked = self._unpack(like) if self._unpacked is None else self._unpacked
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the weight of a packed layer of any format: the transposed output for the identity matrix."""
+        """Return the weight of a layer of any format: the transposed output for the identity matrix."""
         identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
         expanded: torch.Tensor = self._expansion(identity)
         return expanded.T.contiguous()

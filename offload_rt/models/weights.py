@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .linear import held_bytes, places_of, plain_weight, tensors_of
+from .linear import absorbable_weight, held_bytes, places_of, tensors_of
 from .multimodal import text_decoder
 
 ALIGNMENT = 64
@@ -195,16 +195,16 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 
 
 def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
-    """Return the size in bytes of the copies that latent attention makes of packed weights (`latent_attention`).
+    """Return the size in bytes of the copies that latent attention makes of weights (`absorbable_weight`).
 
     With `all_packed`, `model` is a skeleton whose linear layers will be packed when it is loaded.
     """
-    size = model.get_input_embeddings().weight.dtype.itemsize
+    dtype = model.get_input_embeddings().weight.dtype
     expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
     return sum(
-        each.in_features * each.out_features * size
+        each.in_features * each.out_features * dtype.itemsize
         for each in expansions
-        if each is not None and (all_packed or plain_weight(each) is None)
+        if each is not None and (all_packed or absorbable_weight(each, dtype) is None)
     )
 
 

@@ -184,14 +184,20 @@ def _plans_within(limit: int, several: Sequence[DeviceCosts], context: int) -> I
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return `count` indices of layers in [0, `layers`), evenly spaced among those without attention if they suffice.
+    """Return `count` indices of layers in [0, `layers`), in ascending order: first those without attention.
+
+    If not all layers of a kind are returned, they are evenly spaced.
 
     To predict a query, the weights of the next attention layer are needed several layers early. If they were streamed,
     they would replace those of a layer before it, and both would be copied twice.
     """
-    recurrent = sorted(set(range(layers)) - {*geometry.attention_at}) if geometry.attention_at else []
-    chosen = recurrent if count <= len(recurrent) else range(layers)
-    return tuple(chosen[(2 * i + 1) * len(chosen) // (2 * count)] for i in range(count))
+    attention = geometry.attention_at or tuple(range(layers))
+    chosen, left = list[int](), count
+    for kind in ([layer for layer in range(layers) if layer not in attention], attention):
+        taken = min(left, len(kind))
+        chosen += [kind[(2 * i + 1) * len(kind) // (2 * taken)] for i in range(taken)]
+        left -= taken
+    return tuple(sorted(chosen))
 
 
 def _round_to_blocks(context: int) -> int:

@@ -311,6 +311,12 @@ def _salt_key(folder: Path | None) -> bytes:
         if not path.exists():
             write_atomic(path, secrets.token_bytes(32), keep=True)  # of several servers, one succeeds
         key = read_small(path)
+        if not key:  # Without hard links, another server is writing the file, or was stopped while writing it.
+            time.sleep(1)
+            key = read_small(path)
+        if not key:
+            key = secrets.token_bytes(32)
+            write_atomic(path, key)
     except OSError as error:
         raise ConfigError(f"cannot use {str(path)!r}: {error.strerror or error}") from error
     if len(key) != 32:

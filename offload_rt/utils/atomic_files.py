@@ -46,8 +46,12 @@ def _put_new(temporary: Path, path: Path) -> None:
         except FileExistsError:
             raise
         except OSError:  # the file system has no hard links; other processes may see an empty file for a moment
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-            os.replace(temporary, path)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            try:
+                os.replace(temporary, path)
+            except OSError:
+                path.unlink()
+                raise
 
 
 def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:

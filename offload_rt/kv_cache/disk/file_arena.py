@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from queue import SimpleQueue
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..layout import ArenaLayout
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
 from .file_layout import DiskTier, FileLayout, MemoryBudget, disk_limit, round_up_to_page
-from .requests import DISK_PAGE, Offsets, Requests, merge_reads
+from .requests import DISK_PAGE, DiskUse, Offsets, Requests, merge_reads
 from .row_cache import RowCache
 from .row_copy import RowCopies
 from .write_behind import ExtentWrite, WriteBehind
@@ -29,29 +28,6 @@ AT_ONCE = 2  # layers that are read at the same time: the disk stays busy while 
 # A gap up to this many bytes between two pieces is read too: it takes less time than a request (10 µs at 2 GB/s).
 GAP = 4 * DISK_PAGE
 LARGEST_READ = 1 << 20  # bytes per request: copying from one request overlaps with reading the next
-
-
-@dataclass
-class DiskUse:
-    """Counters of disk reads and writes.
-
-    Attributes:
-        wanted: Number of KV entries (K and V of a token, layer and head) requested by `gather`.
-        cached: Number of these entries that were in memory.
-        requests: Number of read requests sent to the disk.
-        bytes_read: Bytes read from the disk.
-        bytes_written: Bytes written to the disk.
-    """
-
-    wanted: int = 0
-    cached: int = 0
-    requests: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    def since(self, before: DiskUse) -> DiskUse:
-        """Return the differences between these counters and the earlier counters `before`."""
-        return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 class FileArena:

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,29 @@ FILE_BITS = 44
 
 Offsets = NDArray[np.int64]
 Handles = NDArray[np.int32]
+
+
+@dataclass
+class DiskUse:
+    """Counters of disk reads and writes.
+
+    Attributes:
+        wanted: Number of KV entries (K and V of a token, layer and head) requested by `gather`.
+        cached: Number of these entries that were in memory.
+        requests: Number of read requests sent to the disk.
+        bytes_read: Bytes read from the disk.
+        bytes_written: Bytes written to the disk.
+    """
+
+    wanted: int = 0
+    cached: int = 0
+    requests: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def since(self, before: DiskUse) -> DiskUse:
+        """Return the differences between these counters and the earlier counters `before`."""
+        return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
 class FileTable:

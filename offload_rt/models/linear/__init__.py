@@ -39,6 +39,15 @@ def plain_weight(layer: Any) -> nn.Parameter | None:
     return weight if type(weight) is nn.Parameter and weight.is_floating_point() else None
 
 
+def absorbable_weight(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
+    """Return the plain weight of a linear layer if it has this dtype, else None.
+
+    If it is None, latent attention unpacks a copy.
+    """
+    weight = plain_weight(layer)
+    return weight if weight is not None and weight.dtype == dtype else None
+
+
 def packing(config: Any) -> str | None:
     """Return the quantisation method stated in a configuration, such as "bitsandbytes". None if it states none."""
     method = quantization_option(config, "quant_method")

@@ -43,6 +43,12 @@ def test_a_mode_with_slow_steps_now_and_then_is_not_kept() -> None:
     assert used < 80
 
 
+def test_the_first_step_of_a_batch_size_does_not_count() -> None:
+    choice = ThreadChoice()
+    choice.took(True, 1.0)
+    assert sum(run(choice, 100, several=0.04, one=0.05)) > 80
+
+
 def test_a_busy_machine_is_noticed() -> None:
     """Another process starts, and ends later."""
     choice = ThreadChoice()
@@ -62,7 +68,11 @@ def test_another_batch_is_measured_anew() -> None:
 
 
 def test_a_device_is_left_alone() -> None:
-    choice = ThreadChoice()
-    with choice.step(torch.device("meta"), 1):
-        assert torch.get_num_threads() == torch.get_num_threads()
+    choice, before = ThreadChoice(), torch.get_num_threads()
+    torch.set_num_threads(2)  # a step on a CPU would set one thread
+    try:
+        with choice.step(torch.device("meta"), 1):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
     assert not any(choice._times.values())

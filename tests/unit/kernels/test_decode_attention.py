@@ -107,6 +107,12 @@ def test_a_step_uses_it_for_each_part(level: str) -> None:
     torch.testing.assert_close((out, lse), (want.flatten(0, 1), want_lse.flatten()), rtol=0, atol=1e-5)
 
 
+def test_at_least_one_part_must_not_be_empty() -> None:
+    q, k, v = inputs(3, 1, 64, torch.float32)
+    with pytest.raises(AssertionError, match="all parts are empty"):
+        attend(q.flatten(0, 1), [KVPart(k[:, :0], v[:, :0])] * 2, 0.2)
+
+
 def test_unsupported_inputs_are_left_to_torch() -> None:
     for d, dtype in ((48, torch.float32), (64, torch.float64), (64, torch.float16)):
         assert library(d, dtype) is None

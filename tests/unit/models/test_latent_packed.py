@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.architectures import architecture
 from support.hybrids import prompt_of
 from support.tiny_models import assert_greedy
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from offload_rt import LLM, EngineConfig, SamplingParams
@@ -68,6 +70,26 @@ def test_quantize_leaves_the_weights_plain() -> None:
     model = architecture("youtu", kv_lora_rank=64)
     quantize.quantize_layers(model, 4)
     assert plain_weight(model.model.layers[0].self_attn.kv_b_proj) is not None
+
+
+class CastingLinear(nn.Linear):
+    """Linear layer whose weight has a narrower dtype than its input, like those of FP8 checkpoints."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def test_weights_of_another_dtype_are_unpacked_too() -> None:
+    model = architecture("youtu", kv_lora_rank=64)
+    plain = load_shape(model).sizes.fixed
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = CastingLinear
+        layer.self_attn.kv_b_proj.bfloat16()
+    assert load_shape(model).sizes.fixed == plain + 3 * COPY
+    llm = LLM(model, policy="full", host_memory="8MiB", verify="off")
+    for prompt, text in zip(PROMPTS, texts(llm), strict=True):
+        assert_greedy(model, prompt, text)
+    assert [copy.nbytes for copy in copies(llm)] == [COPY] * 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

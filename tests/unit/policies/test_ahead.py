@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from support.tiny_models import assert_greedy, tiny_model
 from offload_rt import LLM, ArtifactError, ConfigError, EngineConfig, SamplingParams
 from offload_rt.models.registry import adapter_for
 from offload_rt.models.shape import load_shape
+from offload_rt.planning import device_plan
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
@@ -164,6 +166,14 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
                     sums[name][part] += float(true[:, top].sum(-1).mean()) / len(rows)
     assert shares["normed_input"] == pytest.approx(sum(sums["found"]) / sum(sums["best"]), abs=1e-4)
     assert shares["normed_input"] < 0.99
+
+
+def test_attention_layers_are_streamed_only_if_others_do_not_suffice() -> None:
+    """Of 8 layers, 3 and 7 have attention."""
+    hybrid, dense = SimpleNamespace(attention_at=(3, 7)), SimpleNamespace(attention_at=())
+    found = [device_plan._evenly_spaced(count, 8, hybrid) for count in (0, 3, 6, 7, 8)]
+    assert found == [(), (1, 4, 6), (0, 1, 2, 4, 5, 6), (0, 1, 2, 4, 5, 6, 7), tuple(range(8))]
+    assert device_plan._evenly_spaced(4, 8, dense) == (1, 3, 5, 7)
 
 
 @pytest.mark.parametrize("source", ["query", "attention_input"])

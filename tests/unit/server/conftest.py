@@ -1,31 +1,43 @@
 """Fixtures of the server's tests.
 
 A test module may define `say`, which returns the answer to a prompt, and `SERVED`, the options of the server.
+
+If this folder is named on the command line, pytest reads this file before `pytest_collection` selects Triton's
+interpreter. torch and transformers, which import Triton, are therefore imported in functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from support.serving import ScriptedEngine
+    from transformers import PreTrainedTokenizerBase
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
+    from support.serving import reference_tokenizer
+
     return reference_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> ScriptedEngine:
+    from support.serving import ScriptedEngine
+
     return ScriptedEngine(tokenizer, getattr(request.module, "say", lambda prompt: "It was a dark night."))
 
 
 @pytest.fixture(scope="module")
 def url(request: pytest.FixtureRequest, engine: ScriptedEngine) -> Iterator[str]:
+    from support.serving import served
+
     with served(engine, **getattr(request.module, "SERVED", {})) as address:
         yield address
 

@@ -142,6 +142,10 @@ def test_a_new_file_on_a_file_system_without_hard_links(tmp_path: Path, monkeypa
         write_atomic(tmp_path / "key", data, keep=True)
     assert (tmp_path / "key").read_bytes() == b"first" and os.listdir(tmp_path) == ["key"]
     assert modes(tmp_path / "key") == {"0600 file"}
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(tmp_path / "second", b"first", keep=True)
+    assert os.listdir(tmp_path) == ["key"], "no empty file is left"
 
 
 def refuse(*args: object) -> None:

@@ -214,3 +214,4 @@ def test_dense_fetches_of_split_kv_do_not_disturb_each_other() -> None:
     for read in (parts, [run for part in parts for run in part.runs]):
         sides = zip(*[(part.k, part.v) for part in read], strict=True)
         assert torch.stack([torch.cat(side, 1) for side in sides]).equal(torch.cat(written, 2))
+    assert transfer.rows.nbytes == 0, "a whole context is not gathered"
