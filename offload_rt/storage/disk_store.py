@@ -155,7 +155,9 @@ class DiskStore:
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
         """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
 
-        Files that have the name of a block but contain none, such as a renamed document, are removed too.
+        Files that have the name of a block but contain none, such as a renamed document, are removed too. Exceptions:
+        such a file is not detected if at least 99 other files of the namespace that would be kept have its size, or if
+        it replaced a block of its size whose header this process has already read.
 
         Args:
             keys: Keys of the blocks to keep.

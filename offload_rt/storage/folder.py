@@ -195,7 +195,8 @@ class StoreFolder:
     def without_block(self, paths: Iterable[Path]) -> set[Path]:
         """Return the files among the block files `paths` that contain no block.
 
-        Full blocks of a namespace have equal sizes, so a file is not read if many others have the same size.
+        Full blocks of a namespace have equal sizes, so a file is not read if many others have the same size. A file
+        whose header was valid is read again only if its size has changed.
         """
         sizes = dict[Path, int]()
         for path in paths:
@@ -203,13 +204,20 @@ class StoreFolder:
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):
                     sizes[path] = status.st_size
-        found, number = set[Path](), Counter(sizes.values())
-        for path in (path for path, size in sizes.items() if number[size] < _MANY):
+        number = Counter(sizes.values())
+        return {path for path, size in sizes.items() if number[size] < _MANY and not self._has_header(path, size)}
+
+    def _has_header(self, path: Path, size: int) -> bool:
+        with self.mutex:  # the saver thread may evict the file
+            file = self.index.files.get(path)
+            if file is not None and file.has_header and file.size == size:
+                return True
             if read_header(path) is None:
-                found.add(path)
-            elif path in self.index:
+                return False
+            if file is not None:
+                file.has_header = True
                 self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
-        return found
+            return True
 
     def disclaim(self, paths: Iterable[Path]) -> None:
         """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from offload_rt.sessions.history import History, document_name
 from offload_rt.storage import folder
 from offload_rt.storage.block_file import CLAIM, BlockWriter
 from offload_rt.storage.disk_store import DiskStore
-from offload_rt.storage.files import read_claim, write_claim
+from offload_rt.storage.files import read_claim, read_header, write_claim
 from offload_rt.storage.options import StoreOptions
 
 NAMES = ("a", "b", "c")
@@ -201,6 +202,40 @@ def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pyte
         store.retain(set())
     assert sorted(changes) == ["read", "read", "write"]
     assert block_files(tmp_path) == 2, "both blocks are claimed"
+
+
+def test_the_header_of_a_kept_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls of `retain` read it again only if the size of the file has changed."""
+    store = open_store(tmp_path)
+    for number in (1, 2):
+        save(store, number)
+    keys, read = {block_name(store, number).key for number in (1, 2)}, list[Path]()
+    monkeypatch.setattr(folder, "read_header", lambda path: read.append(path) or read_header(path))
+    for _ in range(3):
+        store.retain(keys)
+    assert len(read) == len(set(read)) == 2
+    read[0].write_bytes(b"text of a user")
+    store.retain(keys)
+    assert len(read) == 3 and not read[0].exists() and block_files(tmp_path) == 1
+
+
+def test_a_block_is_evicted_while_its_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver thread may evict the block between two uses of the index."""
+    store = open_store(tmp_path)
+    save(store, 1)
+    key, write_stamp = block_name(store, 1).key, store._index.write_stamp
+    saver = threading.Thread(target=store.remove, args=([key],))
+
+    def evict_first(path: Path) -> None:
+        saver.start()
+        saver.join(0.2)
+        write_stamp(path)
+
+    monkeypatch.setattr(store._index, "write_stamp", evict_first)
+    store.retain({key})
+    saver.join()
+    assert block_files(tmp_path) == 0
+    store.check_integrity()
 
 
 def test_a_damaged_block_has_no_claim_and_is_not_changed(tmp_path: Path) -> None:
