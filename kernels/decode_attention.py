@@ -44,7 +44,6 @@ def attend(
     Returns:
         out `[H, d]` and lse `[H]` (natural log), in float32 (float64 for float64 inputs).
     """
-    assert any(part.shape[1] for part in parts), "all parts are empty"
     if q.is_cuda and softcap is None and all(part.counts is None for part in parts):
         out, lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
         return out.squeeze(1), lse.squeeze(1)
@@ -68,6 +67,7 @@ def attend(
             out, lse = out.reshape(q.shape), lse.flatten()
         outs.append(out)
         lses.append(lse)
+    assert outs, "all parts are empty"
     return (outs[0], lses[0]) if len(outs) == 1 else merge_lse(outs, lses)
 
 

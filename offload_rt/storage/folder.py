@@ -210,13 +210,12 @@ class StoreFolder:
     def _has_header(self, path: Path, size: int) -> bool:
         with self.mutex:  # the saver thread may evict the file
             file = self.index.files.get(path)
-            if file is not None and file.has_header and file.size == size:
-                return True
-            if read_header(path) is None:
-                return False
-            if file is not None:
-                file.has_header = True
-                self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
+            if file is None or not file.has_header or file.size != size:
+                if read_header(path) is None:
+                    return False
+                if file is not None:
+                    file.has_header = True
+                    self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
             return True
 
     def disclaim(self, paths: Iterable[Path]) -> None:
