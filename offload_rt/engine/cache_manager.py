@@ -126,7 +126,7 @@ class CacheManager:
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
-            end = self._pool.groups.shortest_prefill_end(start, stop, blocks.floor)
+            *_, end = self._pool.groups.prefill_ends(start, stop, blocks.floor)
             self._pool.slide(blocks, start, end, next_window=self.evicts)
         return blocks
 

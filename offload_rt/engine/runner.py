@@ -5,7 +5,6 @@ The engine (`engine.py`) queues requests and samples tokens. The runner only com
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -95,7 +94,7 @@ class Runner(SequenceManager):
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
-        reclaim: Callable[[Callable[[], int]], int] | None = None,
+        reclaim: Callable[[Callable[[], None]], None] | None = None,
     ) -> Prefill:
         """Create a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
 
@@ -133,26 +132,20 @@ class Runner(SequenceManager):
                 capture=None if self.snapshots is None else self.snapshots.capture(sequence, end),
             )
 
-    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], int]], int]) -> int:
+    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], None]], None]) -> int:
         """Reserve slots in sliding-window layers to prefill the tokens [position, stop), or a first part of them.
 
-        Return the end of the tokens that have slots. Memory is reclaimed only if not even the shortest part has room.
-        Raises PoolFullError.
+        Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part has room.
         """
         before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
-        slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, before_window=before_window)
-        position, floor = sequence.position, sequence.blocks.floor
-        *longer, shortest = self.pool.groups.prefill_ends(position, stop, floor, chunk=self.slice_tokens)
-
-        def slide_to_longest() -> int:
-            for end in longer:
-                with contextlib.suppress(PoolFullError):
-                    slide(end)
-                    return end
-            slide(shortest)
-            return shortest
-
-        return reclaim(slide_to_longest)
+        for end in self.pool.groups.prefill_ends(sequence.position, stop, sequence.blocks.floor):
+            slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, end, before_window=before_window)
+            try:
+                reclaim(slide)
+                return end
+            except PoolFullError as error:
+                full = error
+        raise full
 
     @device_guard
     @torch.inference_mode()

@@ -90,36 +90,19 @@ class LayerGroups:
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
 
-    def prefill_ends(self, start: int, stop: int, floor: int = 0, *, chunk: int = BLOCK_SIZE) -> Iterator[int]:
-        """Yield token positions at which the first part of a prefill of [start, stop) may end.
+    def prefill_ends(self, start: int, stop: int, floor: int = 0) -> Iterator[int]:
+        """Yield token positions at which the first part of a prefill of [start, stop) may end, the largest first.
 
-        A part after earlier tokens needs the windows at both of its ends at once, so a part that is shorter than a
-        window needs fewer window blocks. Each end needs fewer window blocks than the previous one. Ends after complete
-        prefill chunks of `chunk` tokens come first. The last end needs no more than `shortest_prefill_end`.
+        A part after earlier tokens needs the windows at both of its ends at once, so a shorter part needs fewer window
+        blocks. The shortest part, and the parts after it, need no more of them than decode steps need.
         """
-        fewest, shortest = math.inf, self.shortest_prefill_end(start, stop, floor)
-        for end in (stop, *self._ends(start, stop, chunk), *self._ends(_block_start(start), stop, BLOCK_SIZE)):
-            if end >= shortest and (needed := len(self.window_indices(start, end, floor))) < fewest:
-                fewest = needed
-                yield end
-
-    def shortest_prefill_end(self, start: int, stop: int, floor: int = 0) -> int:
-        """Return the end of the shortest first part of a prefill of [start, stop).
-
-        This part, and the parts after it, need no more window blocks than decode steps need.
-        """
-        ends = (stop, *self._ends(_block_start(start), stop, BLOCK_SIZE))
-        return next(end for end in ends if len(self.window_indices(start, end, floor)) <= self.window_blocks)
-
-    def _ends(self, first: int, stop: int, step: int) -> list[int]:
-        """Return ends `first` + n * `step` below `stop`, the largest first.
-
-        Parts that are longer than a window need two complete windows, so only the longest of them, and those up to one
-        step longer than a window, are included.
-        """
-        last = first + (stop - 1 - first) // step * step
-        largest = first - (-(self.window + BLOCK_SIZE) // step) * step
-        return [*([last] if last > largest else ()), *range(min(last, largest), first, -step)]
+        yield stop
+        end = stop
+        while self.sliding and len(self.window_indices(start, end, floor)) > self.window_blocks:
+            end = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
+            if end <= start:
+                return
+            yield end
 
     def blocks(self, tokens: int) -> int:
         """Return the largest number of blocks that a sequence of `tokens` tokens can need, summed over all groups."""
@@ -130,10 +113,6 @@ class LayerGroups:
     def blocks_at_once(self) -> int:
         """Number of blocks that 64 additional tokens of a sequence need, summed over all groups."""
         return self.full + self.sliding
-
-
-def _block_start(position: int) -> int:
-    return position // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _window_storage_layers(geometry: ModelGeometry) -> int:

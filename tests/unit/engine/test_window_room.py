@@ -96,18 +96,6 @@ def test_a_turn_fits_after_its_session(restarts: bool, tmp_path: Path) -> None:
     assert talk(len(PROMPT) + 8) == talk(None)
 
 
-def test_a_turn_in_parts_keeps_parked_sessions(tmp_path: Path) -> None:
-    """The turn is computed in two parts. The whole prefill would need the memory of the other session."""
-    llm = make(len(PROMPT) + 8, spare=1)
-    store = llm.session_store(tmp_path, policy="lru", free_host=0)
-    with store.open("other") as other, store.open("talk") as talk:
-        list(other.send(PROMPT[:20], greedy(4)))
-        list(talk.send(PROMPT[:PREFIX], greedy(4)))
-        list(talk.send(PROMPT[PREFIX:], greedy(4)))
-        assert talk.host.stats.evicted == 0 and llm.runner.pool.free_blocks == 0
-    check_empty(llm)
-
-
 def test_a_swapped_sequence_fits_after_a_cached_prefix(tmp_path: Path) -> None:
     """It needs only its own windows, not those at the end of the prefix."""
     llm = make(len(PROMPT) + 1)
@@ -157,16 +145,3 @@ def test_parts_of_a_prefill_need_no_more_blocks_than_a_window(window: int) -> No
             assert len(groups.window_indices(position, end)) <= groups.window_blocks
             assert position < end <= stop
             position = end
-
-
-@pytest.mark.parametrize("start", [64_000, 64_001, 64_100])
-def test_a_long_prefill_has_few_ends(start: int) -> None:
-    """Each end needs fewer window blocks than the previous one. Complete prefill chunks come first."""
-    groups, chunk = LayerGroups(1, (0, 1), (0, 0), 1, 1024), 512
-    stop = start + 128_000
-    for ends in (list(groups.prefill_ends(start, stop)), list(groups.prefill_ends(start, stop, chunk=chunk))):
-        needed = [len(groups.window_indices(start, end)) for end in ends]
-        assert needed == sorted(set(needed), reverse=True) and needed[0] <= 2 * groups.window_blocks
-    chunks = [(end - start) % chunk == 0 for end in ends]
-    assert chunks[0] and chunks[1] and chunks == sorted(chunks, reverse=True)
-    assert start + chunk in ends and ends[-1] == groups.shortest_prefill_end(start, stop)
