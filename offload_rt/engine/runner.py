@@ -5,6 +5,7 @@ The engine (`engine.py`) queues requests and samples tokens. The runner only com
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -94,7 +95,7 @@ class Runner(SequenceManager):
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
-        reclaim: Callable[[Callable[[], None]], None] | None = None,
+        reclaim: Callable[[Callable[[], int]], int] | None = None,
     ) -> Prefill:
         """Create a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
 
@@ -132,20 +133,28 @@ class Runner(SequenceManager):
                 capture=None if self.snapshots is None else self.snapshots.capture(sequence, end),
             )
 
-    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], None]], None]) -> int:
+    def _slide_to_prefill(self, sequence: Sequence, stop: int, reclaim: Callable[[Callable[[], int]], int]) -> int:
         """Reserve slots in sliding-window layers to prefill the tokens [position, stop), or a first part of them.
 
-        Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part has room.
+        Return the end of the tokens that have slots. Raises PoolFullError if not even the shortest part fits.
         """
         before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
-        for end in self.pool.groups.prefill_ends(sequence.position, stop, sequence.blocks.floor):
-            slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, end, before_window=before_window)
-            try:
-                reclaim(slide)
-                return end
-            except PoolFullError as error:
-                full = error
-        raise full
+        slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, before_window=before_window)
+        start, chunk = sequence.position, self.slice_tokens
+        ends = list(self.pool.groups.prefill_ends(start, stop, sequence.blocks.floor, chunk=chunk))
+
+        def slide_to_first_fit(ends: Seq[int]) -> int:
+            for end in ends[:-1]:
+                with contextlib.suppress(PoolFullError):
+                    slide(end)
+                    return end
+            slide(ends[-1])
+            return ends[-1]
+
+        # Memory is reclaimed before a prefill is divided into parts that are shorter than a chunk, which would be slow.
+        with contextlib.suppress(PoolFullError):
+            return reclaim(lambda: slide_to_first_fit([end for end in ends if end == stop or end - start >= chunk]))
+        return reclaim(lambda: slide_to_first_fit(ends))
 
     @device_guard
     @torch.inference_mode()

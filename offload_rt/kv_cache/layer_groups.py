@@ -90,19 +90,24 @@ class LayerGroups:
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
 
-    def prefill_ends(self, start: int, stop: int, floor: int = 0) -> Iterator[int]:
-        """Yield token positions at which the first part of a prefill of [start, stop) may end, the largest first.
+    def prefill_ends(self, start: int, stop: int, floor: int = 0, *, chunk: int = BLOCK_SIZE) -> Iterator[int]:
+        """Yield token positions at which the first part of a prefill of [start, stop) may end, beginning with `stop`.
 
-        A part after earlier tokens needs the windows at both of its ends at once, so a shorter part needs fewer window
-        blocks. The shortest part, and the parts after it, need no more of them than decode steps need.
+        A part after earlier tokens needs the windows at both of its ends at once, so a part that is shorter than a
+        window needs fewer window blocks. Each yielded end needs fewer of them than the previous one. Ends after
+        complete prefill chunks of `chunk` tokens are preferred. The part up to the last end, and the parts after it,
+        need no more window blocks than decode steps need.
         """
         yield stop
-        end = stop
-        while self.sliding and len(self.window_indices(start, end, floor)) > self.window_blocks:
-            end = (end - 1) // BLOCK_SIZE * BLOCK_SIZE
-            if end <= start:
+        fewest, limit = len(self.window_indices(start, stop, floor)), min(stop, start + self.window + BLOCK_SIZE)
+        chunk_ends = range(start + chunk, limit, chunk)
+        block_ends = range((start // BLOCK_SIZE + 1) * BLOCK_SIZE, limit, BLOCK_SIZE)
+        for end in (*reversed(chunk_ends), *reversed(block_ends)) if self.sliding else ():
+            if fewest <= self.window_blocks:
                 return
-            yield end
+            if (needed := len(self.window_indices(start, end, floor))) < fewest:
+                fewest = needed
+                yield end
 
     def blocks(self, tokens: int) -> int:
         """Return the largest number of blocks that a sequence of `tokens` tokens can need, summed over all groups."""
