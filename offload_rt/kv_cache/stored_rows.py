@@ -194,9 +194,9 @@ class StoredRows:
         if not self.shares_rows(layer):
             return [(part.k, part.v) for part in self.stored(blocks, layer, tokens)]
         assert self.layout.window_rows is not None
-        places, heads = self.groups.storage_layers(layer), self.layout.window_rows.kv_heads
+        storage_layers, heads = self.groups.storage_layers(layer), self.layout.window_rows.kv_heads
         spans = self.spans(blocks, self.groups.group[layer], tokens)
-        return [(self._arena.planes_of(span.slab, places, span.offset, span.size)[:heads],) for span in spans]
+        return [(self._arena.planes_of(span.slab, storage_layers, span.offset, span.size)[:heads],) for span in spans]
 
     def in_planes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return encoded k and v `[Hkv, n, width]` in the form of a part of `planes`."""

@@ -86,7 +86,7 @@ class InPlaceEviction(SlotTable):
         groups = pool.groups
         # In sliding-window layers, token t stays in slot t, and blocks outside of the window are freed.
         self._seeing_all = [layer for layer, group in enumerate(groups.group) if group == 0]
-        self._place = {layer: groups.storage_layer[layer] for layer in self._seeing_all}
+        self._storage_layer = {layer: groups.storage_layer[layer] for layer in self._seeing_all}
         self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
         self._known = 0
@@ -140,11 +140,11 @@ class InPlaceEviction(SlotTable):
 
     def record_selected(self, layer: int, slots: torch.Tensor) -> None:
         """Record the use of `slots`, int64 `[Hkv, n]`, for the ranking of victims."""
-        self._state.touch(self._place[layer], slots.to(self._state.position.device), self._known - 1)
+        self._state.touch(self._storage_layer[layer], slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Return the positions int64 of the tokens in `slots` (any shape) of a layer."""
-        return self._state.position[self._place[layer]][slots.to(self._state.position.device)]
+        return self._state.position[self._storage_layer[layer]][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
         """Return an independent copy. A sequence that overwrites tokens cannot be forked."""

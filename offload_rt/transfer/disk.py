@@ -260,8 +260,8 @@ class DiskRows(RowFetch):
         resident = visible.resident if visible is not None and state.pool.format.exact else 0
         heads, count = tokens.shape
         staged = state.staging((heads, resident + count, 2, state.pool.format.width))
-        place = state.pool.groups.storage_layer[layer]
-        reading = state.thread(layer).start(_gather, state.file, place, one.current(), tokens, resident, staged)
+        storage_layer = state.pool.groups.storage_layer[layer]
+        reading = state.thread(layer).start(_gather, state.file, storage_layer, one.current(), tokens, resident, staged)
         size = heads * count * state.pair_bytes
         return _SelectedFetch(
             state, reading, staged, size, one.residency if visible is not None else None, layer, visible
@@ -270,7 +270,7 @@ class DiskRows(RowFetch):
 
 def _gather(
     file: FileArena,
-    place: int,
+    storage_layer: int,
     blocks: np.ndarray[tuple[int], np.dtype[np.int64]],
     tokens: torch.Tensor,
     resident: int,
@@ -278,15 +278,15 @@ def _gather(
 ) -> None:
     """Read the KV of tokens int64 `[Hkv, n]` into staged `[Hkv, resident + n, 2, width]`, after `resident` entries.
 
-    `place` is the index of the layer within a block. `blocks` are the block ids of the sequence.
+    `storage_layer` is the index of the layer within a block. `blocks` are the block ids of the sequence.
     """
     kv_heads, count = tokens.shape
     if not count:
         return
     wanted, heads = tokens.numpy(), np.arange(kv_heads)[:, None]
-    ids = file.file_layout.entry_ids(place, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
+    ids = file.file_layout.entry_ids(storage_layer, blocks[wanted // BLOCK_SIZE], wanted % BLOCK_SIZE, heads)
     into = heads * (resident + count) + np.arange(resident, resident + count)
-    file.gather(place, ids.reshape(-1), staged.view(kv_heads * (resident + count), -1), into.reshape(-1))
+    file.gather(storage_layer, ids.reshape(-1), staged.view(kv_heads * (resident + count), -1), into.reshape(-1))
 
 
 class DiskTransfer:

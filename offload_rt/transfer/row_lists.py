@@ -70,9 +70,9 @@ class RowLists:
         self._moves: Any = dispatch if state.in_place else lists
         """Module with the functions that read and write the pool: kernels, or torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
-        places = state.pool.groups.storage_layer
-        self._tables = torch.zeros(len(places), batch, FIELDS, dtype=torch.int64, device=device)
-        each = zip(places, state.pool.groups.group, strict=True)
+        storage_layers = state.pool.groups.storage_layer
+        self._tables = torch.zeros(len(storage_layers), batch, FIELDS, dtype=torch.int64, device=device)
+        each = zip(storage_layers, state.pool.groups.group, strict=True)
         firsts = [layout.vectors(place, window=group > 0) for place, group in each]
         self._offsets = to_device(torch.tensor([one for layer in firsts for own in layer for one in own]), device)
         parts = self._offsets.split([2 * len(layer[0]) for layer in firsts])
@@ -82,7 +82,7 @@ class RowLists:
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
         capacity = state.working_set
-        self._working = WorkingLists(len(places), batch, capacity, device) if capacity else None
+        self._working = WorkingLists(len(storage_layers), batch, capacity, device) if capacity else None
         self._newest: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
         self._captures = False
         self._captured: Event | None = None
