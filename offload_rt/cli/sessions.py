@@ -105,7 +105,8 @@ def _clear(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _result(removed: Removed) -> str:
-    return f"{format_size(removed.bytes)} freed{removed.note and f'; {removed.note}'}"
+    note = f"; {removed.note}" if removed.note else ""
+    return f"{format_size(removed.bytes)} freed{note}"
 
 
 ACTIONS = {"list": _list, "show": _show, "export": _export, "delete": _delete, "clear": _clear}

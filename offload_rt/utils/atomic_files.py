@@ -40,18 +40,20 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
 
 def _put_new(temporary: Path, path: Path) -> None:
     """Give a complete file the name `path`, unless a file has this name already."""
-    with contextlib.suppress(FileExistsError):
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # the file system has no hard links; other processes may see an empty file for a moment
         try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise
-        except OSError:  # the file system has no hard links; other processes may see an empty file for a moment
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            try:
-                os.replace(temporary, path)
-            except OSError:
-                path.unlink()
-                raise
+        except FileExistsError:
+            return
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            path.unlink()
+            raise
 
 
 def write_synced(path: Path, data: bytes, *, private: bool = True) -> None:

@@ -22,6 +22,7 @@ from offload_rt.planning import device_plan
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
+from offload_rt.skewing import guess_quality
 from offload_rt.skewing.artifact import artifact_bytes
 from offload_rt.skewing.calibrate import calibrate, measure
 from offload_rt.skewing.fold import skew_model
@@ -166,6 +167,12 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
                     sums[name][part] += float(true[:, top].sum(-1).mean()) / len(rows)
     assert shares["normed_input"] == pytest.approx(sum(sums["found"]) / sum(sums["best"]), abs=1e-4)
     assert shares["normed_input"] < 0.99
+
+
+def test_predictions_are_measured_with_the_defaults_of_the_policy() -> None:
+    options = InfiniGenOptions()
+    measured = (guess_quality.SINKS, guess_quality.RECENT, guess_quality.FRACTION)
+    assert measured == (options.sinks, options.recent, options.max_fraction)
 
 
 def test_attention_layers_are_streamed_only_if_others_do_not_suffice() -> None:
