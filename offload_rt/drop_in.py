@@ -26,6 +26,7 @@ from .engine.speculative.verification import accept, rewind, verify
 from .errors import InputError
 from .llm import LLM
 from .model_runner.sequence import Sequence
+from .models.linear import computed_in_c
 
 _AHEAD = 1024  # Expected growth of a sequence in tokens. The pool prepares memory for this growth in advance.
 
@@ -69,7 +70,8 @@ def offload(
     caches: weakref.WeakSet[OffloadedCache] = weakref.WeakSet()
     model.forward = _replaced(model.forward, llm, caches)
     try:
-        yield llm
+        with computed_in_c(model):
+            yield llm
     finally:
         del model.forward
         for cache in list(caches):

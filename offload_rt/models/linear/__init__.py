@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 
 from ...errors import ModelError
 from .backend import MXFP4, BitsAndBytes, LinearBackend, TensorLocation, TorchAO, quantization_option
-from .dense import DenseCPU
+from .dense import DENSE
 from .packed import PACKED
 
-BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DenseCPU()]
+BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DENSE]
 """All weight formats. The first format that supports a layer computes it."""
 
 GGUF_NOTE = (
@@ -31,6 +32,23 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
         if backend is not None:
             backend.pack(module)
             module.__class__ = backend.layer_class
+
+
+@contextmanager
+def computed_in_c(model: nn.Module) -> Iterator[None]:
+    """Context in which C code computes products of few rows with the plain weights of `model` on a CPU.
+
+    The weights stay as they are, and the layers have their former classes afterwards.
+    """
+    plain = [each for each in model.modules() if type(each) is nn.Linear and type(each.weight) is nn.Parameter]
+    changed = [layer for layer in plain if DENSE.takes(layer, layer.weight.device)]
+    for layer in changed:
+        layer.__class__ = DENSE.layer_class
+    try:
+        yield
+    finally:
+        for layer in changed:
+            layer.__class__ = nn.Linear
 
 
 def plain_weight(layer: Any) -> nn.Parameter | None:

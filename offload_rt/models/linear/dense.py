@@ -86,6 +86,10 @@ class DenseCPU(LinearBackend):
         return library(weight.dtype) is not None
 
 
+DENSE = DenseCPU()
+"""The format of plain weights on a CPU. It changes no tensor of a layer."""
+
+
 def product_by_tiles(
     x: torch.Tensor, weights: Callable[[slice, torch.dtype], torch.Tensor], outs: int, bias: torch.Tensor | None
 ) -> torch.Tensor:

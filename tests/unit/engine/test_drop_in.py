@@ -20,6 +20,7 @@ from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextIteratorStreamer, pipeline
 
 from offload_rt import LLM, InputError, OffloadedCache, SamplingParams, offload
+from offload_rt.models.linear.backend import BackendLinear
 from offload_rt.models.loading import load_model
 
 MEMORY = "16MiB"
@@ -191,3 +192,14 @@ def test_what_cannot_be_is_refused(model: PreTrainedModel, ours: LLM) -> None:
     with pytest.raises(InputError, match="inside `with offload"):
         OffloadedCache(ours).update(torch.zeros(1), torch.zeros(1), 0)
     assert not ours.runner._open
+
+
+def test_linear_layers_are_computed_in_c_only_inside_the_block() -> None:
+    model = tiny_model("llama")
+    layers = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    weights = [each.weight for each in layers]
+    with pytest.raises(KeyError), offload(model, policy="full", host_memory=MEMORY):
+        assert any(isinstance(each, BackendLinear) for each in layers)
+        raise KeyError
+    assert all(type(each) is torch.nn.Linear for each in layers)
+    assert all(each.weight is weight for each, weight in zip(layers, weights, strict=True))
