@@ -82,7 +82,7 @@ def selecting() -> str:
     rows = []
     for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k"):
         rows += _threads("EPYC", f"cpu/threads/{name}_selecting/threads")
-    for name in ("threads_smollm2", "offload_smollm2", "threads_qwen"):
+    for name in ("threads_smollm2", "offload_smollm2", "threads_qwen", "offload_qwen"):
         processor = "Xeon, `offload`" if name.startswith("offload") else "Xeon"
         rows += _threads(processor, f"cpu/intel/{name}/threads")
     return table(("processor", "model", "context", "other process", "threads", "`full`", "`infinigen`"), rows)
