@@ -30,7 +30,9 @@ LENGTHS = {
     "qwen/rows_in_c": ("EPYC", "qwen"),
     "qwen/rows_in_c/long": ("EPYC", "qwen"),
     "cpu/intel/native": ("Xeon", "smollm2"),
+    "cpu/intel/avx2_smollm2": ("Xeon, AVX2 only", "smollm2"),
     "cpu/intel/avx2": ("Xeon, AVX2 only", "smollm2"),
+    "cpu/intel/avx2_qwen": ("Xeon, AVX2 only", "qwen"),
 }
 """Folders of the table of context lengths, with the processor and the model."""
 
