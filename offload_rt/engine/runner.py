@@ -140,8 +140,8 @@ class Runner(SequenceManager):
         """
         before_window = KEPT_BEFORE_WINDOW if self.cache_manager.shares else 0
         slide = partial(self.cache_manager.slide, sequence, self.transfer.storage, before_window=before_window)
-        start, chunk = sequence.position, self.slice_tokens
-        ends = list(self.pool.groups.prefill_ends(start, stop, sequence.blocks.floor, chunk=chunk))
+        start, size = sequence.position, self.slice_tokens
+        ends = list(self.pool.groups.prefill_ends(start, stop, sequence.blocks.floor, slice_tokens=size))
 
         def slide_to_first_fit(ends: Seq[int]) -> int:
             for end in ends[:-1]:
@@ -153,7 +153,7 @@ class Runner(SequenceManager):
 
         # Memory is reclaimed before a prefill is divided into parts that are shorter than a chunk, which would be slow.
         with contextlib.suppress(PoolFullError):
-            return reclaim(lambda: slide_to_first_fit([end for end in ends if end == stop or end - start >= chunk]))
+            return reclaim(lambda: slide_to_first_fit([end for end in ends if end == stop or end - start >= size]))
         return reclaim(lambda: slide_to_first_fit(ends))
 
     @device_guard

@@ -90,19 +90,19 @@ class LayerGroups:
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
 
-    def prefill_ends(self, start: int, stop: int, floor: int = 0, *, chunk: int = BLOCK_SIZE) -> Iterator[int]:
+    def prefill_ends(self, start: int, stop: int, floor: int = 0, *, slice_tokens: int = BLOCK_SIZE) -> Iterator[int]:
         """Yield token positions at which the first part of a prefill of [start, stop) may end, beginning with `stop`.
 
         A part after earlier tokens needs the windows at both of its ends at once, so a part that is shorter than a
         window needs fewer window blocks. Each yielded end needs fewer of them than the previous one. Ends after
-        complete prefill chunks of `chunk` tokens are preferred. The part up to the last end, and the parts after it,
+        complete slices of `slice_tokens` tokens are preferred. The part up to the last end, and the parts after it,
         need no more window blocks than decode steps need.
         """
         yield stop
         fewest, limit = len(self.window_indices(start, stop, floor)), min(stop, start + self.window + BLOCK_SIZE)
-        chunk_ends = range(start + chunk, limit, chunk)
+        slice_ends = range(start + slice_tokens, limit, slice_tokens)
         block_ends = range((start // BLOCK_SIZE + 1) * BLOCK_SIZE, limit, BLOCK_SIZE)
-        for end in (*reversed(chunk_ends), *reversed(block_ends)) if self.sliding else ():
+        for end in (*reversed(slice_ends), *reversed(block_ends)) if self.sliding else ():
             if fewest <= self.window_blocks:
                 return
             if (needed := len(self.window_indices(start, end, floor))) < fewest:

@@ -150,7 +150,7 @@ def test_parts_of_a_prefill_need_no_more_blocks_than_a_window(window: int) -> No
 @pytest.mark.parametrize("start", [0, 64, 70])
 def test_a_prefill_without_sliding_windows_has_one_part(start: int) -> None:
     groups = LayerGroups(1, (0,), (0,), 0, 0)
-    assert all(list(groups.prefill_ends(start, stop, chunk=7)) == [stop] for stop in range(start + 1, 300))
+    assert all(list(groups.prefill_ends(start, stop, slice_tokens=7)) == [stop] for stop in range(start + 1, 300))
 
 
 @pytest.mark.parametrize("start", [64_000, 64_001, 64_100])
@@ -158,7 +158,7 @@ def test_a_long_prefill_has_few_ends(start: int) -> None:
     """Each end needs fewer window blocks than the previous one. Complete prefill chunks come first."""
     groups, chunk = LayerGroups(1, (0, 1), (0, 0), 1, 1024), 512
     stop = start + 128_000
-    for ends in (list(groups.prefill_ends(start, stop)), list(groups.prefill_ends(start, stop, chunk=chunk))):
+    for ends in (list(groups.prefill_ends(start, stop)), list(groups.prefill_ends(start, stop, slice_tokens=chunk))):
         needed = [len(groups.window_indices(start, end)) for end in ends]
         assert needed == sorted(set(needed), reverse=True) and needed[-1] <= groups.window_blocks < needed[-2]
         assert ends[0] == stop and start < ends[-1] <= start + 1024 + BLOCK_SIZE
