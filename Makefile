@@ -47,11 +47,19 @@ demo-real: $(READY)
 	$(BIN)/python scripts/examples/read_chapter.py \
 		--model $(or $(MODEL),$(wildcard $(MODEL_FOLDER)/smollm2),HuggingFaceTB/SmolLM2-135M-Instruct)
 
+# LEVEL restricts our C code, torch, oneDNN and MKL to an instruction set: make test LEVEL=avx2.
+LEVELS := scalar avx2 avx512
+AT_scalar := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+AT_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AT_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512
+AT_LEVEL := $(if $(LEVEL),OFFLOAD_RT_CPU_LEVEL=$(LEVEL) $(AT_$(LEVEL)))
+
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.
 test: $(READY)
+	$(foreach level,$(filter-out $(LEVELS),$(LEVEL)),$(error LEVEL=$(level) is unknown: one of $(LEVELS)))
 	$(MAKE) -j2 lint site
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
+	$(AT_LEVEL) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
 
 # Files whose first cases take two thirds of the time of all first cases; PART=FOLDER runs them.
 QUICK_WITHOUT := eval stress cli/test_write.py kernels/test_native.py models/test_packed_composition.py policies/test_scorer.py \

@@ -72,7 +72,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack the codes of f = 8 / bits adjacent tokens into one byte: `[Hkv, f * m, d]` becomes int8 `[Hkv, m, d]`.
 
     Byte i holds the tokens f * i to f * i + f - 1. The code of token f * i + j begins at bit j * bits. 128 is
-    subtracted from each byte because `_int_mm` needs signed bytes.
+    subtracted from each byte, because the kernels convert signed bytes.
     """
     fields = 8 // bits
     tokens = codes.view(codes.shape[0], -1, fields, codes.shape[2])
@@ -138,16 +138,18 @@ def code_sums(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: tor
 
 
 def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `code_sums` on a CPU without unpacking the keys to wider integers.
+    """Compute `code_sums` on a CPU without unpacking the keys of all heads at once.
 
-    Each of the f codes in a byte takes one pass of byte operations and one int8 product. Heads are processed one at a
-    time, so that their data stays in the cache.
+    Each of the f codes in a byte takes one mask and one product. Heads are processed one at a time, so that their data
+    stays in the cache. The products are computed in float32, which is exact for integers below 2^24. The int8 product
+    of torch (`_int_mm`) is faster, but it saturates on processors without VNNI.
     """
     heads, rows, d = packed.shape
     fields = 8 // bits
     out = torch.empty(heads, weights.shape[1], rows * fields, dtype=dtype)
     masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
-    total = weights.sum(-1, keepdim=True, dtype=torch.int32)
+    factors = weights.float()
+    total = factors.sum(-1, keepdim=True)
     for head in range(heads):
         # Each mask covers one more field than the previous one, so the difference of two products is the sum of one
         # field.
@@ -155,10 +157,10 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
         for field in range(fields):
             if field < fields - 1:
                 torch.bitwise_and(packed[head], (1 << (bits * (field + 1))) - 1, out=masked)
-                upto = torch._int_mm(weights[head], masked.t())
+                upto = factors[head] @ masked.float().t()
             else:
-                upto = torch._int_mm(weights[head], packed[head].t()).add_(128 * total[head])
-            out[head, :, field::fields] = (upto - below) >> (bits * field) if field else upto
+                upto = (factors[head] @ packed[head].float().t()).add_(total[head], alpha=128)
+            out[head, :, field::fields] = (upto - below) / (1 << (bits * field)) if field else upto
             below = upto
     return out
 

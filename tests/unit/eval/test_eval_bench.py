@@ -23,7 +23,7 @@ from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
 from offload_rt.eval.speed.synthetic_kv import RESIDENT, SyntheticKV
 from offload_rt.kernels import low_bit_sequence, native
 from offload_rt.models.registry import adapter_for
-from offload_rt.utils.native_code import available_levels
+from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels
 
 LENGTH, FRACTION = 2048, 0.05
 
@@ -264,7 +264,8 @@ def test_the_command_refuses_bad_options_in_one_line(capsys: pytest.CaptureFixtu
     assert captured.err == "offload-rt: contexts=100 must be a multiple of 64, at least 128\n"
 
 
-def test_c_kernels_are_timed_at_each_level(tmp_path: Path) -> None:
+def test_c_kernels_are_timed_at_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEVEL_VARIABLE, raising=False)
     if low_bit_sequence.library(64, 4) is None:
         pytest.skip("no C compiler")
     assert main(["eval", "cpu-kernels", "--tokens", "512", "--repeats", "1", "--out", str(tmp_path)]) == 0

@@ -59,7 +59,8 @@ def test_rows_are_measured_once_and_tell_policies_apart(tmp_path: Path, monkeypa
     variants = [Variant(policy, window | {"budget": 0.08}) for policy in ("infinigen", "streaming")]
     first = run_divergence(evaluation, variants, CONFIG)
     full, ours, streaming = first.rows
-    assert (full["kl"], full["top_1"], full["against_full_perplexity"]) == (0.0, 1.0, 0.0)
+    assert (full["top_1"], full["against_full_perplexity"]) == (1.0, 0.0)
+    assert full["kl"] == pytest.approx(0.0, abs=1e-6)  # MKL may round differently in two runs
     assert 0 < ours["kl"] < 0.1 * streaming["kl"]
     assert (tmp_path / "divergence.md").read_text(encoding="utf-8").count("| reference |") == 3
     monkeypatch.setattr(ModelUnderTest, "score_observed", None)

