@@ -37,8 +37,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the full-attention blocks with the tokens [0, stop); [] if no layer has full attention.
-        """
+        """Return the names of the full-attention blocks with the tokens [0, stop); [] without full-attention layers."""
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
