@@ -87,17 +87,16 @@ class DraftOptions:
 
     @property
     def looks_up(self) -> bool:
-        """Whether prompt lookup proposes draft tokens."""
         return self.method in ("lookup", "both", "lookup+model")
 
     @property
     def by_policy(self) -> bool:
-        """Whether the policy decodes draft tokens (sparse attention)."""
+        """Whether the policy's sparse attention decodes draft tokens."""
         return self.method in ("sparse", "both")
 
     @property
     def decodes(self) -> bool:
-        """Whether draft tokens are decoded, by the policy or by a draft model."""
+        """Whether draft tokens are decoded, with the policy or with a draft model."""
         return self.method != "lookup"
 
 
@@ -312,7 +311,6 @@ class EngineConfig:
         )
 
     def replays(self, device: str) -> bool:
-        """Return whether decode steps on a device of this type are captured as CUDA graphs and replayed."""
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 

@@ -35,7 +35,7 @@ class StateShape:
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Index of the nearest attention layer at or before the decoder layer, or -1 if there is none.
+        after: Index of the last attention layer up to this decoder layer, or -1 if there is none.
         conv: Shape (channels, kernel size) of the state of the convolution: its last inputs, in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
@@ -51,13 +51,12 @@ class StateShape:
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the state of one sequence in bytes."""
         return sum(self.sizes(dtype))
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """Number and width of the K vectors, and of the V vectors, that one layer stores for each token.
+    """Number and width of the vectors that one layer stores for each token: one K and one V vector per KV head.
 
     Attributes:
         kv_heads: Hkv.
@@ -68,7 +67,6 @@ class RowShape:
     head_dim: int
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of K and V of one token in one layer, in bytes."""
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -130,12 +128,10 @@ class ModelGeometry:
 
     @property
     def group(self) -> int:
-        """G, query heads per KV head, of full-attention layers."""
         return self.heads // self.kv_heads
 
     @property
     def full_rows(self) -> RowShape:
-        """Hkv and d of full-attention layers."""
         return RowShape(self.kv_heads, self.head_dim)
 
     @property
@@ -144,21 +140,19 @@ class ModelGeometry:
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def rows(self, layer: int) -> RowShape:
-        """Return Hkv and d of a layer."""
         return self.full_rows if self.window_rows is None or self.windows[layer] is None else self.window_rows
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Indices of the layers with a sliding window, in ascending order."""
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """The index of one layer for each window length."""
+        """Return one layer for each window length. Layers with the same window length have the same visible tokens."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
-        """Return the index of an attention layer among the decoder layers."""
+        """Return the index of an attention layer among all decoder layers of a hybrid model."""
         return self.attention_at[layer] if self.attention_at else layer
 
     def between(self, layer: int) -> int:
@@ -175,7 +169,6 @@ class ModelGeometry:
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the recurrent state of one sequence in bytes."""
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
@@ -223,7 +216,6 @@ class VisibleTokens:
 
     @cached_property
     def resident(self) -> int:
-        """Number of visible tokens that are resident."""
         return len(self.sinks) + len(self.recent)
 
 
@@ -246,7 +238,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return a selection without `counts` and with only the valid tokens. This may wait for the device."""
+        """Return the valid tokens as a selection without `counts`. This may wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -263,17 +255,17 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of KV heads and number of entries per KV head, (Hkv, n)."""
+        """Hkv and the number of entries per KV head."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
     @property
     def runs(self) -> list[KVPart]:
-        """Return the entries as parts that are contiguous in memory, in order."""
+        """The entries as parts that are contiguous in memory, in order."""
         return [self]
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, for weights `[Hkv, G, n]`."""
+        """Return the sum of values `[Hkv, G, d]` with the weights `[Hkv, G, n]`, in the dtype of v."""
         return torch.bmm(weights.to(self.v.dtype), self.v)
 
 
@@ -297,7 +289,6 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Number of token slots in all blocks."""
         return len(self.ids) * BLOCK_SIZE
 
 
@@ -314,7 +305,6 @@ class Prompt:
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
-    """Convert ascending `numbers` to ranges, as few as possible."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -325,14 +315,14 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """Round a batch size up to a power of two (up to 8) or to a multiple of 8, so that few CUDA graphs are captured."""
+    """Round a batch size up to a power of two (up to 8) or a multiple of 8, because each size is a CUDA graph."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 
 def bucket(context: int) -> int:
-    """Round a context length up, so that few CUDA graphs are captured.
+    """Round a context length up to one of few values, because each length is a CUDA graph.
 
-    There are eight equally spaced results between two powers of two, all multiples of `BLOCK_SIZE`.
+    There are eight equally spaced values between two powers of two, all multiples of `BLOCK_SIZE`.
     """
     step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step

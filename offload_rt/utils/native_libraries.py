@@ -82,7 +82,7 @@ LIBRARIES = {
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` for this processor, compiled with the macro values `constants`, or None (`load_library`)."""
+    """Return the library `name` for this processor with the macro values `constants`. None: see `load_library`."""
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
