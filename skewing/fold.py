@@ -38,10 +38,10 @@ PARTIAL_RATIO: Final = 0.3
 """Fraction of the columns that is used to compute `SkewReport.energy` (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Number of tokens with which the report compares the logits of the model and its folded copy."""
+"""Number of tokens for comparing the logits of the model and its folded copy."""
 
 _GUESS_PROBE: Final = 1024
-"""Number of tokens on which the report measures predicted queries."""
+"""Number of tokens for measuring predicted queries."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
 """Weight `[H * d, D]` (outputs first) and bias `[H * d]` of a projection, as views of the parameters."""

@@ -19,7 +19,7 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Tensors of the previous layer from which a layer's attention input can be predicted."""
+"""Tensors of the previous layer that can be used to predict a layer's attention input."""
 
 
 def source_index(source: Source | int) -> int:
@@ -35,8 +35,8 @@ class Correction:
     """Linear correction of predicted attention inputs, which are used to compute predicted queries.
 
     `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The input g `[..., D]` of layer l,
-    predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Where no prediction exists, such as in
-    layer 0, slopes are 1 and offsets 0.
+    predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Without a prediction, for example in layer
+    0, slopes are 1 and offsets 0.
     """
 
     slope: torch.Tensor
@@ -44,7 +44,7 @@ class Correction:
 
     @classmethod
     def none(cls, layers: int) -> Correction:
-        """Return a correction that changes nothing (slope 1, offset 0), with a channel axis of size 1."""
+        """Return the identity correction (slope 1, offset 0), with a channel axis of size 1."""
         shape = (len(SOURCES), layers, 1)
         return cls(torch.ones(shape), torch.zeros(shape))
 

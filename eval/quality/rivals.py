@@ -69,7 +69,10 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return a score for each new token: that of a generated token. `on_queries` replaces it for prompt tokens."""
+        """Return a score for each new token, which is that of generated tokens.
+
+        `on_queries` replaces it for prompt tokens.
+        """
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Delete a session from a store: its history, and the blocks that nothing else uses.
+"""Delete a session from a store: its history, and the blocks that are no longer used.
 
 A block is used by each session whose history contains its key. Requests without a session name have no history. They
 mark their blocks in the store instead (`DiskStore.claim`).
@@ -50,7 +50,7 @@ class Removed:
 
 
 def remove_session(store: DiskStore, space: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
-    """Delete a session, and all blocks of its namespace that nothing else uses.
+    """Delete a session, and all blocks of its namespace that are no longer used.
 
     These include blocks that no session needs since an edit, a truncation or a crash.
 

@@ -83,7 +83,7 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """Idle sessions, in the order in which they would be evicted from host memory."""
+        """Idle sessions, sorted by the order of eviction from host memory."""
         return list(self._order.ranked())
 
     @property

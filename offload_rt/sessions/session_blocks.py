@@ -45,7 +45,7 @@ class SessionBlocks:
         return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
 
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of `tokens[:stop]`, of which the running turn has decoded [start, stop)."""
+        """Return the names of the blocks of `tokens[:stop]`. The running turn has decoded [start, stop)."""
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
     @property

@@ -258,7 +258,7 @@ class SessionKV:
         return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Queue the blocks of `tokens[:stop]` for writing, of which the running turn has decoded [start, stop)."""
+        """Queue the blocks of `tokens[:stop]` for writing. The running turn has decoded [start, stop)."""
         if self.runner.pool.groups.full:
             self.enqueue(self.blocks.decoded_names(tokens, start, stop))
 

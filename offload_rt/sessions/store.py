@@ -218,7 +218,7 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks that nothing else uses. Raises StoreError (see `delete`).
+        """Delete a stored session, and all blocks that are no longer used. Raises StoreError (see `delete`).
 
         Warns if files of other sessions cannot be read.
         """
