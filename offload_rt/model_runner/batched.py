@@ -232,7 +232,7 @@ class EagerSteps:
             return None
         size = len(batch.sequences) if size is None else size
         capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing
-        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.segments))
+        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.runs))
         if shape not in self.inputs:
             rows = transfer.row_lists(size, capacity)
             self.inputs[shape] = StepInputs(batch.policy, rows, rule, batch.geometry, shape)

@@ -32,7 +32,7 @@ class StepShape(NamedTuple):
         size: Number of sequences, including padding.
         capacity: Upper bound of a sequence's length in tokens.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether sequences share a segment (`Sharing.segments`). Layers that attend to all tokens then also fetch
+        joined: Whether sequences share a run (`Sharing.runs`). Layers that attend to all tokens then also fetch
             shared tokens only once.
     """
 
