@@ -108,17 +108,17 @@ def write_rows(
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write K and V `[P, d]` of each sequence's newest token to index `places[b]` of its resident KV. P = B * Hkv.
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
+    """Write K and V `[P, d]` of each sequence's newest token to index `indices[b]` of its resident KV. P = B * Hkv.
 
-    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. `places`
-    is int64 `[B]`. Sequences with a negative index are skipped.
+    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads.
+    `indices` is int64 `[B]`. Sequences with a negative index are skipped.
     """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
-    for rows, own, place in zip(kept.tensors, newest, places, strict=True):
-        if place >= 0:
-            rows.index_copy_(1, place.view(1), own.unsqueeze(1))
+    for rows, own, index in zip(kept.tensors, newest, indices, strict=True):
+        if index >= 0:
+            rows.index_copy_(1, index.view(1), own.unsqueeze(1))
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
@@ -305,8 +305,8 @@ def attend_resident(
     entries of k and v `[P, n, d]`.
     """
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
-    place = torch.arange(keys.shape[1], device=q.device)
-    hidden = (place < starts[:, None]) | (place >= stops[:, None])
+    column = torch.arange(keys.shape[1], device=q.device)
+    hidden = (column < starts[:, None]) | (column >= stops[:, None])
     parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]
     outs, lses = zip(*parts, strict=True)
     return merge_lse(outs, lses)
