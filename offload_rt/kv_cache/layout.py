@@ -142,8 +142,7 @@ class ArenaLayout:
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def window_part(self, planes: torch.Tensor) -> KVPart:
-        """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with another row shape than full
-        attention.
+        """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with another row shape.
 
         `planes` `[p, n, d]` are the planes of its storage layers, in the order of their rows.
         """

@@ -267,8 +267,9 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
-        """Return copies of K and V `[Hkv, size, width]`: token slots [offset, offset + size) of a slab in one storage
-        layer.
+        """Return copies of K and V `[Hkv, size, width]` of one storage layer.
+
+        `offset` is the first token slot of the slab.
         """
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
@@ -288,9 +289,7 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a copy `[p, size, width]` of the p planes (`layout`) of `storage_layers`, for token slots [offset,
-        offset + size).
-        """
+        """Return a copy of the p planes (`layout`) of `storage_layers`, `[p, size, width]`."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
