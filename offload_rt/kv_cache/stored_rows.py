@@ -71,7 +71,7 @@ class StoredRows:
 
     def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write encoded k and v `[Hkv, size, width]` to the token slots of `span`."""
-        if not self._packed(layer):
+        if not self._has_own_row_shape(layer):
             self.fill_storage_layer(self.groups.storage_layer[layer], span, k, v)
             return
         if self.file is None:
@@ -92,7 +92,7 @@ class StoredRows:
         They have the row shape of full-attention layers. Unused parts are zero.
         """
         part = self.view(layer, span)
-        if self._packed(layer):
+        if self._has_own_row_shape(layer):
             return self._divided(layer, part.k, part.v)
         return iter([(self.groups.storage_layer[layer], part)])
 
@@ -107,7 +107,7 @@ class StoredRows:
         for storage_layer, own in zip(storage_layers, planes, strict=True):
             yield storage_layer, KVPart(own[:, 0], own[:, 1])
 
-    def _packed(self, layer: int) -> bool:
+    def _has_own_row_shape(self, layer: int) -> bool:
         return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -127,7 +127,7 @@ class StoredRows:
             index -= 1
         return min(index * BLOCK_SIZE, stop)
 
-    def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
+    def stored_range(self, blocks: BlockTable, layer: int, tokens: range) -> range:
         """Return the part of `tokens` whose KV is stored: in a sliding-window layer, only the last tokens."""
         if self.groups.group[layer] == 0:
             return tokens
@@ -158,7 +158,7 @@ class StoredRows:
 
     def view(self, layer: int, span: SlotSpan) -> KVPart:
         """Return the stored K and V `[Hkv, size, width]`: views of memory, or copies from a disk."""
-        if not self._packed(layer):
+        if not self._has_own_row_shape(layer):
             return self._arena.view(span.slab, self.groups.storage_layer[layer], span.offset, span.size)
         planes = self._arena.planes_of(span.slab, self.groups.storage_layers(layer), span.offset, span.size)
         return self.layout.window_part(planes)
@@ -173,7 +173,7 @@ class StoredRows:
 
     def shares_rows(self, layer: int) -> bool:
         """Return whether K and V of a token share a row of the arena (`ArenaLayout.window_part`)."""
-        return self._packed(layer) and self.layout.window_ratio > 1
+        return self._has_own_row_shape(layer) and self.layout.window_ratio > 1
 
     def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
         """Return the parts of `stored` as tensors whose heads are contiguous in memory.

@@ -97,7 +97,7 @@ class BatchedMode(PerSequenceMode):
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.joined, cached=False)
+        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.has_shared_runs, cached=False)
         if fetch.tally is not None:
             self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, None)

@@ -32,14 +32,14 @@ class StepShape(NamedTuple):
         size: Number of sequences, including padding.
         capacity: Upper bound of a sequence's length in tokens.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether sequences share a run (`Sharing.runs`). Layers that attend to all tokens then also fetch
-            shared tokens only once.
+        has_shared_runs: Whether there are shared runs (`Sharing.runs`). Layers that attend to all tokens then also
+            fetch shared tokens only once.
     """
 
     size: int
     capacity: int
     overlapping: bool = False
-    joined: bool = False
+    has_shared_runs: bool = False
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class Trace:
             return
         if self.savings is None:
             self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=savings.hits.device)
-        self.savings[0, layer] += savings.rows * (size // savings.requested)
+        self.savings[0, layer] += savings.not_transferred * (size // savings.requested)
         self.savings[1, layer] += savings.hits
         self.savings[2, layer] += savings.hits.double() * (rows / savings.requested / len(visible.all))
         self.savings[3, layer] += savings.selected

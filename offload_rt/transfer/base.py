@@ -57,19 +57,18 @@ class Savings:
     Attributes:
         requested: Number of requested entries, including padding.
         selected: Number of requested entries without padding.
-        rows: Number of requested entries that are not transferred: working-set hits, entries that are fetched for
-            another sequence, and padding.
+        not_transferred: Number of working-set hits, entries that are fetched for another sequence, and padding.
         hits: Number of requested entries found in the working set.
     """
 
     requested: int
     selected: torch.Tensor
-    rows: torch.Tensor
+    not_transferred: torch.Tensor
     hits: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.selected, self.rows, self.hits
+        return self.selected, self.not_transferred, self.hits
 
 
 class PendingFetch(Protocol):

@@ -183,7 +183,7 @@ class CpuStorage(KVStorage):
         first = self._pool.groups.first_seen(start, blocks.floor)
         new = join(slices)
         tokens = range(start, start + new.k.shape[1])
-        kept = self._pool.kept(blocks, layer, tokens)
+        kept = self._pool.stored_range(blocks, layer, tokens)
         self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
         before = self._pool.runs(blocks, layer, range(first, start))
         size = self._pages.token_bytes[layer]

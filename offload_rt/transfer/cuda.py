@@ -58,7 +58,10 @@ class CudaStorage(KVStorage):
         if k.shape[1] == 1 and not state.pool.groups.group[layer]:
             lists = self._batches.lists_of([blocks])
             lists.append(
-                layer, k[:, 0].contiguous(), v[:, 0].contiguous(), *lists.newest(start, *one.residency.sizes(layer))
+                layer,
+                k[:, 0].contiguous(),
+                v[:, 0].contiguous(),
+                *lists.newest_index_and_row(start, *one.residency.sizes(layer)),
             )
             return state.pool.token_bytes(layer)
         one.residency.store(layer, start, k, v)
@@ -67,7 +70,7 @@ class CudaStorage(KVStorage):
     def _write(self, one: OpenSequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Start writing k and v `[Hkv, m, d]` to the pool. Return the number of bytes."""
         state, blocks = self._state, one.blocks
-        kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
+        kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
         k, v = k[:, kept.start - start :], v[:, kept.start - start :]
         with state.write_back.behind_compute():
             at = 0

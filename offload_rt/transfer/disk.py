@@ -126,7 +126,7 @@ class DiskStorage(KVStorage):
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         state = self._state
         state[blocks].residency.store(layer, start, k, v)
-        kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
+        kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
         if kept:
             state.pool.write(blocks, layer, kept.start, k[:, kept.start - start :], v[:, kept.start - start :])
         return len(kept) * state.pool.token_bytes(layer)

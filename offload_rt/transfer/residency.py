@@ -65,7 +65,7 @@ class Residency:
         """Load resident KV from the pool. `read(layer, tokens)` returns KV of a token range."""
         for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
             last = range(max(0, blocks.length - recent), blocks.length)
-            for tokens in (range(min(sinks, blocks.length)), pool.kept(blocks, layer, last)):
+            for tokens in (range(min(sinks, blocks.length)), pool.stored_range(blocks, layer, last)):
                 at = tokens.start
                 for part in read(layer, tokens) if tokens else ():
                     self.store(layer, at, part.k.to(self._rows[layer].device), part.v.to(self._rows[layer].device))

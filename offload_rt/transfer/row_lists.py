@@ -187,7 +187,7 @@ class RowLists:
     def token_bytes(self, layer: int) -> int:
         return self._pool.token_bytes(layer)
 
-    def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def newest_index_and_row(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `indices` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
 
         The tensors are created once for all layers of a step.

@@ -78,32 +78,32 @@ class ExpertCache(nn.Module):
         self.chosen += len(chosen)
         self.found += len(set(chosen) & set(self._expert_in_slot))
         if len(chosen) <= self.slots:
-            there = self._bring(chosen)
+            there = self._copy_to_slots(chosen)
             out: torch.Tensor = self._module[0](hidden, there[choices].to(index.device), weights)
             return out
-        return self._in_turns(hidden, choices, weights, chosen)
+        return self._forward_in_groups(hidden, choices, weights, chosen)
 
-    def _in_turns(
+    def _forward_in_groups(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
         """Compute `forward` for more experts than there are slots. Each expert is copied at most once."""
         tokens, k = choices.shape
         flat, given = choices.flatten(), weights.flatten()
         parts = hidden.new_empty((tokens * k, hidden.shape[-1]))
-        for turn in self._turns(chosen):
-            there = self._bring(turn)[flat]
+        for turn in self._groups(chosen):
+            there = self._copy_to_slots(turn)[flat]
             asking = (there >= 0).nonzero().squeeze(1)
             slots, pairs = there[asking].to(hidden.device), asking.to(hidden.device)
             parts[pairs] = self._module[0](hidden[pairs // k], slots.unsqueeze(1), given[pairs].unsqueeze(1))
         return parts.view(tokens, k, -1).sum(1)
 
-    def _turns(self, chosen: Sequence[int]) -> Iterator[list[int]]:
+    def _groups(self, chosen: Sequence[int]) -> Iterator[list[int]]:
         """Split `chosen` into groups of up to `slots` experts. Those on the device come first."""
         ordered = sorted(chosen, key=lambda expert: expert not in self._expert_in_slot)
         for first in range(0, len(ordered), self.slots):
             yield ordered[first : first + self.slots]
 
-    def _bring(self, experts: Sequence[int]) -> torch.Tensor:
+    def _copy_to_slots(self, experts: Sequence[int]) -> torch.Tensor:
         """Copy up to `slots` experts to the device, in place of the least recently used ones.
 
         Return the slot of each expert, int64 `[E]` on the host; -1 for all other experts.
