@@ -86,10 +86,10 @@ class CacheManager:
         return InPlaceEviction(self._pool, self._config.eviction, self._policy.sinks, self._policy.recent)
 
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
-        """Return the index of the first token whose exact KV is not cached; None if there is none, or nothing is
-        shared.
+        """Return the index of the first token whose exact KV is not cached, or None if there is none.
 
-        `provenance` is the end of the KV provenance key (`salt_provenance`).
+        The result is also None if prefixes are not shared. `provenance` is the end of the KV provenance key
+        (`salt_provenance`).
         """
         if not self.shares or self._policy.wants_queries:
             return None
