@@ -91,12 +91,12 @@ class DraftOptions:
 
     @property
     def by_policy(self) -> bool:
-        """Whether the policy's sparse attention decodes draft tokens."""
+        """Whether the policy decodes draft tokens (sparse attention)."""
         return self.method in ("sparse", "both")
 
     @property
     def decodes(self) -> bool:
-        """Whether draft tokens are decoded, with the policy or with a draft model."""
+        """Whether the policy or a draft model decodes draft tokens."""
         return self.method != "lookup"
 
 
@@ -311,6 +311,7 @@ class EngineConfig:
         )
 
     def replays(self, device: str) -> bool:
+        """Return whether decode steps on a device of this type are captured as CUDA graphs and replayed."""
         return device == "cuda" and (self.device_memory is None if self.cuda_graphs is None else self.cuda_graphs)
 
 

@@ -35,7 +35,7 @@ class StateShape:
 
     Attributes:
         layer: Index of the decoder layer.
-        after: Index of the last attention layer up to this decoder layer, or -1 if there is none.
+        after: Index of the nearest attention layer at or before the decoder layer, or -1 if there is none.
         conv: Shape (channels, kernel size) of the state of the convolution: its last inputs, in the model's dtype.
         recurrent: Shape of the float32 state, or () if there is none.
     """
@@ -46,7 +46,7 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the size in bytes of the float32 state and of the convolution state of one sequence."""
+        """Return the size in bytes of a sequence's float32 state and convolution state."""
         recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
@@ -56,7 +56,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Number and width of the vectors that one layer stores for each token: one K and one V vector per KV head.
+    """Number and width of the K vectors, and of the V vectors, that one layer stores for each token.
 
     Attributes:
         kv_heads: Hkv.
@@ -67,6 +67,7 @@ class RowShape:
     head_dim: int
 
     def bytes(self, dtype: torch.dtype) -> int:
+        """Return the size in bytes of K and V of one token."""
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -128,15 +129,17 @@ class ModelGeometry:
 
     @property
     def group(self) -> int:
+        """G, query heads per KV head, of full-attention layers."""
         return self.heads // self.kv_heads
 
     @property
     def full_rows(self) -> RowShape:
+        """Hkv and d of full-attention layers."""
         return RowShape(self.kv_heads, self.head_dim)
 
     @property
     def window_ratio(self) -> int:
-        """Ratio of d in full-attention layers to d in sliding-window layers."""
+        """Ratio of the head dimensions of full-attention and sliding-window layers."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def rows(self, layer: int) -> RowShape:
@@ -148,15 +151,15 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """Return one layer for each window length. Layers with the same window length have the same visible tokens."""
+        """One layer for each window length."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
-        """Return the index of an attention layer among all decoder layers of a hybrid model."""
+        """Return the index of an attention layer among the decoder layers."""
         return self.attention_at[layer] if self.attention_at else layer
 
     def between(self, layer: int) -> int:
-        """Return the number of decoder layers between attention layer `layer` - 1 and attention layer `layer`."""
+        """Return the number of decoder layers between attention layers `layer` - 1 and `layer`."""
         return self.decoder_layer(layer) - self.decoder_layer(layer - 1) - 1 if layer else 0
 
     @cached_property
@@ -169,6 +172,7 @@ class ModelGeometry:
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the size in bytes of the recurrent state of one sequence."""
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
@@ -177,12 +181,12 @@ class ModelGeometry:
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """Return how many tokens a token at `position` attends to in a layer, including itself. None means all."""
+        """Return how many tokens, including itself, a token at `position` attends to. None means all."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size of K and V of `tokens` tokens in all layers, in bytes."""
+        """Return the size in bytes of K and V of `tokens` tokens in all layers."""
         return tokens * sum(self.rows(layer).bytes(dtype) for layer in range(self.layers))
 
 
@@ -234,11 +238,11 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """Number of tokens n per KV head. If `counts` is not None, this is an upper bound."""
+        """Number of tokens n per KV head, or an upper bound if `counts` is not None."""
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return the valid tokens as a selection without `counts`. This may wait for the device."""
+        """Return the valid tokens, without `counts`. This may wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -255,17 +259,17 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Hkv and the number of entries per KV head."""
+        """Number of KV heads, and of entries per KV head."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
     @property
     def runs(self) -> list[KVPart]:
-        """The entries as parts that are contiguous in memory, in order."""
+        """The entries in order, as parts that are contiguous in memory."""
         return [self]
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of values `[Hkv, G, d]` with the weights `[Hkv, G, n]`, in the dtype of v."""
+        """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, for weights `[Hkv, G, n]`."""
         return torch.bmm(weights.to(self.v.dtype), self.v)
 
 
@@ -289,12 +293,13 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
+        """Number of token slots."""
         return len(self.ids) * BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a request. `id` is unique in its engine. Only requests with equal `cache_salt` share KV."""
+    """Prompt of a request. `id` is unique in its engine. Only prompts with equal `cache_salt` share KV."""
 
     id: int
     token_ids: tuple[int, ...]
@@ -305,6 +310,7 @@ class Prompt:
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
+    """Convert ascending numbers to ranges, as few as possible."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -315,14 +321,14 @@ def ranges_of(numbers: Iterable[int]) -> list[range]:
 
 
 def padded_batch(sequences: int) -> int:
-    """Round a batch size up to a power of two (up to 8) or a multiple of 8, because each size is a CUDA graph."""
+    """Round a batch size up to a power of two (up to 8) or to a multiple of 8, so that few CUDA graphs are captured."""
     return -(-sequences // 8) * 8 if sequences > 8 else 1 << (sequences - 1).bit_length()
 
 
 def bucket(context: int) -> int:
-    """Round a context length up to one of few values, because each length is a CUDA graph.
+    """Round a context length up, so that few CUDA graphs are captured.
 
-    There are eight equally spaced values between two powers of two, all multiples of `BLOCK_SIZE`.
+    There are eight equally spaced results between two powers of two, all multiples of `BLOCK_SIZE`.
     """
     step = max(BLOCK_SIZE, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // step) * step
