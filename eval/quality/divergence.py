@@ -93,7 +93,7 @@ def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
     }
 
 
-COSTS = ("attended", "link", "sparse_attended", "sparse_link")
+COSTS = ("attended", "fetched", "sparse_attended", "sparse_fetched")
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -156,7 +156,7 @@ COLUMNS = (
     Column("policy", "variant"),
     Column("windows", "windows"),
     Column("attended", "sparse_attended", ".1%"),
-    Column("fetched", "sparse_link", ".1%"),
+    Column("fetched", "sparse_fetched", ".1%"),
     Column("KL mean", "kl", ".5f"),
     Column("99th percentile", "kl_p99", ".4f"),
     Column("same top token", "top_1", ".2%"),

@@ -184,7 +184,7 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
         "documents": len(samples),
         "requests": sum(len(sample["resps"]) for sample in samples),
         "attended": _mean([attended for attended, _ in fractions]),
-        "link": _mean([link for _, link in fractions]),
+        "fetched": _mean([fetched for _, fetched in fractions]),
         "samples": [
             {"metrics": {n: sample[n] for n in names if n in sample}, "responses": _responses(sample)}
             for sample in samples
@@ -298,7 +298,7 @@ COLUMNS = (
     Column("policy", "variant"),
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
-    Column("fetched", "link", ".1%"),
+    Column("fetched", "fetched", ".1%"),
     Column("documents", "documents"),
     Column("requests", "requests"),
     Column("metrics ± SE", "metrics_shown"),

@@ -120,7 +120,7 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 def costs(scored: Sequence[Scored]) -> Row:
     """Return the cost columns as means over texts: exact attention and fetched fractions, and missed attention mass."""
     found: Row = {}
-    columns = {name: name for name in ("attended", "link", "sparse_attended", "sparse_link", "missed")}
+    columns = {name: name for name in ("attended", "fetched", "sparse_attended", "sparse_fetched", "missed")}
     for column, name in (columns | {"missed_worst": "worst_layer"}).items():
         values = [value for score in scored if (value := getattr(score, name)) is not None]
         found[column] = sum(values) / len(values) if values else None
@@ -220,8 +220,8 @@ COST = (
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
     Column("of sparse layers", "sparse_attended", ".1%"),
-    Column("fetched", "link", ".1%"),
-    Column("of sparse layers", "sparse_link", ".1%"),
+    Column("fetched", "fetched", ".1%"),
+    Column("of sparse layers", "sparse_fetched", ".1%"),
 )
 """Columns about cost, which follow the accuracy columns of every table."""
 

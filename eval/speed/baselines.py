@@ -202,7 +202,7 @@ class Ours:
             "exact_fraction": shares.attended,
             "sparse_exact_fraction": shares.sparse_attended,
             "fetched_fraction": shares.fetched,
-            "link_bytes_per_token": trace.bytes_to_device / steps,
+            "h2d_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": first.state.device_bytes,
         }
 

@@ -50,7 +50,7 @@ COLUMNS = (
     Column("x DynamicCache", "over_dynamic", ".2f"),
     Column("dense layers", "dense_layers"),
     Column("attended", "exact_fraction", ".1%"),
-    Column("link MiB/token", "link_mib", ".1f"),
+    Column("copied MiB/token", "h2d_mib", ".1f"),
 )
 
 
@@ -195,9 +195,9 @@ def _interleaved(
 def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
     lower, median, upper = (1e3 * q for q in quantiles(seconds, n=4, method="inclusive"))
     facts = baseline.facts()
-    crossing = facts.get("link_bytes_per_token")
+    crossing = facts.get("h2d_bytes_per_token")
     row = {"name": baseline.name, **asdict(point), "median": median, "lower": lower, "upper": upper}
-    return row | {"steps": len(seconds), "link_mib": None if crossing is None else crossing / 2**20, **facts}
+    return row | {"steps": len(seconds), "h2d_mib": None if crossing is None else crossing / 2**20, **facts}
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:

@@ -93,7 +93,7 @@ def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
     Returns:
         "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by
-        stream. "wall": µs from the start of the first kernel to the end of the last one. "link busy": µs while a
+        stream. "wall": µs from the start of the first kernel to the end of the last one. "PCIe busy": µs while a
         kernel or copy uses PCIe. "device busy": µs while any kernel runs.
     """
     torch.cuda.synchronize()
@@ -122,7 +122,7 @@ def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
         "streams": {str(name): {"launches": len(us) / steps, "us": sum(us) / steps} for name, us in streams.items()},
         "wall": (max(s.stop for s in events) - min(s.start for s in events)) / steps if events else 0.0,
         "device busy": covered(events) / steps,
-        "link busy": covered([event for event in events if event.is_transfer]) / steps,
+        "PCIe busy": covered([event for event in events if event.is_transfer]) / steps,
     }
 
 

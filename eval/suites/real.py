@@ -236,7 +236,7 @@ COLUMNS = (
     Column("tokens decoded", "scored_tokens"),
     Column("exact fraction, sparse layers", "sparse_attended", ".1%"),
     Column("all layers", "attended", ".1%"),
-    Column("fetched", "link", ".1%"),
+    Column("fetched", "fetched", ".1%"),
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),
     Column("perplexity", "perplexity", ".3f"),

@@ -181,7 +181,7 @@ def test_the_floor_has_no_context(field: Field) -> None:
         baseline = filled(field, name)
         baseline.step()
         facts = baseline.facts()
-        assert facts.get("link_bytes_per_token", 0) == 0
+        assert facts.get("h2d_bytes_per_token", 0) == 0
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(field: Field) -> None:
@@ -217,7 +217,7 @@ def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sparse["over_static"] == rows[-4]["median"] / sparse["median"] and sparse["over_dynamic"] is None
     resident, n = sum(RESIDENT), round(FRACTION * (1024 - sum(RESIDENT)))
     assert sparse["sparse_exact_fraction"] == pytest.approx((resident + n) / 1024, rel=0.01)
-    assert sparse["link_bytes_per_token"] == 3 * 2 * n * 2 * 32 * 4  # layers, KV heads, rows, K and V, d, bytes
+    assert sparse["h2d_bytes_per_token"] == 3 * 2 * n * 2 * 32 * 4  # layers, KV heads, rows, K and V, d, bytes
     assert "| StaticCache |" in (tmp_path / "new" / "decode_step.md").read_text()
     assert (tmp_path / "new" / "time_per_step.png").stat().st_size > 1000
 

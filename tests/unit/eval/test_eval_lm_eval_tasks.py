@@ -184,7 +184,7 @@ def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFi
     assert few.generate_until(asked) == ours.generate_until(asked)
     said = capsys.readouterr().err
     assert "None: 2 requests, attended 100.00%" in said and "told: 3 requests, attended 100.00%" in said
-    assert few.get_model_info()["attended_and_link_fractions"]["told"][0] == 1.0
+    assert few.get_model_info()["attended_and_fetched_fractions"]["told"][0] == 1.0
     assert len(few.fractions) == 5
     with pytest.raises(InputError, match="leave --apply_chat_template out"):
         few.apply_chat_template([{"role": "user", "content": "Who?"}])
