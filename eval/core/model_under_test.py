@@ -224,7 +224,7 @@ class Evaluation:
         name: Name of the text in results.
         out: Folder of the results. Rows in this folder are not measured again.
         say: Shows a line about the progress.
-        late: Returns True when no new row should be measured any more.
+        deadline_passed: If it returns True, no new row is measured.
     """
 
     tested: ModelUnderTest
@@ -232,4 +232,4 @@ class Evaluation:
     name: str
     out: Path
     say: Say = say_nothing
-    late: Callable[[], bool] = lambda: False
+    deadline_passed: Callable[[], bool] = lambda: False

@@ -104,8 +104,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant, window by window.
 
-    A window is prefilled once for all variants with equal engine settings. If `evaluation.late` returns True, the
-    summary covers the windows that have been measured for all variants.
+    A window is prefilled once for all variants with equal engine settings. After the deadline, the summary covers the
+    windows that have been measured for all variants.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     shared = {"suite": "divergence", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}
@@ -117,7 +117,7 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
         rows: list[Row] = []
         for variant in every:
             key = shared | {"variant": tested.key(variant), "window": number}
-            if evaluation.late() and store.get(key) is None:
+            if evaluation.deadline_passed() and store.get(key) is None:
                 break
             rows.append(store.once(key, partial(measure, tested, variant, window.text, full)))
             evaluation.say(f"{evaluation.name}, window {number}, {variant.label}: KL {np.mean(rows[-1]['kl']):.2e}")

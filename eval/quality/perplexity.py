@@ -158,7 +158,7 @@ def compare(row: Row, base: Row, name: str) -> Row:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant. Compare it with the first one, which should be `full`, and with `infinigen` at its budget.
 
-    When `evaluation.late` returns True, only existing rows are returned.
+    After the deadline, only existing rows are returned.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     windows = cut_windows(tested, evaluation.text, config)
@@ -166,7 +166,7 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
     rows: list[Row] = []
     for variant in variants:
         key = shared | {"variant": tested.key(variant)}
-        if evaluation.late() and store.get(key) is None:
+        if evaluation.deadline_passed() and store.get(key) is None:
             continue
         row = store.once(key, partial(measure, tested, variant, windows))
         row = tested.describe(variant) | {"text": evaluation.name, "context": config.context} | row

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..speed.baselines import MAKERS, SHAPES, Field
-from ..speed.bench import make_field
+from ..speed.baselines import MAKERS, SHAPES, BenchInputs
+from ..speed.bench import make_inputs
 from .gpu_job import GpuJob, Results
 
 TRANSFERS = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
@@ -36,27 +36,27 @@ def run_trace(job: GpuJob) -> Iterator[Results]:
     rows: list[dict[str, Any]] = []
     for point in job.size.traced:
         began = time.perf_counter()
-        field = make_field(model, point.context, point.context + ROOM, point.fraction, 0.5, point.batch)
+        inputs = make_inputs(model, point.context, point.context + ROOM, point.fraction, 0.5, point.batch)
         made = time.perf_counter() - began
         for name in point.baselines:
             row: dict[str, Any] = asdict(point) | {"baselines": name, "seconds_to_make_the_context": made}
             try:
-                row |= _measured(job, field, name)
+                row |= _measured(job, inputs, name)
             except torch.OutOfMemoryError as error:
                 row["failed"] = str(error).splitlines()[0]
             rows.append(row)
             print({key: value for key, value in row.items() if key != "trace"}, flush=True)
             yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}
-        del field
+        del inputs
 
 
-def _measured(job: GpuJob, field: Field, name: str) -> dict[str, Any]:
+def _measured(job: GpuJob, inputs: BenchInputs, name: str) -> dict[str, Any]:
     """Return time per step, transferred bytes, memory and trace of one baseline."""
     began = time.perf_counter()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()
-    baseline = MAKERS[name](field)
-    for layer, kv in enumerate(field.synthetic.layers(job.device)):
+    baseline = MAKERS[name](inputs)
+    for layer, kv in enumerate(inputs.synthetic.layers(job.device)):
         baseline.fill(layer, kv)
     filled = time.perf_counter() - began
     first = [1e3 * job.timed(baseline.step)[0] for _ in range(WARM_UP)]

@@ -249,7 +249,7 @@ def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: py
     assert len(said) == len(report.rows) == 6
     other = Variant("streaming", {"budget": 0.2, "recent": 2, "sinks": 1})
     more = TasksConfig(tasks=("copa_local", "rte_local"), limit=3)
-    late = run_tasks(tested, [variants[0], other, variants[1]], more, tmp_path, late=lambda: True)
+    late = run_tasks(tested, [variants[0], other, variants[1]], more, tmp_path, deadline_passed=lambda: True)
     assert [(row["task"], row["variant"]) for row in late.rows] == [("copa_local", v.label) for v in variants]
 
 
