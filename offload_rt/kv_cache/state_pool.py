@@ -57,13 +57,13 @@ class StatePool:
 
     def read(self, slot: int) -> bytes:
         """Wait for pending copies from the device. Return the bytes of a slot."""
-        self._settle()
+        self._wait_for_copies()
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
         """Wait for pending copies. Replace the bytes of a slot."""
         self.lock(slot)
-        self._settle()  # a queued copy may still read the slot, or overwrite it later
+        self._wait_for_copies()  # a queued copy may still read the slot, or overwrite it later
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def lock(self, slot: int) -> None:
@@ -72,7 +72,7 @@ class StatePool:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Wait for pending copies of the model's device, which need not be the current CUDA device."""
         if self._pin:
             torch.cuda.current_stream(self._device).synchronize()

@@ -157,12 +157,12 @@ class DocumentStore:
         with folder.mutex:
             current = read_document(newest)
             if current.data is not None:
-                self._keep(newest, before, seal(current.data))
+                self._keep_previous(newest, before, seal(current.data))
             elif current.damage:
                 folder.put_aside(newest)
             folder.finish(temporary, newest, len(record))
 
-    def _keep(self, newest: Path, before: Path, record: bytes) -> None:
+    def _keep_previous(self, newest: Path, before: Path, record: bytes) -> None:
         """Copy the current content of `newest` to the file `before` of the previous generation."""
         temporary = self._folder.temporary(before)
         try:

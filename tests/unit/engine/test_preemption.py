@@ -292,7 +292,7 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
     for token in tiny_prompt(BLOCK_SIZE, seed=9):
         sequence.tokens.append(token)
         llm.runner.decode([sequence])
-    first, second = swap._swapped(sequence).names, swap._swapped(sequence).names
+    first, second = swap._describe(sequence).names, swap._describe(sequence).names
     alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
     assert alike == [True, False, False], "one block is exact, one in part, one decoded"
     llm.runner.free(sequence)
