@@ -230,8 +230,8 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
 def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU, unquantised KV is read in place. In all other cases, and with a `working_set` (entries per layer and KV
-    head), KV is copied to staging buffers.
+    On a CPU, unquantised KV is read in place. Otherwise, or with a `working_set` (entries per layer and KV head), KV is
+    copied to staging buffers.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)

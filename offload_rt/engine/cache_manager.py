@@ -54,7 +54,7 @@ class CacheManager:
         models is not shared if the pool keeps no snapshots of recurrent state.
         """
         shared = self._config.enable_prefix_caching and self._pool.format.exact
-        return shared and self._pool.keeps_states
+        return shared and self._pool.reuses_prefixes
 
     @property
     def evicts(self) -> bool:

@@ -319,7 +319,7 @@ class Suspects:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request before its sequences, which hold the position of the failure, are freed."""
+        """Add a request. Call this before its sequences are freed, because they hold the position of the failure."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:

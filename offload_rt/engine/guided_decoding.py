@@ -145,7 +145,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 def _grammar_of(
     tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
 ) -> LLMatcher:
-    """Return a cached grammar. Callers must copy it before they advance it."""
+    """Return a compiled grammar from a cache. Callers must copy it before they advance it."""
     what, table = "structured_outputs are invalid", _tokenizer_table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)

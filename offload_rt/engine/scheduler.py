@@ -242,7 +242,10 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Free the memory of a request and put it at the head of the queue. `swap` allows to write its KV to disk."""
+        """Free the memory of a request and put it at the head of the queue.
+
+        With `swap`, its KV may be written to disk.
+        """
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             if self._swap is not None and swapped is not None:

@@ -89,7 +89,10 @@ class PerSequenceMode:
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch of `visible` or `selections` per sequence, unless `started`. Record them in the traces."""
+        """Start one fetch per sequence, unless they have been `started`. Record them in the traces.
+
+        A fetch is for the tokens of `selections`, or for all `visible` tokens if the selection is None.
+        """
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):
             fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]

@@ -203,6 +203,6 @@ class InPlaceEviction(SlotTable):
 
 
 def _moves_to_victims(gone: set[int], vacated: range) -> Moves:
-    """Return moves of the tokens in `vacated` slots that remain to the slots of the victims `gone`."""
+    """Return moves of the remaining tokens in `vacated` slots to the slots of evicted tokens (`gone`)."""
     holes = sorted(gone - set(vacated))
     return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))

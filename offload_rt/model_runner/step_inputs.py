@@ -161,7 +161,7 @@ class StepInputs:
 
     @property
     def static(self) -> bool:
-        """Whether launches depend only on these tensors, so that a graph can capture them: the host copies no KV."""
+        """Whether a CUDA graph can capture the step: launches depend only on these tensors, and the host copies no KV."""
         return self.rows.in_place
 
 

@@ -135,7 +135,7 @@ class CudaRows(RowFetch):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence, in one transfer.
 
-        If its `visible` is not None, the result begins with resident KV.
+        A result begins with the resident KV of its `visible`, unless that is None.
         """
         state = self._state
         tokens, counts = self._listed(selections)

@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch, as lists (`kernels.lists`)."""
+"""Working sets of the sequences of a batch. Kernels get the addresses of all of them in one table."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a copy of the p planes (`layout`) of `storage_layers`, `[p, size, width]`."""
+        """Return stored K and V as a copy `[p, size, width]`: one plane per storage layer, KV head, and K or V."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
