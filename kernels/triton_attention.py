@@ -112,7 +112,7 @@ def peak_and_sum(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
 
-    LISTED parts are read at a time, a constant, so that longer contexts do not need another compilation.
+    LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):

@@ -208,7 +208,7 @@ class DocumentStore:
         return found
 
     def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
-        """Return a summary of each document of a namespace, by name: of its newest intact generation.
+        """Return a summary of the newest intact generation of each document of a namespace, by name.
 
         The value is None if there is no intact generation, or if `summarise` returns None.
         """

@@ -208,8 +208,9 @@ class Saver:
     def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
 
-        Call this after operations that do so, before the next write to the pool: an equal block is already in the
-        prefix tree, a shared partial block is copied before it grows, or the block leaves the sliding window.
+        This happens if an equal block is already in the prefix tree, a shared partial block is copied before it grows,
+        or the block leaves the sliding window. Call this method after such an operation, before the next write to the
+        pool.
         """
         cancelled = set()
         with self._mutex:

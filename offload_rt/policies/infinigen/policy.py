@@ -152,7 +152,7 @@ class InfiniGenState(PolicyState):
         return InfiniGenState(self._policy, self._keys.fork())
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
-        """Return a state that shares pages of approximate KV; None without approximate KV."""
+        """Return a state of the first `tokens` tokens that shares their pages; None without approximate KV."""
         if self._approximate is None:
             return None
         return InfiniGenState(self._policy, self._approximate.fork(tokens))
