@@ -131,7 +131,7 @@ def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge row r of all parts, in program r."""
+    """Merge the results of all parts for row r (one query), in program r."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     peak, whole = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
     safe = tl.where(peak == float("-inf"), 0.0, peak)

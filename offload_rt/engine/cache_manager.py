@@ -99,7 +99,8 @@ class CacheManager:
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
         """Return a new block table with slots for `capacity` tokens, beginning with the cached blocks of `known`.
 
-        For `stop`, see `reserve_slots`; for `provenance`, `first_uncached`. Raises PoolFullError.
+        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). `provenance` is the end
+        of the KV provenance key (`salt_provenance`). Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:

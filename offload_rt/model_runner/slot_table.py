@@ -50,8 +50,7 @@ class SlotTable:
 
         Returns:
             The KV moves of each layer. The caller applies them in order and then frees the block. None if the block
-            cannot be given
-            up.
+            cannot be given up.
         """
         return None
 

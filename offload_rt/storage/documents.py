@@ -233,8 +233,7 @@ class DocumentStore:
 
         Returns:
             If `summarise` is given, the sorted names of unreadable files. One of them may be a file of the document, if
-            it was
-            renamed before it was damaged.
+            it was renamed before it was damaged.
         """
         newest, _ = self._paths(name)
         doomed, unreadable = list[Path](), list[str]()

@@ -157,8 +157,7 @@ class CudaRows(RowFetch):
 
         Returns:
             The tokens `[P, n]`, padded to the longest list, and the number of valid tokens of each list `[P]`, or None
-            if all are
-            valid.
+            if all are valid.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
