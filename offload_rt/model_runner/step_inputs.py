@@ -161,7 +161,10 @@ class StepInputs:
 
     @property
     def static(self) -> bool:
-        """Whether a CUDA graph can capture the step: launches depend only on these tensors, and the host copies no KV."""
+        """Whether a CUDA graph can capture the step.
+
+        Launches must depend only on these tensors, and the host must copy no KV.
+        """
         return self.rows.in_place
 
 
