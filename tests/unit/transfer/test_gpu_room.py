@@ -181,7 +181,7 @@ def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(t
     interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
     code, output = programs.run_program([sys.executable, "-c", endless], 2)
-    assert code == programs.STOPPED and "begun" in output and "KeyboardInterrupt" in output
+    assert code == programs.TIMED_OUT and "begun" in output and "KeyboardInterrupt" in output
     test = tmp_path / "test_one.py"
     test.write_text("def test_one():\n    assert False, 'seen'\n\n\ndef test_two():\n    pass\n")
     found = programs.run_tests([str(test), "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"], 99)
@@ -223,7 +223,7 @@ def test_a_failed_part_names_the_remedy_and_keeps_its_results(
 def test_parts_run_in_separate_processes_and_failed_ones_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    codes = {"kernels": 1, "tests": programs.STOPPED}
+    codes = {"kernels": 1, "tests": programs.TIMED_OUT}
 
     def ended(command: Sequence[str], limit: float) -> tuple[int, str]:
         part = command[command.index("--part") + 1]
