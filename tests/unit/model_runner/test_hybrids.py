@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import RECURRENT, RUNS, architecture
+from support.architectures import architecture
 from support.cuda_simulator import Lazy, simulated
 from support.hybrids import FAMILIES, SPARSE_DRAFTS, make, prompt_of, rotated
 from support.outputs import completed
@@ -254,7 +254,3 @@ def test_a_fork_without_device_memory_leaves_the_state_of_its_origin(monkeypatch
     runner.check_integrity()
     runner.free(sequence)
     runner.check_integrity()
-
-
-def test_all_hybrids_are_named() -> None:
-    assert {name for name in RUNS if adapter_for(architecture(name)).geometry.states} == {*RECURRENT}
