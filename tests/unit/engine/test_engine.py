@@ -164,7 +164,8 @@ def test_bad_prompts_are_refused_before_anything_is_taken() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "infinigen"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", ["infinigen", "full"])
 def test_memory_is_made_ready_at_admission_and_never_in_a_decode_step(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from offload_rt.utils.progress import Progress
 FAMILIES = ("qwen3_5", "granite_hybrid", "kimi_linear", "lfm2", "lfm3", "falcon_h1", "nemotron_h")
 """One family of each kind of state, and one with latent attention."""
 
-GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LOOKUP: dict[str, Any] = {"exact": {"method": "lookup", "tokens": 4, "adaptive": False}}
 
 
@@ -66,7 +66,7 @@ class ControlledDrafts:
 def test_the_text_is_that_of_full_attention(name: str) -> None:
     """Three sequences with drafts of different lengths, greedy and sampled. They end at different times."""
     prompts = [prompt_of(30 + 17 * i, seed=i) for i in range(3)]
-    sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (24, 11, 1)]
+    sampled = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True) for n in (16, 11, 1)]
     (_, llm), (_, plain) = make(name, **SPARSE), make(name)
     for params in (GREEDY, sampled):
         assert texts(llm, prompts, params) == texts(plain, prompts, params)
@@ -183,7 +183,7 @@ def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.Monk
     """Three prompts that grow do not fit together. With memory for snapshots, the exact state is swapped."""
     monkeypatch.setattr(Swap, "_recompute_seconds", lambda *_: float("inf"))
     prompts = [prompt_of(60, seed=i) for i in range(3)]
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
     _, plain = make("qwen3_5")
     assert plain.runner.pool.states is not None
     snapshots = max(1, slots * plain.runner.pool.states.slot_bytes)

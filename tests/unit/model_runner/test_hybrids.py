@@ -111,7 +111,7 @@ def test_preempted_requests(slots: int, policy: str, tmp_path: Path, monkeypatch
     if policy != "full":
         options["policy_options"] = {"recent": 4, "budget": 0.3}
     prompts = [prompt_of(60, seed=i) for i in range(3)]
-    params = SamplingParams(max_tokens=40, temperature=0)
+    params = SamplingParams(max_tokens=14, temperature=0)
     _, roomy = make("qwen3_5", **options)
     states = roomy.runner.pool.states
     assert states is not None

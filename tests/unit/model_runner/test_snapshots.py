@@ -90,7 +90,7 @@ def test_approximate_states_are_not_shared(name: str, policy: str) -> None:
     options: dict[str, Any] = {"policy": policy, "policy_options": {"recent": 4, "budget": 0.2}}
     _, llm = make(name, **options)
     prompt = prompt_of(200)
-    text = prompt + run(llm, prompt, SamplingParams(max_tokens=150, temperature=0)).outputs[0].token_ids
+    text = prompt + run(llm, prompt, SamplingParams(max_tokens=70, temperature=0)).outputs[0].token_ids
     again = run(llm, text)
     assert again.num_cached_tokens <= len(prompt)
     _, alone = make(name, **options, enable_prefix_caching=False)
@@ -203,7 +203,7 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
 def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One lock fails, in the prefill or in a decode step of two requests. Only this snapshot is missing."""
     prompts = [prompt_of(150, seed) for seed in (1, 2)]
-    params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
     expected = [one.token_ids for one in completed(make("qwen3_5")[1].generate(prompts, params))]
     _, llm = make("qwen3_5")
     states, table = llm.runner.pool.states, llm.runner.pool.cached.snapshots

@@ -119,10 +119,11 @@ def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, An
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.exact_fraction == pytest.approx(np.mean(plain.attended), abs=1e-12)
     assert steps.stats.kv_bytes_host == limit
-    free = plain_scores(load_model(model), *VARIANTS[name], ids, start, more)
-    room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
-    assert plain.logprobs[: room - 1] == free.logprobs[: room - 1]
-    assert plain.logprobs[room:] != free.logprobs[room:]
+    if name == "full":
+        free = plain_scores(load_model(model), *VARIANTS[name], ids, start, more)
+        room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
+        assert plain.logprobs[: room - 1] == free.logprobs[: room - 1]
+        assert plain.logprobs[room:] != free.logprobs[room:]
 
 
 def test_a_pool_that_is_too_small() -> None:

@@ -1,7 +1,6 @@
 """Test that the Python snippets of the documentation run and that its commands are valid.
 
-Snippets run with a tiny model, a short text in place of books, and few new tokens. Commands run with the same model in
-place of models that do not ship with the package, and few new tokens.
+Both run with a tiny model and few new tokens. Snippets read a short text in place of books.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ def run_line(line: str, model: str) -> int:
     out = io.StringIO()
     if words[0] == "offload-rt":
         small = [SMALL.get(before, word) for before, word in itertools.pairwise(words)]
-        args = [model if word == "MODEL" or word.startswith("meta-llama/") else word for word in small]
+        args = [model if word in ("MODEL", "reference") or word.startswith("meta-llama/") else word for word in small]
         args = [str(Path.cwd() / "kv") if word == "/nvme/kv" else word for word in args]
         if args[0] in LENGTH and not set(args) & {"--max-new-tokens", "--more", "--chapters", "--outline"}:
             args[1:1] = LENGTH[args[0]]
