@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -16,7 +17,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.child_processes import fork_command
 
 from offload_rt import SamplingParams
 from offload_rt.cli import main
@@ -152,9 +152,9 @@ def test_an_interrupt_that_python_drops_still_ends_the_answer(
 class Terminal:
     """Run a command on a pseudo-terminal and kill it at the end of the block."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
-        self._process = fork_command(arguments, slave, slave, slave)
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
         os.close(slave)
         self._seen = b""
 
@@ -162,19 +162,9 @@ class Terminal:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process:
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
+        self.process.kill()
+        self.process.wait()
         os.close(self._master)
-
-    def interrupt(self) -> None:
-        os.kill(self._process, signal.SIGINT)
-
-    def exit_code(self) -> int:
-        """Wait for the end of the command."""
-        status = os.waitpid(self._process, 0)[1]
-        self._process = 0
-        return os.waitstatus_to_exitcode(status)
 
     def write(self, text: bytes) -> None:
         os.write(self._master, text)
@@ -210,18 +200,18 @@ def test_a_chat_without_a_store_is_not_saved_and_an_abandoned_one_leaves_nothing
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(tmp_path: Path) -> None:
     """The test waits for output, never for a time."""
-    command = ["chat", "reference", "--session", "s", "--store", str(tmp_path), "--policy", "full"]
-    command += ["--max-new-tokens", "2000", "--temperature", "0"]
+    command = [str(Path(sys.executable).parent / "offload-rt"), "chat", "reference", "--session", "s", "--store"]
+    command += [str(tmp_path), "--policy", "full", "--max-new-tokens", "2000", "--temperature", "0"]
     with Terminal(command) as terminal:
         terminal.read_until(rb"> ")
         terminal.write(b"It was a dark night\n")
         terminal.read_until(rb"night\r?\n[^a-z]*[a-z]+")
-        terminal.interrupt()
+        terminal.process.send_signal(signal.SIGINT)
         terminal.read_until(rb"\(ended\)")
         terminal.read_until(rb"> ")
         terminal.write(b"\x04")
         terminal.read_until(rb"is saved")
-        assert terminal.exit_code() == 0
+        assert terminal.process.wait(30) == 0
 
 
 # ----------------------------------------------------------------------------------------------------- turns to tokens

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.child_processes import fork_command
 from support.commands import Cli, CommandRun
 from support.outputs import completed
 from support.tiny_models import tiny_checkpoint
@@ -213,15 +213,13 @@ def test_info_prints_the_plan_and_the_working_set(cli: Cli) -> None:
 def test_reader_that_leaves_early_is_no_error(pages: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
     flags = ("--prompt-file", str(pages), *SHORT, "--max-new-tokens", "40", "--policy", "full")
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(tmp_path / "errors.txt", "w+") as file:
-        process = fork_command(("generate", model, *flags), writing, writing, file.fileno())
-        os.close(writing)
-        status = os.waitpid(process, 0)[1]
-        file.seek(0)
-        errors = file.read()
-    assert status == 0, errors
+    command = (sys.executable, "-P", "-m", "offload_rt", "generate", model, *flags)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0, errors
     assert "continues 96 tokens" in errors
     assert "Statistics" not in errors  # generation stopped early
     assert "Traceback" not in errors
