@@ -24,7 +24,7 @@ from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError
 from offload_rt.eval import cli as measures
 from offload_rt.eval.speed import kernels
-from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, programs
+from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, gpu_trained, programs
 from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
 
 CPU = torch.device("cpu")
@@ -111,6 +111,11 @@ def run_all_parts(out: Path, data: Path) -> Path:
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
             patch.setattr(kernels, name, value)
         patch.setattr(programs, "run_program", program)
+        if not ALL:
+            compare = gpu_trained._beside_transformers
+            patch.setattr(
+                gpu_trained, "_beside_transformers", lambda *given: compare(*given) if torch.float32 in given else []
+            )
         # The profiler sees no simulated device.
         patch.setattr(gpu_trace, "profile", lambda activities: nullcontext(SimpleNamespace(events=list)))
         # shutil itself stays as it is: the simulator's build would find a compiler wrapper that does not exist
