@@ -179,7 +179,7 @@ class OffloadedCache(Cache):
         """Remove the last `abs(tokens_to_remove)` tokens.
 
         Raises:
-            InputError: The last call of the model computed fewer tokens.
+            InputError: The model has recurrent layers, or the last call of the model computed fewer tokens than that.
         """
         count = abs(int(tokens_to_remove))
         if count and self._runner.states is not None:

@@ -83,8 +83,8 @@ SIBLING = PaperSize(
 )
 """Sample sizes for every model except the first.
 
-In the OPT model, attention in the second layer is spread over as many tokens as in the first layer of other models.
-Therefore all policies are also compared with this layer dense.
+Policies are also compared with the second layer dense, because in the OPT model its attention is spread over many
+tokens.
 """
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)

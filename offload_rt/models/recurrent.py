@@ -266,7 +266,10 @@ class StateMark:
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-    """Return the output `[T, D]` of a decoder layer without attention, or of its mixer, for inputs `[T, D]`."""
+    """Return the output `[T, D]` of a decoder layer without attention, for inputs `[T, D]`.
+
+    `module` may also be the recurrent mixer of a layer that has attention as well (Falcon-H1).
+    """
     if state is None:
         return _call(module, hidden, 1, None)
     recorder = None if state.inputs is None else _InputRecorder(module)
