@@ -113,8 +113,9 @@ class StepInputs:
         bounds = Spans.numbers(visible, heads, self._rule)
         for window, layer in self._by_window.items():
             seen = batch.visible[layer] + padding * [NOTHING]
-            numbers.append([_resident_index(slot, *self._sizes[window]) for slot in newest[layer]])
-            bounds += self._resident_bounds(seen, *self._sizes[window], self._heads_of[window])
+            sizes = self._sizes[window]
+            numbers.append([NOWHERE if slot == NOWHERE else resident_index(slot, *sizes) for slot in newest[layer]])
+            bounds += self._resident_bounds(seen, *sizes, self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
@@ -166,7 +167,3 @@ class StepInputs:
         Launches must depend only on these tensors, and the host must copy no KV.
         """
         return self.rows.in_place
-
-
-def _resident_index(slot: int, sinks: int, recent: int) -> int:
-    return NOWHERE if slot == NOWHERE else resident_index(slot, sinks, recent)
