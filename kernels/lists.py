@@ -75,14 +75,14 @@ def gather_tokens(
     """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`.
 
     The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
-    i = 0 for K and 1 for V.
+    i = 0 for K and 1 for V. If `planes` and `out` have length 1, only K is copied.
 
     Args:
         rows: The KV pool.
         tokens: Token indices, int64 `[P, n]`.
         counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
         bases: Row at which each of C blocks begins, int64 `[B, C]`.
-        planes: Offset of K and V of each KV head, int64 `[2, Hkv]`.
+        planes: Offset of K and V of each KV head, int64 `[2, Hkv]` or `[1, Hkv]`.
         out: Result.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
@@ -100,22 +100,23 @@ def write_rows(
     """Write K and V `[P, w]` of each sequence's newest token to the pool `rows` `[R, w]`. P = B * Hkv.
 
     The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
-    `[B]`, `planes` is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
+    `[B]`, `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
+    skipped.
     """
     valid = newest >= 0
     ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
-    for of, source in zip(ids, (k, v), strict=True):
+    for of, source in zip(ids, (k, v), strict=False):
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
 def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
     """Write K and V `[P, d]` of each sequence's newest token to index `places[b]` of its resident KV. P = B * Hkv.
 
-    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. `places`
-    is int64 `[B]`. Sequences with a negative index are skipped.
+    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If it is
+    `[Hkv, capacity, d]`, only K is written. `places` is int64 `[B]`. Sequences with a negative index are skipped.
     """
-    batch = len(kept.tensors)
-    newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
+    stored = (k, v)[: kept.lists // len(k)]
+    newest = torch.cat([rows.view(len(kept.tensors), -1, rows.shape[1]) for rows in stored], dim=1)
     for rows, own, place in zip(kept.tensors, newest, places, strict=True):
         if place >= 0:
             rows.index_copy_(1, place.view(1), own.unsqueeze(1))
@@ -125,7 +126,8 @@ def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) ->
     """Copy K and V at the indices `slots` of each list to out `[2, P, n, w]`. P = B * Hkv.
 
     `slots` is int64 `[P, n]`. `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of
-    all heads. Entries of `out` with a negative slot stay unchanged.
+    all heads. Without V, it is `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Entries of `out` with a negative slot
+    stay unchanged.
     """
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
@@ -140,10 +142,11 @@ def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) 
 
 
 def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each list, its K and V `[2, capacity, w]` and its slots `[n]`."""
+    """Yield, for each list, its K and V `[2, capacity, w]` (or only K) and its slots `[n]`."""
+    kv_heads = len(slots) // len(table.tensors)
     for p, at in enumerate(slots):
-        b, head = divmod(p, table.heads // 2)
-        yield table.tensors[b].unflatten(0, (2, -1))[:, head], at
+        b, head = divmod(p, kv_heads)
+        yield table.tensors[b].unflatten(0, (-1, kv_heads))[:, head], at
 
 
 # --------------------------------------------------------------------------------------------------------- entries
@@ -300,11 +303,12 @@ def attend_resident(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]` (`store_resident`). A list attends to
-    positions [start, stop) of it. The capacity is the same for all sequences. The fetched KV is the first `counts[p]`
-    entries of k and v `[P, n, d]`.
+    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]` (`store_resident`). If it is `[Hkv, capacity,
+    d]`, V is K. A list attends to positions [start, stop) of it. The capacity is the same for all sequences. The
+    fetched KV is the first `counts[p]` entries of k and v `[P, n, d]`.
     """
-    keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
+    planes = torch.stack(kept.tensors).unflatten(1, (kept.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
+    keys, values = planes[0], planes[-1]
     place = torch.arange(keys.shape[1], device=q.device)
     hidden = (place < starts[:, None]) | (place >= stops[:, None])
     parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]

@@ -57,7 +57,7 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.T
         tokens: Token indices, int64 `[Hkv, n]`.
 
     Returns:
-        Row indices of K and V, int64 `[2, Hkv, n]`.
+        Row indices of K and V, int64 `[planes, Hkv, n]`.
     """
     # Add the offset of its block to each token index. This runs in every layer and step, so it must be fast.
     first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
@@ -65,4 +65,4 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.T
     off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)
     keys = off.index_select(0, (tokens >> BLOCK_BITS).view(-1)).view(kv_heads, n)
     keys.add_(tokens).add_(heads.unsqueeze(1))
-    return torch.stack((keys, keys + layout.plane_rows))
+    return torch.stack((keys, keys + layout.value_offset)[: layout.planes])

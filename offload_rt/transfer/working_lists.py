@@ -68,11 +68,11 @@ class WorkingLists:
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy the KV of the tokens that were found to their positions in out `[2, P, n, width]`. P = B * Hkv."""
+        """Copy the KV of the tokens that were found to their positions in out `[planes, P, n, width]`. P = B * Hkv."""
         dispatch.gather_slots(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the KV of missing tokens, from `rows` `[2, P, n, width]`, in the slots that `found` assigns to them.
+        """Store the KV of missing tokens, from `rows` `[planes, P, n, width]`, in the slots that `found` assigns.
 
         P = B * Hkv.
         """

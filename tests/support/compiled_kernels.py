@@ -207,6 +207,7 @@ def _gather(width: int, dtype: torch.dtype) -> None:
     table = PointerTable.of([torch.empty(2 * KV_HEADS, 65, width, dtype=dtype) for _ in range(BATCH)])
     triton_gather.gather_slots(table, ids, out)
     triton_gather.scatter_slots(table, ids, out)
+    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes[:1], out[:1])
 
 
 def _append() -> None:

@@ -2,7 +2,7 @@
 
 Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it. KV of
 a session is then written once and read in place. An extent consists of the storage layers (`layer_groups`) of its
-block. In both files, a storage layer is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk blocks (`file_layout.py`).
+block. In both files, a storage layer is `[Hkv, 64, planes, width]`, padded to whole disk blocks (`file_layout.py`).
 """
 
 from __future__ import annotations
