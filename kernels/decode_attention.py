@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from ..core import BLOCK_SIZE, KVPart
 from . import native, team
 from .dispatch import attend_counted, attend_runs
+from .kv_runs import Run
 from .pages import BLOCK
 from .reference import attention_weights, merge_lse
-from .segments import Run
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
 """Minimum number of tokens that a thread attends to at a time (10 to 50 us of work), and maximum number of such pieces

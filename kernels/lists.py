@@ -109,17 +109,17 @@ def write_rows(
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write K and V `[P, d]` of each sequence's newest token to index `places[b]` of its resident KV. P = B * Hkv.
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
+    """Write K and V `[P, d]` of each sequence's newest token to index `indices[b]` of its resident KV. P = B * Hkv.
 
     `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If it is
-    `[Hkv, capacity, d]`, only K is written. `places` is int64 `[B]`. Sequences with a negative index are skipped.
+    `[Hkv, capacity, d]`, only K is written. `indices` is int64 `[B]`. Sequences with a negative index are skipped.
     """
     stored = (k, v)[: kept.lists // len(k)]
     newest = torch.cat([rows.view(len(kept.tensors), -1, rows.shape[1]) for rows in stored], dim=1)
-    for rows, own, place in zip(kept.tensors, newest, places, strict=True):
-        if place >= 0:
-            rows.index_copy_(1, place.view(1), own.unsqueeze(1))
+    for rows, own, index in zip(kept.tensors, newest, indices, strict=True):
+        if index >= 0:
+            rows.index_copy_(1, index.view(1), own.unsqueeze(1))
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
@@ -309,8 +309,8 @@ def attend_resident(
     """
     planes = torch.stack(kept.tensors).unflatten(1, (kept.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
     keys, values = planes[0], planes[-1]
-    place = torch.arange(keys.shape[1], device=q.device)
-    hidden = (place < starts[:, None]) | (place >= stops[:, None])
+    column = torch.arange(keys.shape[1], device=q.device)
+    hidden = (column < starts[:, None]) | (column >= stops[:, None])
     parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]
     outs, lses = zip(*parts, strict=True)
     return merge_lse(outs, lses)

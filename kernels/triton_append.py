@@ -84,7 +84,7 @@ def _quantised(
 
 @triton.jit(do_not_specialize=["heads"])
 def _keep(
-    k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
+    k: tl.tensor, v: tl.tensor, table: tl.tensor, indices: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p. If PLANES is 1, copy K."""
@@ -92,8 +92,8 @@ def _keep(
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
     rows = tl.load(own).to(tl.pointer_type(k.dtype.element_ty)) + p % heads * step
-    place = tl.load(places + p // heads)
-    at, known = rows + place * tl.load(own + 2) + column, (column < d) & (place >= 0)
+    index = tl.load(indices + p // heads)
+    at, known = rows + index * tl.load(own + 2) + column, (column < d) & (index >= 0)
     tl.store(at, tl.load(k + p * d + column, mask=known), mask=known)
     if PLANES == 2:
         tl.store(at + heads * step, tl.load(v + p * d + column, mask=known), mask=known)
@@ -137,7 +137,7 @@ def append_quantised(
     )  # fmt: skip
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.store_resident`.
 
     k, v and the resident KV must have the same dtype.
@@ -145,8 +145,8 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places:
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
     planes = kept.lists // lists
-    assert planes in (1, 2) and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)
-    _keep[(lists,)](k, v, kept.table, places, kept.heads // planes, d=d, D=triton.next_power_of_2(d), PLANES=planes)
+    assert planes in (1, 2) and kept.tensors[0].shape[2] == d and indices.shape == (len(kept.tensors),)
+    _keep[(lists,)](k, v, kept.table, indices, kept.heads // planes, d=d, D=triton.next_power_of_2(d), PLANES=planes)
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ...kernels import dispatch, lists, segments
+from ...kernels import dispatch, kv_runs, lists
+from ...kernels.kv_runs import Run
 from ...kernels.pointer_table import PointerTable
-from ...kernels.segments import Run
 from ...kernels.selection import pack
 from ...model_runner.cuda_graphs import CudaGraph
 from ...policies.infinigen.scoring import row_width
@@ -326,7 +326,7 @@ def _runs(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
     def error() -> float:
         wide = [Run(run.first, run.stop, run.k.double(), run.v.double()) for run in runs]
-        want, _ = segments.attend_runs(q.double(), wide, D**-0.5)
+        want, _ = kv_runs.attend_runs(q.double(), wide, D**-0.5)
         largest = max(float(run.v.abs().max()) for run in runs)
         return float((call()[0] - want).abs().max()) / (_rounding(dtype) * largest)
 

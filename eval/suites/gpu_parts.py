@@ -44,7 +44,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     if sanitizer is None or not job.cuda:
         yield results | {"compute-sanitizer": "skipped: not there" if job.cuda else "skipped: no CUDA device"}
         return
-    told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
+    told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "kv_runs")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         # The caching allocator is disabled, so that an access past the end of a tensor is outside of its allocation.

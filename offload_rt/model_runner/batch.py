@@ -1,8 +1,8 @@
 """The sequences of a decode step, with everything that does not change during the step.
 
 Sequences may share prefixes (ChunkAttention, Hydragen). The block lists of the sequences, in sorted order, form a trie.
-A *segment* is a maximal run of blocks that the same sequences share. `kernels.segments.attend_runs` attends to the
-segments and to the unshared rest of each sequence. It reads shared KV once.
+A *shared run* is a maximal run of blocks that the same sequences share. `kernels.kv_runs.attend_runs` attends to the
+runs and to the unshared rest of each sequence. It reads shared KV once.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ class DecodeBatch:
 
 
 PAYS_FROM_BYTES = 2 << 20
-"""Smallest number of bytes a segment must save to be computed separately.
+"""Number of bytes that a shared run must save to be computed separately from the rest of its sequences.
 
-Each segment costs an additional matrix product and a merge (measured on one CPU thread).
+Each shared run costs an additional matrix product and a merge (measured on one CPU thread).
 """
 
 NEVER_PAYS = 1 << 62
-"""Value of `pays_from` that disables segments."""
+"""Value of `pays_from` that disables shared runs."""
 
 
 @dataclass(frozen=True)
-class Segment:
+class SharedRun:
     """Token slots, in whole blocks, that the sequences [first, stop) of the batch share.
 
     The slots are fetched through the block table of sequence `first`.
@@ -128,14 +128,14 @@ class Sharing:
     Attributes:
         order: Tree order: a permutation of the batch in which sequences with a common block are adjacent. `restore`
             inverts it.
-        segments: Segments that are large enough for a separate product, parents before children. The segments of each
+        runs: Shared runs that are large enough for a separate product, parents before children. The runs of each
             sequence are contiguous and begin at slot 0.
         private: First slot of the private part of each sequence, in tree order.
-        overlapping: Whether any two sequences share a block, even if no segment is large enough.
+        overlapping: Whether any two sequences share a block, even if no shared run is large enough.
     """
 
     order: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    runs: tuple[SharedRun, ...]
     private: tuple[int, ...]
     overlapping: bool
 
@@ -150,22 +150,22 @@ class Sharing:
     def find(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
         """Compute the shared prefixes from block ids.
 
-        `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
+        `token_bytes` is the size of K and V of one token in one layer. Runs that save less than `pays_from` bytes
         become part of their children, or of the unshared rest.
         """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
         tables = [block_tables[i].ids for i in order]
-        segments: list[Segment] = []
+        runs: list[SharedRun] = []
         tops = _branches(tables, 0, len(tables), 0)
         for first, stop in tops:
-            _descend(tables, first, stop, 0, 0, -(-pays_from // token_bytes), segments)
+            _descend(tables, first, stop, 0, 0, -(-pays_from // token_bytes), runs)
         private = [0] * len(order)
-        for segment in segments:
-            private[segment.first : segment.stop] = [segment.tokens.stop] * (segment.stop - segment.first)
-        return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
+        for run in runs:
+            private[run.first : run.stop] = [run.tokens.stop] * (run.stop - run.first)
+        return cls(tuple(order), tuple(runs), tuple(private), bool(tops))
 
     def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the tokens of `visible` that are in no segment, for the sequence at index `b` in tree order.
+        """Return the tokens of `visible` that are in no shared run, for the sequence at index `b` in tree order.
 
         `visible` must begin at slot 0.
         """
@@ -182,13 +182,13 @@ def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list
 
 
 def _descend(
-    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
+    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, runs: list[SharedRun]
 ) -> None:
-    """Append the segments that all or some of the sequences [first, stop) share, parents before children.
+    """Append the shared runs of the sequences [first, stop), parents before children.
 
-    All these sequences share the block at index `depth`. Blocks before index `start` are already in segments. A segment
-    is only appended if it saves at least `pays_from` token reads. Otherwise its blocks become part of its children
-    (segments of smaller groups of the sequences) or of the unshared rest.
+    All these sequences share the block at index `depth`. Blocks before index `start` are already in runs. A run is
+    only appended if it saves at least `pays_from` token reads. Otherwise its blocks become part of its children
+    (runs of fewer sequences) or of the unshared rest.
     """
     low, high = blocks[first], blocks[stop - 1]
     # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.
@@ -196,14 +196,14 @@ def _descend(
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
     if _saved(stop - first, (end - start) * BLOCK_SIZE) >= pays_from:
-        segments.append(Segment(first, stop, range(start * BLOCK_SIZE, end * BLOCK_SIZE)))
+        runs.append(SharedRun(first, stop, range(start * BLOCK_SIZE, end * BLOCK_SIZE)))
         start = end
     for a, b in _branches(blocks, first, stop, end):
-        _descend(blocks, a, b, start, end, pays_from, segments)
+        _descend(blocks, a, b, start, end, pays_from, runs)
 
 
 def _saved(sequences: int, tokens: int) -> int:
-    """Return how many token reads a segment of `tokens` tokens saves.
+    """Return how many token reads a shared run of `tokens` tokens saves.
 
     For two or three sequences, only a quarter counts, because the joint product is less efficient.
     """

@@ -19,7 +19,7 @@ import torch
 from ..core import KVPart, bucket
 from ..kernels.decode_attention import give_to_sinks, scores_lse
 from ..kernels.dispatch import attend_resident
-from ..transfer.residency import places
+from ..transfer.residency import resident_range
 from ..transfer.row_lists import PendingBatchFetch
 from .batch import Attend, DecodeBatch
 from .decode import DecodeStep
@@ -41,7 +41,7 @@ def selects_together(batch: DecodeBatch) -> bool:
         return False
     sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
     sizes = {layer: geometry.resident(layer, policy.sinks, policy.recent) for layer in sliding}
-    return all(places(seen, *sizes[layer]) is not None for layer in sliding for seen in batch.visible[layer])
+    return all(resident_range(seen, *sizes[layer]) is not None for layer in sliding for seen in batch.visible[layer])
 
 
 class BatchedMode(PerSequenceMode):
@@ -69,7 +69,7 @@ class BatchedMode(PerSequenceMode):
         if group not in self._newest:
             # A copy, because the next `load` does not wait for the write-back stream, which reads the rows.
             self._newest[group] = inputs.newest_rows[group].clone()
-        inputs.rows.append(layer, newest, inputs.resident[window].places, self._newest[group])
+        inputs.rows.append(layer, newest, inputs.resident[window].newest, self._newest[group])
         if layer in self._batch.selecting:
             inputs.keys.append(layer, newest.k, newest.v, inputs.slots_by_head)
 
@@ -122,7 +122,7 @@ class BatchedMode(PerSequenceMode):
         counts = selection.counts[: len(batch.sequences)].unbind()
         each = zip(batch.sequences, batch.visible[layer], counts, strict=True)
         for b, (sequence, visible, count) in enumerate(each):
-            use = TransferUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
+            use = TransferUse(rows.heads, rows.entry_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
             if sequence.slots.records_selected or recorder is not None:
@@ -229,7 +229,7 @@ class EagerSteps:
             return None
         size = len(batch.sequences) if size is None else size
         capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing
-        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.segments))
+        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.runs))
         if shape not in self.inputs:
             rows = transfer.row_lists(size, capacity)
             self.inputs[shape] = StepInputs(batch.policy, rows, rule, batch.geometry, shape)

@@ -11,10 +11,10 @@ from ..core import KVPart, Selection, VisibleTokens
 from ..kernels.decode_attention import attend, give_to_sinks, group_weights, scores_lse
 from ..kernels.dispatch import attend_runs
 from ..kernels.h2d_copy import to_device
-from ..kernels.segments import Run
+from ..kernels.kv_runs import Run
 from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
-from .batch import Attend, DecodeBatch, Segment
+from .batch import Attend, DecodeBatch, SharedRun
 from .sequence import Sequence
 
 
@@ -62,24 +62,24 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, self._start(layer, visible, selections, shared_fetches))
 
     def fetch_all(self, layer: int) -> Attend:
-        """Start fetching all visible tokens of `layer`: shared segments first, then the private part of each sequence.
+        """Start fetching all visible tokens of `layer`: shared runs first, then the private part of each sequence.
 
-        In layers with a sliding window, which differs between sequences, and with soft-capped scores, which segments do
+        In layers with a sliding window, which differs between sequences, and with soft-capped scores, which runs do
         not support, each sequence fetches all its tokens.
         """
         batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
-        segments = batch.sharing.segments
+        shared_runs = batch.sharing.runs
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
-            segments = ()
-        shared = [rows.fetch_range(batch.block_tables[s.first], layer, s.tokens) for s in segments]
-        for segment, pending in zip(segments, shared, strict=True):
-            batch.sequences[segment.first].trace.bytes_requested += pending.bytes
-        if segments:
+            shared_runs = ()
+        shared = [rows.fetch_range(batch.block_tables[s.first], layer, s.tokens) for s in shared_runs]
+        for run, pending in zip(shared_runs, shared, strict=True):
+            batch.sequences[run.first].trace.bytes_requested += pending.bytes
+        if shared_runs:
             visible = [batch.sharing.private_part(b, seen) for b, seen in enumerate(visible)]
         selections = [None] * len(visible)
         fetches = self._start(layer, visible, selections)
-        if segments:
-            return partial(self._attend_segments, layer, segments, shared, fetches)
+        if shared_runs:
+            return partial(self._attend_shared_runs, layer, shared_runs, shared, fetches)
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
@@ -153,20 +153,20 @@ class PerSequenceMode:
             sequence.trace.record_savings(layer, visible, extra.count, fetch.savings, fetch.bytes)
         return parts
 
-    def _attend_segments(
+    def _attend_shared_runs(
         self,
         layer: int,
-        segments: Seq[Segment],
+        shared_runs: Seq[SharedRun],
         shared: Seq[PendingFetch],
         own: Seq[PendingFetch],
         q: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`. The KV of shared segments is read once.
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`. The KV of shared runs is read once.
 
         `own` are the fetches of each sequence's private part.
         """
         geometry, adapter = self._batch.geometry, self._batch.adapter
-        fetches = [(s.first, s.stop, fetch) for s, fetch in zip(segments, shared, strict=True)]
+        fetches = [(s.first, s.stop, fetch) for s, fetch in zip(shared_runs, shared, strict=True)]
         fetches += [(b, b + 1, fetch) for b, fetch in enumerate(own)]
         runs = [
             Run(first, stop, run.k, run.v)

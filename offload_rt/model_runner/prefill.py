@@ -27,23 +27,23 @@ LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at th
 
 
 class StateCapture:
-    """Copies the recurrent state of one sequence to snapshots at certain places of a prefill, layer by layer.
+    """Copies the recurrent state of one sequence to snapshots at given positions of a prefill, layer by layer.
 
-    A place is a number of tokens. A snapshot is complete when every layer has processed the tokens before its place.
+    A snapshot is complete when every layer has processed all tokens before its position.
 
     Args:
         slots: Recurrent state of all sequences on the device.
         slot: Slot of the sequence in `slots`.
         pool: Memory of the snapshots.
-        targets: Slot of `pool` for the snapshot at each place. Places are counted from the start of the sequence.
+        targets: Slot of `pool` for the snapshot at each position.
     """
 
     def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
         self._slots, self._slot, self._pool, self._targets = slots, slot, pool, dict(targets)
-        self.places = sorted(targets)
+        self.positions = sorted(targets)
 
     def finished(self, layer: int) -> None:
-        """Copy the state of a decoder layer if the layer has just processed the last token before a place."""
+        """Copy the state of a decoder layer if the layer has just processed the last token before a snapshot."""
         if (target := self._targets.get(self._slots.seen[layer][self._slot])) is not None:
             self._pool.save(target, layer, *self._slots.of_layer(layer, self._slot))
 
@@ -91,14 +91,14 @@ class Prefill:
                 tokens have been committed. This class only stores it.
             every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
                 `[m, V]` of the m tokens from t on. Each call covers a few tokens.
-            capture: Object that takes snapshots of the recurrent state, or None. Slices end at the places of snapshots.
+            capture: Object that takes snapshots of the recurrent state, or None. Slices end at its positions.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         slots = sequence.state_slots
-        self._cuts: Seq[int] = [] if capture is None else capture.places
+        self._cuts: Seq[int] = [] if capture is None else capture.positions
         finished = [] if capture is None else [capture.finished]
         self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *finished))
         self._storage = storage
@@ -113,7 +113,7 @@ class Prefill:
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
-        bounds = [start, *(place for place in self._cuts if start < place < stop), stop]
+        bounds = [start, *(cut for cut in self._cuts if start < cut < stop), stop]
         self._slices = [
             slice(first - start + s.start, first - start + s.stop)
             for first, end in pairwise(bounds)

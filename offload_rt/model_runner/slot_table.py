@@ -126,9 +126,9 @@ class InPlaceEviction(SlotTable):
             return None
         ring = [(slot, slot - dropped) for slot in range(used - self._recent, used)]
         moves: list[Moves] = [[] for _ in range(self._all_layers)]
-        for place, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
+        for index, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
             moves[layer] = _filled(set(evicted), range(first, used - self._recent)) + ring
-            state.follow(place, moves[layer])
+            state.follow(index, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
         if self.grows:
             self.grows, self._ring_start = False, self._known

@@ -16,7 +16,7 @@ from ..kernels.pointer_table import PointerTable
 from ..policies.base import Policy
 from ..policies.infinigen.key_lists import KeyLists
 from ..policies.rule import Rule, Spans
-from ..transfer.residency import place, places
+from ..transfer.residency import resident_index, resident_range
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
 
@@ -32,7 +32,7 @@ class StepShape(NamedTuple):
         size: Number of sequences, including padding.
         capacity: Upper bound of a sequence's length in tokens.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether sequences share a segment (`Sharing.segments`). Layers that attend to all tokens then also fetch
+        joined: Whether sequences share a run (`Sharing.runs`). Layers that attend to all tokens then also fetch
             shared tokens only once.
     """
 
@@ -49,13 +49,13 @@ class ResidentSpans:
     A list is one KV head of one sequence; P = B * Hkv.
 
     Attributes:
-        places: Index of the newest token in the resident KV, int64 `[B]`.
+        newest: Index of the newest token in the resident KV, int64 `[B]`.
         starts: First visible index in the resident KV of each list, int32 `[P]`.
         stops: End (exclusive) of the visible indices of each list, int32 `[P]`.
         no_counts: Counts of a fetch without tokens, int32 `[P]`.
     """
 
-    places: torch.Tensor
+    newest: torch.Tensor
     starts: torch.Tensor
     stops: torch.Tensor
     no_counts: torch.Tensor
@@ -116,14 +116,14 @@ class StepInputs:
         bounds = Spans.numbers(visible, heads, self._rule)
         for window, layer in self._by_window.items():
             seen = batch.visible[layer] + padding * [NOTHING]
-            numbers.append([_place(slot, *self._sizes[window]) for slot in newest[layer]])
+            numbers.append([_resident_index(slot, *self._sizes[window]) for slot in newest[layer]])
             bounds += self._resident(seen, *self._sizes[window], self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
         """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
-        spans = [span for seen in visible if (span := places(seen, sinks, recent)) is not None]
+        spans = [span for seen in visible if (span := resident_range(seen, sinks, recent)) is not None]
         assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`selects_together`)"
         each = [span for span in spans for _ in range(heads)]
         return [[span.start for span in each], [span.stop for span in each]]
@@ -149,9 +149,9 @@ class StepInputs:
         newest = self.slots_by_head.unsqueeze(1)
         # Slot `at` of the ring buffer has the last token t <= newest with t = at (mod recent).
         there = torch.where(at < sinks, at, newest - (newest - at) % recent)
-        place = torch.arange(tokens.shape[1], device=q.device)
+        at_fetched = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
-        valid = torch.cat(((at >= first) & (at < stop), place < fetched.counts.unsqueeze(1)), dim=1)
+        valid = torch.cat(((at >= first) & (at < stop), at_fetched < fetched.counts.unsqueeze(1)), dim=1)
         own = kept.unflatten(0, (self.size, -1, self._heads))[:, 0].flatten(0, 1)
         keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
         weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
@@ -173,5 +173,5 @@ class StepInputs:
         return self.rows.in_place
 
 
-def _place(slot: int, sinks: int, recent: int) -> int:
-    return NOWHERE if slot == NOWHERE else place(slot, sinks, recent)
+def _resident_index(slot: int, sinks: int, recent: int) -> int:
+    return NOWHERE if slot == NOWHERE else resident_index(slot, sinks, recent)

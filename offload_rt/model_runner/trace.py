@@ -35,13 +35,13 @@ class TransferUse:
 
     Attributes:
         heads: Number of KV heads.
-        pair_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
+        entry_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
         tally: int64 `[2]` on the device: number of transferred entries, and number of working-set hits. None if every
             selected entry is transferred.
     """
 
     heads: int
-    pair_bytes: int
+    entry_bytes: int
     tally: torch.Tensor | None = None
 
 
@@ -160,7 +160,7 @@ class Trace:
         for one, count in zip(self.pending, counts, strict=True):
             self._add_fractions(one.step, one.layer, one.resident, one.context, count)
             if one.transfer_use is not None and one.transfer_use.tally is None:
-                self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.pair_bytes
+                self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.entry_bytes
         self._settle_savings(counts)
         self.pending.clear()
 
@@ -172,7 +172,7 @@ class Trace:
         tallies = torch.stack([use.tally for _, use, _ in partial if use.tally is not None])
         sums = torch.zeros(4, self.layers, dtype=torch.float64)
         for (one, use, count), (rows, hits) in zip(partial, tallies.tolist(), strict=True):
-            self.bytes_requested += rows * use.pair_bytes
+            self.bytes_requested += rows * use.entry_bytes
             shares = [hits, hits / use.heads / one.context, count * use.heads]
             sums[1:, one.layer] += torch.tensor(shares, dtype=torch.float64)
         sums = sums.to(tallies.device)

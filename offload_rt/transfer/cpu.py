@@ -204,7 +204,7 @@ class CpuRows(RowFetch):
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
-        self._pair_bytes = pool.layout.entry_bytes
+        self._entry_bytes = pool.layout.entry_bytes
         self._fetched, self._repaired = _Scratch(pages.rows), _Scratch(pages.rows)
 
     @property
@@ -217,7 +217,7 @@ class CpuRows(RowFetch):
             size = len(visible.candidates) * self._pages.token_bytes[layer]
             return _Fetch(self._pages, self._fetched, blocks, layer, (visible.all, range(0)), None, size)
         assert selection.counts is None, "selections on the CPU have no counts"
-        size, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
+        size, resident = selection.tokens.numel() * self._entry_bytes, (visible.sinks, visible.recent)
         return _Fetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, size)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
@@ -242,7 +242,7 @@ class CpuRows(RowFetch):
         return [replace(self.fetch(blocks, layer, seen, own), savings=one) for blocks, seen, own, one in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        size = extra.tokens.numel() * self._pair_bytes
+        size = extra.tokens.numel() * self._entry_bytes
         return _Fetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, size)
 
 

@@ -49,7 +49,7 @@ class DiskState:
         assert pool.file is not None, "the pool is not on disk"
         self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
         self._threads = [ReadingThread() for _ in range(AT_ONCE)]
-        self.pair_bytes = pool.layout.entry_bytes
+        self.entry_bytes = pool.layout.entry_bytes
         """Size in bytes of a KV entry of a full-attention layer: K and V of one token and head."""
         self.open: dict[int, _Open] = {}
         self._staging = RecycledMemory()
@@ -260,7 +260,7 @@ class DiskRows(RowFetch):
         staged = state.staging((heads, resident + count, state.pool.layout.planes, state.pool.format.width))
         storage_layer = state.pool.groups.storage_layer[layer]
         reading = state.thread(layer).start(_gather, state.file, storage_layer, one.current(), tokens, resident, staged)
-        size = heads * count * state.pair_bytes
+        size = heads * count * state.entry_bytes
         return _SelectedFetch(
             state, reading, staged, size, one.residency if visible is not None else None, layer, visible
         )

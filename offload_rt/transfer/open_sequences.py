@@ -46,7 +46,7 @@ class DeviceState:
         self.pool, self.geometry, self.device, self.format = pool, geometry, device, pool.format
         self.prefetch, self.write_back = prefetch, write_back
         self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
-        self.pair_bytes = pool.layout.entry_bytes
+        self.entry_bytes = pool.layout.entry_bytes
         """Size in bytes of a KV entry of a full-attention layer: K and V of one token and head."""
         self.working_set, self.in_place = working_set, in_place
         self._open: dict[int, OpenSequence] = {}

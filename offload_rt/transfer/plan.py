@@ -46,21 +46,21 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
     return torch.full_like(ids, -1).scatter_(0, order, order[heads].where(again, -1))
 
 
-def row_ids(layout: ArenaLayout, base: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
+def row_ids(layout: ArenaLayout, base: torch.Tensor, storage_layer: int, tokens: torch.Tensor) -> torch.Tensor:
     """Return the row indices of the K and V of `tokens` in the flat pool `[R, d]`.
 
     Args:
         layout: The layout of the pool.
         base: Row index at which each block begins (K of head 0 in the block's first layer), int64 `[blocks]`, on the
             device of `tokens`.
-        place: Index of the layer within a block.
+        storage_layer: Index of the storage layer within a block.
         tokens: Token indices, int64 `[Hkv, n]`.
 
     Returns:
         Row indices of K and V, int64 `[planes, Hkv, n]`.
     """
     # Add the offset of its block to each token index. This runs in every layer and step, so it must be fast.
-    first, (kv_heads, n) = layout.row(place, 0, 0), tokens.shape
+    first, (kv_heads, n) = layout.row(storage_layer, 0, 0), tokens.shape
     heads = torch.arange(first, first + kv_heads * layout.head_rows, layout.head_rows, device=tokens.device)
     off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)
     keys = off.index_select(0, (tokens >> BLOCK_BITS).view(-1)).view(kv_heads, n)

@@ -55,13 +55,13 @@ class Residency:
             fill_planes(rows[:, :, start:head], 0, k[:, : head - start], v[:, : head - start])
         first = max(start, stop - recent, sinks)
         if first < stop:
-            at, last = place(first, sinks, recent), (k[:, first - start :], v[:, first - start :])
+            at, last = resident_index(first, sinks, recent), (k[:, first - start :], v[:, first - start :])
             if at + stop - first <= sinks + recent:  # always true for one new token
                 fill_planes(rows[:, :, at : at + stop - first], 0, *last)
                 return
-            places = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
+            indices = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
             for plane, own in zip(rows, last, strict=False):
-                plane.index_copy_(1, places, own)
+                plane.index_copy_(1, indices, own)
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
         """Load the resident KV of a sequence from the pool. `read(layer, tokens)` returns KV of a token range."""
@@ -77,14 +77,14 @@ class Residency:
     def row(self, layer: int, slot: int) -> torch.Tensor:
         """Return a copy of the KV of the resident token in slot `slot`, `[planes, Hkv, d]`."""
         # Not `contiguous()`: for a single resident token, it returns a view, which later compute work overwrites.
-        row = self._rows[layer][:, :, place(slot, *self._sizes[layer])]
+        row = self._rows[layer][:, :, resident_index(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copy the KV of the recent token in slot `source` to slot `target`, if `target` is a sink."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
         if target < sinks:
-            rows[:, :, target] = rows[:, :, place(source, sinks, recent)]
+            rows[:, :, target] = rows[:, :, resident_index(source, sinks, recent)]
 
     def part(self, layer: int, visible: VisibleTokens) -> list[KVPart]:
         """Return views of the resident KV of `visible`, in token order."""
@@ -106,17 +106,17 @@ class Residency:
         rounds = -(-(first - sinks) // size)
         ring_start = min(recent.stop, sinks + rounds * size)
         ring = [run for run in (range(first, ring_start), range(ring_start, recent.stop)) if run]
-        starts = [place(run.start, sinks, size) for run in ring]
+        starts = [resident_index(run.start, sinks, size) for run in ring]
         placed = [range(start, start + len(run)) for start, run in zip(starts, ring, strict=True)]
         return [visible.sinks, range(recent.start, min(recent.stop, sinks)), *placed]
 
 
-def place(token: int, sinks: int, recent: int) -> int:
+def resident_index(token: int, sinks: int, recent: int) -> int:
     """Return the index of a resident token in the resident KV (see `Residency`)."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
-def places(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
+def resident_range(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
     """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
 
     Return None if the indices are not contiguous. After a truncation, the rest of a window may wrap around in the ring
@@ -125,5 +125,5 @@ def places(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
     first, stop = visible.all.start, visible.recent.stop
     if first <= sinks or len(visible.recent) == recent:
         return range(min(first, sinks), min(stop, sinks + recent))
-    start = place(first, sinks, recent)
+    start = resident_index(first, sinks, recent)
     return range(start, start + stop - first) if start + stop - first <= sinks + recent else None

@@ -20,7 +20,7 @@ from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .open_sequences import DeviceState, OpenSequence
 from .plan import BLOCK_BITS, first_occurrences
-from .residency import place
+from .residency import resident_index
 from .staging import HELD_BACK
 from .streams import Event
 from .working_lists import WorkingLists
@@ -65,7 +65,7 @@ class RowLists:
         layout, device = state.pool.layout, state.device
         self._state, self._pool, self._batch, self.device = state, state.pool, batch, device
         self.heads = layout.kv_heads  # of full-attention layers
-        self.pair_bytes = layout.entry_bytes  # K and V of one token and head in full-attention layers
+        self.entry_bytes = layout.entry_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
         """Module with the functions that read and write the pool: kernels, or torch on the host."""
@@ -73,7 +73,7 @@ class RowLists:
         storage_layers = state.pool.groups.storage_layer
         self._tables = torch.zeros(len(storage_layers), batch, FIELDS, dtype=torch.int64, device=device)
         each = zip(storage_layers, state.pool.groups.group, strict=True)
-        firsts = [layout.vectors(place, window=group > 0) for place, group in each]
+        firsts = [layout.vectors(index, window=group > 0) for index, group in each]
         self._offsets = to_device(torch.tensor([one for layer in firsts for own in layer for one in own]), device)
         parts = self._offsets.split([layout.planes * len(layer[0]) for layer in firsts])
         self._planes = [part.view(layout.planes, -1) for part in parts]
@@ -191,13 +191,13 @@ class RowLists:
         return self._pool.token_bytes(layer)
 
     def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `places` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
+        """Return `indices` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
 
         The tensors are created once for all layers of a step.
         """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
-            at = torch.tensor([place(slot, sinks, recent)])
+            at = torch.tensor([resident_index(slot, sinks, recent)])
             self._newest = key, to_device(at, self.device), self.row(slot)
         return self._newest[1:]
 
@@ -217,18 +217,18 @@ class RowLists:
         each = zip(self._open, slots, strict=True)
         return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
 
-    def append(self, layer: int, newest: KVPart, places: torch.Tensor, rows: torch.Tensor) -> None:
+    def append(self, layer: int, newest: KVPart, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest KV of each sequence on the device and write it back to the pool.
 
         Args:
             layer: The layer index.
             newest: Keys and values `[P, d]`.
-            places: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`residency.place`).
+            indices: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`resident_index`).
                 Sequences with a negative index are skipped.
             rows: Pool row of the newest token of each sequence, int64 `[B]` (`rows_of`). Sequences with a negative row
                 are skipped.
         """
-        dispatch.store_resident(newest.k, newest.v, self._resident[layer], places)
+        dispatch.store_resident(newest.k, newest.v, self._resident[layer], indices)
         self.write_back(layer, newest, rows)
 
     def write_back(self, layer: int, newest: KVPart, rows: torch.Tensor) -> None:

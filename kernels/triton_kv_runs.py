@@ -1,11 +1,11 @@
 """Decode attention of a batch whose sequences share KV, in Triton.
 
-A run is contiguous KV with the sequences that attend to it (`segments.Run`). Kernels read KV in place. They find it by
+A run is contiguous KV with the sequences that attend to it (`kv_runs.Run`). Kernels read KV in place. They find it by
 the addresses in a table of 88 bytes per run, which is copied to the device.
 
 Runs of several sequences are computed in one launch, with tensor-core products and up to 64 queries per program, so
 that KV is read once per 64 queries. Runs of a single sequence take a second launch. The results are merged in float32.
-Long runs are split into pieces, so that a few sequences occupy all multiprocessors. Reference: `segments.attend_runs`.
+Long runs are split into pieces, so that a few sequences occupy all multiprocessors. Reference: `kv_runs.attend_runs`.
 For rounding, see `triton_attention`.
 """
 
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .segments import Run
+from .kv_runs import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
@@ -72,7 +72,7 @@ def _attend(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all runs of a batch, in two launches and a merge. See `segments.attend_runs`.
+    """Attend to all runs of a batch, in two launches and a merge. See `kv_runs.attend_runs`.
 
     q and all KV must be on the same device and have the same dtype: float32, float16 or bfloat16.
     """

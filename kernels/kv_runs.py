@@ -1,4 +1,4 @@
-"""Decode attention of a batch whose sequences share KV, in torch: the CPU path and the reference of `triton_segments`.
+"""Decode attention of a batch whose sequences share KV, in torch: the CPU path and the reference of `triton_kv_runs`.
 
 A run is contiguous KV together with the adjacent sequences of the batch that attend to it. Both ChunkAttention's two
 phases and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is
