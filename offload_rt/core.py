@@ -285,7 +285,7 @@ class KVPart:
         k = function(self.k)
         return KVPart(k, k if self.v is self.k else function(self.v), self.counts)
 
-    def tokens(self, start: int, stop: int | None = None) -> KVPart:
+    def between(self, start: int, stop: int | None = None) -> KVPart:
         """Return views of the entries [start, stop), or of all entries from `start` on. `counts` must be None."""
         assert self.counts is None
         return self.map(lambda rows: rows[:, start:stop])

@@ -149,7 +149,8 @@ class BatchedMode(PerSequenceMode):
             q: The true queries.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
-        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2])
+        # With one KV head, `reshape` returns a view, and kernels need contiguous queries.
+        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2]).contiguous()
         fetched = KVPart.of(grouped.new_empty(1, len(grouped), 0, q.shape[2])) if fetch is None else fetch.wait()
         spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(layer)
         scale = geometry.scales[layer]

@@ -71,7 +71,7 @@ class CudaStorage(KVStorage):
         """Start writing k and v `[Hkv, m, d]` of the tokens [start, start + m) to the pool. Return their bytes."""
         state, blocks = self._state, one.blocks
         kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
-        part = KVPart(k, v).tokens(kept.start - start)
+        part = KVPart(k, v).between(kept.start - start)
         with state.write_back.behind_compute():
             at, stored = 0, part.map(state.pool.format_of(layer).encode)
             encoded = state.pool.in_planes(layer, stored.k, stored.v)

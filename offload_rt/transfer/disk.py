@@ -170,9 +170,9 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
             part = join([rest, part])
         size = part.k.shape[1]
         own = size - (start + size) % BLOCK_SIZE
-        rest = part if own <= 0 else part.tokens(own) if own < size else None
+        rest = part if own <= 0 else part.between(own) if own < size else None
         if own > 0:
-            yield part.tokens(0, own)
+            yield part.between(0, own)
             start += own
     if rest is not None:
         yield rest
