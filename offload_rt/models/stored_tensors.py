@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelError
-from ..utils.small_files import read_json, truncated
+from ..utils.small_files import incomplete_file, read_json
 from .source import ModelSource
 
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
-"""Largest size in bytes of a header that the safetensors library accepts."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint."""
-
     name: str
     shape: tuple[int, ...]
     kind: str  # dtype in the notation of safetensors, such as "BF16"
@@ -83,7 +80,7 @@ def check_complete(path: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"'{path}' is damaged: its header cannot be read ({error})") from error
     if missing > 0:
-        raise truncated(path, missing)
+        raise incomplete_file(path, missing)
     return path
 
 

@@ -41,7 +41,7 @@ class Namespace:
     Attributes:
         fingerprint: Fingerprint of the model.
         dtype: Number format of the computation.
-        kv_cache_dtype: Name of the `KVFormat`. For "auto", it is the name of `dtype`.
+        kv_cache_dtype: Number format of the KV cache. For "auto", it is the name of `dtype`.
         planes: Number of stored vectors per token and KV head (`RowShape`).
     """
 
@@ -66,7 +66,7 @@ class Namespace:
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of this model for all other combinations of number formats and numbers of planes.
+        """Yield the namespaces of the same model with other number formats or numbers of planes.
 
         Development versions before 0.3 stored two planes for models with latent attention.
         """
@@ -79,7 +79,7 @@ class Namespace:
 
 
 class StoreUser(Protocol):
-    """An object that keeps a store open even if no session is open, such as a `TurnQueue`."""
+    """Work that keeps a store open even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
         """End all work and stop using the store."""
@@ -89,9 +89,8 @@ class StoreUser(Protocol):
 class SessionStore:
     """The sessions of one model in one folder, by name.
 
-    All sessions share the files of the folder, and a saver thread that writes them (`context`). The KV of open sessions
-    stays in host memory (`host`) until other requests need the memory. The prefix tree also keeps blocks of closed
-    sessions.
+    The KV of open sessions stays in host memory until other requests need the memory. A saver thread writes it to the
+    folder. The prefix tree also keeps blocks of closed sessions.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks without another owner. Raises StoreError (see `delete`).
+        """Delete a stored session, and all blocks that are no longer used. Raises StoreError (see `delete`).
 
         Warns if files of other sessions cannot be read.
         """
@@ -340,7 +339,6 @@ class OpenStores:
         return session
 
     def close(self) -> None:
-        """Close all stores. Raise StoreError if a session could not be saved, after all other sessions were saved."""
         with ExitStack() as ends:
             for store in self:
                 ends.callback(store.close)
