@@ -408,7 +408,7 @@ _DAILY = {
     "a window, full": "seed 1",
     "hybrid, shared": "late compute",
     "hybrid, exact": "seed 1",
-    "latent, working set": "seed 0",
+    "latent, h2o": "seed 0",
     "forks, full": "late write-back",
     "sessions, full": "seed 0",
     "prompts": "late prefetch",

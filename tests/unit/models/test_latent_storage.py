@@ -23,6 +23,7 @@ from offload_rt.models.shape import load_shape
 from offload_rt.outputs import CompletionOutput
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.planning.memory_model import requirements
+from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
 from offload_rt.sessions.store import Namespace
 
 RANK, ROTATED, LAYERS = 24, 8, 3
@@ -125,6 +126,17 @@ def test_device_memory_has_one_vector_per_token() -> None:
     assert runner.transfer.working_set_bytes(sequence.blocks) == LAYERS * 41 * (WIDTH + table)
     runner.check_integrity()
     runner.free(sequence)
+
+
+def test_approximate_values_leave_the_rotated_part_out() -> None:
+    """It would enlarge the quantisation steps of the values."""
+    keys = make("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
+    assert isinstance(keys, LowBitRows) and len(keys.bases) == LAYERS
+    rows = torch.randn(1, 9, RANK + ROTATED, generator=torch.Generator().manual_seed(1))
+    for own in keys.bases.values():
+        restored = rows @ own.mixing @ own.unmixing
+        torch.testing.assert_close(restored[..., :RANK], rows[..., :RANK], rtol=0, atol=1e-5)
+        assert not restored[..., RANK:].any()
 
 
 @pytest.mark.parametrize("policy", ["full", "tail"])
