@@ -22,15 +22,14 @@ T = TypeVar("T")
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Return whether operations on `tensor` use Triton."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
     """Return a function that calls `definition`, or its Triton version if the argument at index `on` is on CUDA.
 
-    The Triton version is the function of the same name in the module `triton`. Pass arguments up to `on` by position.
-    Argument `on` must not be a tensor of the KV pool, which may be in page-locked host memory.
+    The Triton version is the function of the same name in the module `triton`. Argument `on` is passed by position. It
+    must not be a tensor of the KV pool, which may be in page-locked host memory.
     """
 
     @wraps(definition)

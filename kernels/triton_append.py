@@ -1,7 +1,5 @@
 """Append the newest token to the resident KV and the scoring keys on the device, in Triton.
 
-The skewed key is stored as a column of the partial keys, or quantised and packed into a byte of the packed keys.
-
 Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
 References: `lists.store_resident`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in
 float32, in another order than in torch. A value halfway between two codes may therefore get either code.
@@ -148,5 +146,4 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the Triton dtype of a floating-point torch dtype."""
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

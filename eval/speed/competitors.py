@@ -17,21 +17,19 @@ from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice, option
 
 FIRST = "transformers, DynamicCache"
-"""Competitor to which all ratios refer."""
+"""The competitor with which all others are compared."""
 
 FLOAT32 = "full, float32"
-"""Competitor that generates the reference tokens."""
+"""The competitor whose tokens are the reference."""
 
 Turn = Iterator[int]
-"""Iterator over greedy tokens, beginning with the first token after the prompt."""
+"""Yields greedy tokens, from the first token after the prompt on."""
 
 Ask = Callable[[Sequence[int]], Turn]
 
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Settings of the comparison with other runtimes."""
-
     contexts: tuple[int, ...] = option((2048, 8192), help="tokens of a prompt, increasing", metavar="2k,8k")
     tokens: int = option(24, help="tokens decoded after each prompt", metavar="N")
     repeats: int = option(3, help="prompts of each length, from different positions in the text", metavar="N")
@@ -139,7 +137,7 @@ COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Ask]] = {
     **{f"{policy}, GGUF": partial(_packed, policy) for policy in ("full", "infinigen")},
     FLOAT32: partial(_ours, "full", "float32"),
 }
-"""Competitors by name.
+"""Competitors by name. Each function loads a model and returns a function that answers a prompt.
 
 QuantizedCache uses 4 bits of optimum-quanto, with the newest 128 tokens unquantized. kvpress uses ExpectedAttention.
 """

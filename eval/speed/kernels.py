@@ -31,13 +31,10 @@ WARM_UP = 3
 """Number of untimed calls before the measurement. The first one compiles the kernel."""
 
 CACHES = 1 << 28
-"""Number of bytes to write between replayed calls, to empty the device's cache.
-
-It is larger than the cache of any device.
-"""
+"""Number of bytes to write between calls, to empty the device's cache. It is larger than any device's cache."""
 
 REPLAYED = 8
-"""Number of calls per graph."""
+"""Number of calls in a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class KernelSize:
     Attributes:
         copied: Size in bytes of each copy that measures a bandwidth.
         tokens: Context length in tokens.
-        share: Fraction of the tokens that is fetched.
+        share: Fraction of the tokens that is copied from the host.
         batch: Number of sequences with a shared prefix.
         prefix: Length of the shared prefix in tokens.
         own: Number of tokens of each sequence after the shared prefix.
@@ -75,10 +72,10 @@ class Case:
 
     Attributes:
         name: Name of the operation.
-        moved: Number of bytes that the operation must move.
-        over_link: Whether the bytes are moved from host to device rather than within device memory.
+        moved: Number of bytes that the operation must read and write.
+        over_link: Whether these bytes are copied from host to device, not within device memory.
         call: Runs the operation.
-        error: Runs the operation once and returns the maximum deviation from float64, relative to the tolerance
+        error: Runs the operation once and returns the largest difference from float64, divided by the tolerance
             (kernels/README.md).
     """
 
@@ -175,7 +172,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
     """Measure each operation, both launched from the host and in a replayed CUDA graph.
 
-    `rates` contains the measured bandwidths in bytes per second: "device" (device memory) and "link" (host to device).
+    `rates` are the measured bandwidths in bytes per second: "device" within device memory, "link" from host to device.
     """
     rows = []
     for case in cases(device, size):
@@ -198,7 +195,7 @@ def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and stops of the token lists of one sequence, which cover all its tokens."""
+    """Return the starts and stops of the token lists of one sequence if all its tokens are read."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -287,7 +284,6 @@ def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _half(device: torch.device) -> torch.dtype:
-    """Return bfloat16 on CUDA, and float32 on other devices."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

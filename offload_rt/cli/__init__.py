@@ -75,8 +75,6 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 class _Version(argparse.Action):
-    """Action that prints the version and exits. It imports the package only when it is used."""
-
     def __call__(self, parser: argparse.ArgumentParser, *parsed: object) -> None:
         from .. import __version__
 
@@ -90,10 +88,7 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line and accepts optional positional arguments after flags.
-
-    Options cannot be abbreviated, so that a new option never changes the meaning of an old command.
-    """
+    """Parser whose options cannot be abbreviated, so that a new option never changes the meaning of an old command."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **arguments})
@@ -109,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help text. The usage line omits the options, because the text describes them below."""
+        """Return the help text. The first line leaves out the options, which the text describes."""
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])

@@ -1,4 +1,4 @@
-"""Selection sequence by sequence, without padding: on a CPU, and for policies without batched selection."""
+"""Selection for one sequence after the other: on a CPU, and for policies without batched selection."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from .sequence import Sequence
 
 
 class PerSequenceMode:
-    """Stores new KV and selects tokens in each layer of a step: one sequence after the other.
-
-    Each sequence selects with its own policy state. KV in blocks that sequences share is fetched once.
-    """
+    """Stores new KV and selects tokens for one sequence after the other. KV in shared blocks is fetched once."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
@@ -33,7 +30,7 @@ class PerSequenceMode:
         return to_device(torch.tensor(batch.tokens), device), to_device(torch.tensor(batch.positions), device)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the KV pool, and in the policy's state."""
+        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the pool, and in the policy states."""
         batch, slots = self._batch, self._batch.slots[layer]
         for b, sequence in enumerate(batch.sequences):
             slot, key, value = slots[b], k[:, b : b + 1], v[:, b : b + 1]
@@ -42,7 +39,7 @@ class PerSequenceMode:
                 sequence.state.on_kv(layer, key, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
-        """Select tokens with the predicted or true queries q `[H, B, d]` of `layer`, and start fetching their KV."""
+        """Select tokens with the predicted or true queries q `[H, B, d]`, and start fetching their KV."""
         batch, rows = self._batch, self._batch.transfer.rows
         visible, selections, chosen = batch.visible[layer], list[Selection | None](), list[Selection]()
         for b, sequence in enumerate(batch.sequences):
@@ -64,8 +61,7 @@ class PerSequenceMode:
     def fetch_all(self, layer: int) -> Attend:
         """Start fetching all visible tokens of `layer`: shared runs first, then the private part of each sequence.
 
-        In layers with a sliding window, which differs between sequences, and with soft-capped scores, which runs do
-        not support, each sequence fetches all its tokens.
+        In layers with a sliding window or soft-capped scores, each sequence fetches all its tokens.
         """
         batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
         shared_runs = batch.sharing.runs
@@ -83,7 +79,7 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Record the step in the traces after the last layer. Here a no-op: fetches are recorded when they start."""
+        """Record the step in the traces after the last layer. Here, fetches are recorded when they start."""
 
     def _start(
         self,
@@ -92,10 +88,7 @@ class PerSequenceMode:
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch of `visible` or `selections` per sequence, unless they have been `started`.
-
-        Record the attended tokens and transferred bytes in the trace of each sequence.
-        """
+        """Start one fetch of `visible` or `selections` per sequence, unless `started`. Record them in the traces."""
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):
             fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]
@@ -112,14 +105,13 @@ class PerSequenceMode:
     def _attend_each(
         self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor
     ) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`, sequence by sequence."""
         outs = [self._attend(layer, b, q[:, b], selections[b], fetch) for b, fetch in enumerate(fetches)]
         return torch.stack(outs).flatten(1).to(q.dtype)
 
     def _attend(
         self, layer: int, b: int, q: torch.Tensor, selection: Selection | None, fetch: PendingFetch
     ) -> torch.Tensor:
-        """Return the attention output `[H, d]` of one sequence for its query q `[H, d]`, in float32 or wider."""
+        """Return the attention output `[H, d]` of one sequence, in float32 or wider."""
         batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
         scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
         sinks = batch.adapter.sinks[layer]
@@ -161,7 +153,7 @@ class PerSequenceMode:
         own: Seq[PendingFetch],
         q: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`. The KV of shared runs is read once.
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`, reading the KV of shared runs once.
 
         `own` are the fetches of each sequence's private part.
         """

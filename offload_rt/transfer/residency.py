@@ -36,15 +36,15 @@ class Residency:
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Return the capacity of a layer: the number of sinks and the number of recent tokens."""
+        """Return the numbers of sinks and recent tokens for which a layer has space."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
-        """Return the resident KV of a layer, `[2 * Hkv, s + w, d]`: K of all heads, then V of all heads."""
+        """Return the resident KV `[2 * Hkv, s + w, d]`: K of all heads, then V of all heads."""
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m), if they are resident."""
+        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m), as far as they are resident."""
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
@@ -62,23 +62,23 @@ class Residency:
             rows[1].index_copy_(1, indices, v[:, first - start :])
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
-        """Load the resident KV of a sequence from the pool. `read(layer, tokens)` returns KV of a token range."""
+        """Load resident KV from the pool. `read(layer, tokens)` returns KV of a token range."""
         for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
             last = range(max(0, blocks.length - recent), blocks.length)
-            for tokens in (range(min(sinks, blocks.length)), pool.kept(blocks, layer, last)):
+            for tokens in (range(min(sinks, blocks.length)), pool.stored_range(blocks, layer, last)):
                 at = tokens.start
                 for part in read(layer, tokens) if tokens else ():
                     self.store(layer, at, part.k.to(self._rows[layer].device), part.v.to(self._rows[layer].device))
                     at += part.k.shape[1]
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
-        """Return a copy of the KV of the resident token in slot `slot`, `[2, Hkv, d]`."""
+        """Return a copy `[2, Hkv, d]` of the KV of the resident token in slot `slot`."""
         # Not `contiguous()`: for a single resident token, it returns a view, which later compute work overwrites.
         row = self._rows[layer][:, :, resident_index(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the KV of the recent token in slot `source` to slot `target`, if `target` is a sink."""
+        """Copy the KV of the recent token in slot `source` to slot `target`, if that is a sink."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
         if target < sinks:
             rows[:, :, target] = rows[:, :, resident_index(source, sinks, recent)]
@@ -97,7 +97,7 @@ class Residency:
                 at += size
 
     def _runs(self, layer: int, visible: VisibleTokens) -> list[range]:
-        """Return the contiguous index ranges of the resident tokens of `visible`, in token order."""
+        """Return the index ranges of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
         rounds = -(-(first - sinks) // size)
@@ -109,15 +109,14 @@ class Residency:
 
 
 def resident_index(token: int, sinks: int, recent: int) -> int:
-    """Return the index of a resident token in the resident KV (see `Residency`)."""
+    """Return the index of a resident token in `Residency`."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
 def resident_range(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
-    """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
+    """Return the indices in `Residency` of the resident tokens of `visible`, or None if they are not contiguous.
 
-    Return None if the indices are not contiguous. After a truncation, the rest of a window may wrap around in the ring
-    buffer.
+    After a truncation, the rest of a window may wrap around in the ring buffer.
     """
     first, stop = visible.all.start, visible.recent.stop
     if first <= sinks or len(visible.recent) == recent:

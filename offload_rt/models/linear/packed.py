@@ -15,7 +15,7 @@ from .dense import product_by_tiles
 
 
 class PackedLinear(BackendLinear):
-    """A linear layer with packed weights. `order` is only set if the inputs are permuted."""
+    """A linear layer with packed weights. If `order` is set, the inputs are reordered by it first."""
 
     form: PackedFormat
     packed: nn.Parameter
@@ -45,7 +45,10 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the product `[..., out]` of x `[..., in]` and packed rows, plus `bias`. x is in the packed order."""
+    """Return the product `[..., out]` of x `[..., in]` and packed rows, plus `bias`.
+
+    The inputs of x are already in the order of the packed rows.
+    """
     code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
     if code is None or not x.numel():
         return F.linear(x, form.unpack(packed, x.dtype), bias)
@@ -63,8 +66,7 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
 class PackedEmbedding(nn.Embedding):
     """Embedding with packed weights. It unpacks only the rows of the requested tokens.
 
-    The class of existing embeddings is changed in place. If the old class scales the results, it is kept as a base
-    class.
+    Existing embeddings are changed in place. Classes that scale the result (Gemma) keep doing so.
     """
 
     form: PackedFormat
@@ -73,7 +75,7 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Empty tensor `[0, D]`. Adapters read the model's device and dtype from it."""
+        """Empty tensor `[0, D]`, only for callers that read the device and dtype of the embedding."""
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,7 @@ def can_hold_packed(module: nn.Module) -> bool:
 
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
-"""Parameters `[experts, in, out]` of stacked experts that can be packed."""
+"""Weights of stacked experts that can be packed, each `[experts, in, out]`."""
 
 
 class PackedStack(nn.Module):
@@ -127,7 +129,6 @@ class PackedStack(nn.Module):
         self.form, self.packed = form, nn.Parameter(packed, requires_grad=False)
 
     def product(self, x: torch.Tensor, expert: int, bias: torch.Tensor) -> torch.Tensor:
-        """Return x `[n, in]` times the weight of an expert plus `bias[expert]`, `[n, out]`."""
         return packed_linear(x, self.packed[expert], self.form, bias[expert])
 
 
@@ -142,7 +143,10 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum `[T, D]` of the outputs of the chosen experts `[T, k]`, with weights `[T, k]`."""
+        """Return the weighted sum `[T, D]` of the outputs of the k experts that each token chose.
+
+        `router_indices` and `routing_weights` are `[T, k]`.
+        """
         own: Any = self
         out = torch.zeros_like(hidden_states)
         for expert in router_indices.unique().tolist():
