@@ -55,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
             "--session needs a store, so that the session can continue later: add --store DIR, or remove --session"
         )
     config, store = engine_config(args, progress=True), store_options(args)
-    name, console = args.session or time.strftime("chat-%Y%m%d-%H%M%S"), stderr_console(quiet=False)
+    name = args.session or time.strftime("chat-%Y%m%d-%H%M%S")
     check_name(name)
     saved = None if args.store is None else check_store(args.store)
+    console = stderr_console(quiet=False)
     llm = load_llm(args.model, config, console)
     with ExitStack() as ends:
         folder = saved or ends.enter_context(tempfile.TemporaryDirectory(prefix="offload-rt-chat-"))

@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
     """Write a long document to a file. The same command continues an interrupted one."""
     sampling, config = sampling_given(args), engine_config(args)
     _check_flags(args)
-    console = stderr_console(args.quiet)
 
     from ..writing.draft import Draft
 
@@ -37,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         beginning=read_text(args.beginning) if args.beginning else "",
         headings=_headings(args.outline), chapter_tokens=args.chapter_tokens,
     )  # fmt: skip
+    console = stderr_console(args.quiet)
     most = sampling.get("max_tokens", MAX_TOKENS)
     if args.more:
         most = draft.written.new_tokens + args.more

@@ -67,13 +67,21 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
     given = (*given, "--ignore-eos", "--dtype", "float32", "--seed", "1", "--compare-full")
     run = cli(*given, "--plot", str(plot), "--stats-json", str(stats))
     assert run.code == 0, run.err
-    for words in ("Compared with full attention", "same most probable token", "KL divergence", "all KV"):
+    for words in (
+        "Compared with full attention",
+        "same most probable token",
+        "KL divergence",
+        "all KV",
+        "practically those of full",
+    ):
         assert words in run.err
     found, drawn = json.loads(stats.read_text())["against_full"], json.loads(plot.with_suffix(".json").read_text())
     assert found["scored"] == 20 and found["kl"] < 0.01 and found["top_1"] > 0.9
     assert found["full"]["h2d_bytes"] > 3 * found["policy"]["h2d_bytes"] > 0
+    copied = drawn["data"]["h2d_bytes_per_token"]["infinigen"]
+    assert copied == found["policy"]["h2d_bytes_steps"] / 19, "without the prefix that later runs reuse"
     assert plot.read_bytes().startswith(b"\x89PNG") and len(drawn["data"]["selected"]) == 20
-    assert set(drawn["data"]["mass"]) == {"full", "infinigen", "infinigen\n--preset rows", "streaming"}
+    assert set(drawn["data"]["mass"]) == {"full", "infinigen", "infinigen without\napproximate KV", "streaming"}
     assert all(sum(parts) == pytest.approx(1) for parts in drawn["data"]["mass"].values())
     run = cli(*given, "--plot", str(plot), "--missed-mass-every", "0")
     drawn = json.loads(plot.with_suffix(".json").read_text())
