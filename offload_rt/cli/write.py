@@ -41,9 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.more:
         most = draft.written.new_tokens + args.more
     if draft.is_complete(most, args.chapters or 0):
-        console.print(
-            f"{args.file} is complete: {draft.written.new_tokens:,} new tokens; --more N continues it", soft_wrap=True
-        )
+        console.print(_complete(draft), soft_wrap=True, markup=False)
         return 0
 
     llm = load_llm(args.model, config, console)
@@ -97,6 +95,16 @@ def _prompt(args: argparse.Namespace) -> str:
 def _headings(outline: str | None) -> tuple[str, ...]:
     lines = read_text(outline).splitlines() if outline else []
     return tuple(line.strip() for line in lines if line.strip())
+
+
+def _complete(draft: Draft) -> str:
+    """Return a message about a complete document, with the option that continues it."""
+    message = f"{draft.path} is complete: {draft.written.new_tokens:,} new tokens"
+    if chapters := draft.chapter_count():
+        return f"{message} in {chapters} chapters; --chapters N continues it up to chapter N"
+    if draft.written.complete == "stop":
+        return f"{message}, and the model ended the text; to continue the text, delete {str(draft.folder.path)!r}"
+    return f"{message}; --more N continues it"
 
 
 def _write(
