@@ -298,6 +298,15 @@ class EngineConfig:
             "device_memory is planned for one model only and cannot be combined with a draft model: remove one of them",
         )
         check(
+            self.exact is None or self.eviction is None,
+            "`exact` needs the complete KV cache and cannot be combined with `eviction`: remove one of them",
+        )
+        check(
+            self.exact is None or self.kv_cache_dtype == "auto",
+            f"`exact` needs unquantised KV and cannot be combined with kv_cache_dtype={self.kv_cache_dtype!r}: remove "
+            "one of them",
+        )
+        check(
             self.disk_limit is None or self.disk is not None,
             f"disk_limit={self.disk_limit} needs a folder: set disk, or remove disk_limit",
         )

@@ -30,8 +30,9 @@ from typing import Any
 import xxhash
 
 from ..core import BLOCK_SIZE
-from ..kv_cache.disk.direct_file import BlockFile, write_all
+from ..kv_cache.disk.direct_file import BlockFile
 from ..kv_cache.disk.extents import StoredExtent
+from ..utils.atomic_files import write_all
 
 LAYOUT_VERSION = 2
 """Version of block keys and histories. It is part of the namespace, so blocks of other versions are not found."""
