@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
@@ -55,8 +53,8 @@ class Conversion(Protocol):
         """Write the packed checkpoint to an empty folder. For errors, see `formats`."""
 
 
-def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of a checkpoint whose weights stay packed on `device`; None if transformers loads it.
+def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
+    """Return the conversion of a checkpoint whose weights stay packed; None if transformers loads it.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -64,7 +62,7 @@ def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize)
     """
     if source.gguf is not None and quantize in ("int4", "int8"):
         raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and {source} is quantised already")
-    if quantize != "auto" or device.type != "cpu":
+    if quantize != "auto":
         return None
     if source.gguf is not None:
         return GGUFImport(source)
