@@ -55,29 +55,6 @@ def _cells(times: dict[int, float], contexts: tuple[int, ...]) -> list[str]:
     return [f"{times[context]:.1f}" if context in times else "" for context in contexts]
 
 
-def gpu_kernels() -> str:
-    """Time of each kernel on an H100 and its minimum by memory traffic."""
-    rows = [
-        [f"`{row['kernel']}`", f"{1e3 * row['replayed_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
-        for row in _results("gpu/kernels")["rows"]
-        if "programs" not in row["kernel"]
-    ]
-    return table(("kernel", "µs", "minimum, µs"), rows)
-
-
-def gpu_prefill() -> str:
-    """Time of a prefill on an H100 with `full`, and the device memory in addition to the weights."""
-    rows = [
-        [
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.1f}",
-            f"{(row['peak_device_bytes'] - row['weight_bytes']) / 2**30:.1f}",
-        ]
-        for row in _results("gpu/prefill")["rows"]
-    ]
-    return table(("tokens", "seconds", "device memory without weights, GiB"), rows)
-
-
 def gpu_sessions() -> str:
     """Time to the first token of a session's next turn on an H100, by source of the KV."""
     found: dict[int, dict[str, float]] = {}

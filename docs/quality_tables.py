@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from result_rows import DEFAULT, FIVE_OFF, NAMES, NOVEL, Row, change, load, most_windows, score, setting
+from result_rows import DEFAULT, NAMES, NOVEL, Row, change, load, most_windows, score, setting
 from tables import table
 
 OMITTED = ("2%, 4-bit keys, 2-bit values", "sinks and recent tokens only", "`oracle`, 2%")
@@ -38,26 +38,6 @@ def divergence() -> str:
     return table(("setting", "fetched", "float32: KL", "float32: same top token", "bfloat16: KL"), rows)
 
 
-def texts() -> str:
-    """The default and one setting without approximate KV on other texts and at other lengths."""
-    files = {
-        "qwen": ["qwen/perplexity"],
-        "smollm2": ["smollm2/perplexity", "smollm2/wikipedia"],
-        "gemma": ["gemma/perplexity_8192", "gemma/perplexity_16384", "gemma/perplexity_32768"],
-    }
-    rows = []
-    for model, names in files.items():
-        found = most_windows(row for name in names for row in load(name))
-        for text, context in dict.fromkeys(key[:2] for key in found):
-            first = found[text, context, DEFAULT]
-            if model != "gemma" and (text, context) == (NOVEL, 8192):
-                continue  # in the table of `perplexity`
-            off = found.get((text, context, FIVE_OFF))
-            shown = change(off) if off and off["windows"] == first["windows"] else ""
-            rows.append([NAMES[model], NAMES[text], f"{context:,}", str(first["windows"]), change(first), shown])
-    return table(("model", "text", "context", "windows", "default", FIVE_OFF), rows)
-
-
 def ruler() -> str:
     """Mean RULER scores by model and context, with the number of responses equal to full attention."""
     rows = []
@@ -75,18 +55,6 @@ def ruler() -> str:
     return table(("model", "context", "responses", "`full`: score", "default: score", "default: same response"), rows)
 
 
-def needles() -> str:
-    """Share of answered questions about facts hidden in a text, by policy."""
-    rows = []
-    for model, name in (("qwen", NAMES["qwen"]), ("reference", "reference model")):
-        for row in load(f"{model}/retrieval"):
-            wanted = row["budget"] in (None, 0.05) and "kv_format" not in row["variant"]
-            if wanted and row["length"] in (2048, 4096):
-                cells = (f"{row['length']:,}", setting(row), str(row["asked"]), f"{100 * row['right']:.0f}")
-                rows.append([name, *cells])
-    return table(("model", "context", "setting", "questions", "correct, %"), rows)
-
-
 def formats() -> str:
     """Perplexity with a quantised KV cache, compared with approximate KV."""
     models = [most_windows(load(f"{model}/bytes")) for model in ("qwen", "smollm2")]
@@ -99,10 +67,7 @@ ROWS = "infinigen preset=rows budget=0.05"
 CHANGED = {
     ROWS: '`preset="rows"`',
     "oracle budget=0.05": "true top tokens (`oracle`)",
-    f"{ROWS} source=attention_input": "query predicted from the attention input",
-    f"{ROWS} source=attention_input corrected=False": "the same, prediction not corrected",
     f"{ROWS} scorer=int4": "4-bit scoring keys of all columns",
-    f"{ROWS} sinks=0 recent=1": "no sinks, no recent window",
     f"{ROWS} approximate_kv=int4": "approximate KV added, 4-bit values",
     f"{ROWS} approximate_kv=int2": "approximate KV added, 2-bit values",
     "infinigen preset=paper budget=0.05": '`preset="paper"`',
@@ -111,22 +76,10 @@ CHANGED = {
 
 
 def ablation() -> str:
-    """Missed attention mass and perplexity with one part of the selection replaced."""
+    """Perplexity with one part of the selection replaced."""
     models = [{row["variant"]: row for row in load(f"{model}/ablation")} for model in ("qwen", "smollm2")]
     rows = []
     for variant, label in CHANGED.items():
         pair = [model[variant] for model in models]
-        rows.append([label, *(cell for row in pair for cell in (f"{row['missed']:.2f}", change(row)))])
-    columns = ("missed attention mass", "perplexity")
-    head = [f"{NAMES[model]}: {column}" for model in ("qwen", "smollm2") for column in columns]
-    return table(("changed", *head), rows)
-
-
-def reference() -> str:
-    """The shipped model's perplexity under every policy."""
-    found: dict[str, dict[float, str]] = {}
-    for row in load("reference/perplexity"):
-        if row["policy"] != "full" and not row["engine"]:
-            found.setdefault(row["policy"], {})[row["budget"]] = change(row)
-    rows = [[f"`{policy}`", by[0.05], by[0.1]] for policy, by in found.items()]
-    return table(("policy", "5% exact", "10% exact"), rows)
+        rows.append([label, *(change(row) for row in pair)])
+    return table(("changed", NAMES["qwen"], NAMES["smollm2"]), rows)

@@ -17,15 +17,12 @@ NAMES = {
     "qwen": "Qwen2.5-Coder-0.5B",
     "smollm2": "SmolLM2-135M",
     "gemma": "Gemma 3 270M",
-    "war_and_peace.txt": "novel",
-    "standard library (Python)": "code",
-    "wikitext-2 valid_raw.txt": "Wikipedia",
 }
-"""Names on the page for models and texts in the results."""
+"""Names of models on the page."""
 
 
 NOVEL = "war_and_peace.txt"
-DEFAULT, FIVE_OFF = "default", "5%, no approximate KV"
+DEFAULT = "default"
 
 
 def load(name: str) -> list[Row]:

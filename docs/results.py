@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_tables import gpu, gpu_kernels, gpu_prefill, gpu_sessions, h200_trained, step_times
-from quality_tables import ablation, divergence, formats, needles, perplexity, reference, ruler, texts
+from gpu_tables import gpu, gpu_sessions, h200_trained, step_times
+from quality_tables import ablation, divergence, formats, perplexity, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
 from speed_tables import DYNAMIC, choosing, disk, drafts, instructions, lengths, others, selecting
 from tables import fill, table
@@ -52,9 +52,9 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, texts, divergence, ruler, needles, formats, ablation, reference,
+    perplexity, divergence, ruler, formats, ablation,
     others, lengths, instructions, choosing, selecting, drafts, disk,
-    gpu, h200_trained, gpu_prefill, gpu_sessions, gpu_kernels,
+    gpu, h200_trained, gpu_sessions,
 )  # fmt: skip
 
 

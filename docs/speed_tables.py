@@ -87,24 +87,25 @@ def selecting() -> str:
     for name in ("threads_smollm2", "offload_smollm2", "threads_qwen", "offload_qwen"):
         processor = "Xeon, `offload`" if name.startswith("offload") else "Xeon"
         rows += _threads(processor, f"cpu/intel/{name}/threads")
-    return table(("processor", "model", "context", "other process", "threads", "`full`", "`infinigen`"), rows)
+    head = ["1 thread: `full`", "`infinigen`", "2 threads: `full`", "`infinigen`"]
+    return table(("processor", "model", "context", "other process", *head), rows)
 
 
 def _threads(processor: str, name: str) -> list[list[str]]:
     about = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["about"]
-    found: dict[tuple[float, int], dict[str, float]] = {}
+    found: dict[float, dict[tuple[int, str], str]] = {}
     for row in load(name):
-        found.setdefault((row["busy"], row["threads"]), {})[row["policy"]] = row["median"]
+        found.setdefault(row["busy"], {})[row["threads"], row["policy"]] = f"{row['median']:.0f}"
     return [
-        [processor, NAMES[about["model"]], f"{about['context']:,}", f"{busy:.0%}", str(threads),
-         *(f"{by[policy]:.0f}" for policy in ("full", "infinigen"))]
-        for (busy, threads), by in found.items() if busy != 0.5 and threads <= 2
+        [processor, NAMES[about["model"]], f"{about['context']:,}", f"{busy:.0%}",
+         *(by.get((threads, policy), "") for threads in (1, 2) for policy in ("full", "infinigen"))]
+        for busy, by in found.items() if busy != 0.5
     ]  # fmt: skip
 
 
 def drafts() -> str:
     """Lossless mode by kind of draft."""
-    kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`', "sparse": '`exact="sparse"`'}
+    kinds = {"default": "`exact=True`", "lookup": '`exact="lookup"`'}
     rows = []
     for row in load("qwen/drafts"):
         if row["kind"] in kinds and row["context"] == 16384:
@@ -119,6 +120,8 @@ def disk() -> str:
     rows = []
     for name, shape in (("qwen", "24 layers, recorded"), ("million", "2 layers, random")):
         for row in sorted(load(f"disk/{name}/disk_steps"), key=lambda row: (row["context"], row["what"])):
+            if row["context"] not in (16_000, 1_048_576):
+                continue
             cells = [f"{row['host_share']:.0%}", f"{row['mb_read']:.0f}", f"{row['step_ms']:.0f}"]
             exact = "100%" if row["what"] == "full" else "5%"
             rows.append([shape, f"{row['context']:,}", exact, *cells, f"{row['times_full']:.1f}"])

@@ -1,7 +1,7 @@
 """Exact causal attention of the newest m queries over all n keys so far, for prefill chunks and calibration.
 
-It takes 4 * H * m * n * d floating-point operations. Only a sliding window needs additional memory: a mask of up to
-m * (window + m) entries.
+It takes 4 * H * m * n * d floating-point operations. Only a sliding window needs memory: a mask of m * (window + m)
+entries.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from . import causal_cpu
 from .reference import capped, merge_lse, scaled_scores
 
 KEYS_AT_ONCE = 1024
-"""Number of keys that are processed at a time if scores are capped or there are sinks."""
+"""Number of keys that are processed at a time with soft caps or sinks."""
 
 FEW = 128
-"""Up to this number of queries per KV head (tokens times query heads of its group), one call computes all of them."""
+"""Maximum number of queries per KV head (tokens times query heads of its group) that one call computes together."""
 
 
 def attend_causal(
@@ -36,8 +36,7 @@ def attend_causal(
         scale: Factor by which scores q·k are multiplied.
         window: Length of the sliding window in tokens, or None for full attention.
         softcap: Soft cap c: scores s become c tanh(s / c). None disables it.
-        sinks: Learned attention sinks `[H]`: one additional score per head in the denominator of the softmax, without a
-            value.
+        sinks: Learned attention sinks `[H]`: one more score per head in the softmax denominator, without a value.
     """
     heads, m, d = q.shape
     if (library := causal_cpu.takes(q)) is not None:
@@ -56,10 +55,7 @@ def attend_causal(
 
 
 def _few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with few queries q `[Hkv, G, m, d]`. Return `[H, m, d]`.
-
-    The G query heads of a group are computed together, so that K and V, which dominate the time, are read once.
-    """
+    """Attend with few queries q `[Hkv, G, m, d]`. K and V are read once for the G query heads of a group."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     side_by_side, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
@@ -85,7 +81,7 @@ def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w
 
 
 def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether a CUDA flash kernel supports grouped queries for these tensors (only in half precision)."""
+    """Return whether a CUDA flash kernel supports grouped queries for these tensors."""
     if q.device.type != "cuda":
         return False
     # torch's other kernels reject grouped queries, or repeat K and V if there is a mask.

@@ -1,8 +1,7 @@
 """Causal attention of many queries whose keys arrive block by block from a disk.
 
-All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Output
-`[H, m, d]` and log-sum-exp `[H, m]` are accumulated in float32. If neither `causal.c` nor torch has a kernel that
-returns both, the scores of one block are stored too.
+All queries attend to a block before the next block is read, so the KV cache never has to fit in memory. Output and
+log-sum-exp are accumulated in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _BLOCK = 1024
 class BlockedAttention:
     """Attention of queries q `[H, m, d]`, accumulated over blocks of keys.
 
-    Call `add`, in any order, for the blocks that all queries attend to completely. Then call `add_own` once with the
-    last keys, which include the keys of the m query tokens.
+    Call `add`, in any order, for blocks that all queries attend to completely. Then call `add_own` once with the last
+    keys, which include the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
@@ -34,7 +33,7 @@ class BlockedAttention:
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Attend with all queries to all of the keys and values `[Hkv, n, d]`, n >= 1."""
+        """Attend with all queries to all of the keys and values `[Hkv, n, d]`."""
         if self._library is not None:
             self._further(self._library, k, v, causal=False)
             return
@@ -72,11 +71,7 @@ class BlockedAttention:
             self._join(out.unsqueeze(1), lse.unsqueeze(1), slice(group, group + 1))
 
     def result(self, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the attention `[H, m, d]` over all blocks added so far.
-
-        `sinks` `[H]` are learned attention sinks: one additional score per head in the denominator of the softmax,
-        without a value.
-        """
+        """Return the attention `[H, m, d]` over all blocks. `sinks` `[H]` are learned attention sinks."""
         out = self._out.flatten(0, 1)
         if sinks is not None:
             out = out * torch.sigmoid(self._lse.flatten(0, 1) - sinks.to(self._lse.dtype)[:, None]).unsqueeze(-1)
@@ -88,7 +83,7 @@ class BlockedAttention:
 
     @property
     def _flashes(self) -> bool:
-        """Whether torch's CPU flash kernel supports these queries. It also returns the log-sum-exp."""
+        """Whether torch's CPU flash kernel, which also returns the log-sum-exp, supports these queries."""
         return self.q.device.type == "cpu" and self._softcap is None
 
     def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:

@@ -1,7 +1,6 @@
-"""Exact causal attention of a block of queries on a CPU by `causal.c`, which is faster than torch's kernels.
+"""Exact causal attention on a CPU by `causal.c`, which is faster than torch's kernels.
 
-Scores and softmax are float32. Above a certain number of queries, the visible keys and values are first copied to a
-packed buffer.
+Scores and softmax are float32. For many queries, visible keys and values are first copied to a packed buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _Call(ctypes.Structure):
 def takes(q: torch.Tensor) -> ctypes.CDLL | None:
     """Return the compiled library for the dtype and head dimension of queries q `[..., d]`.
 
-    Return None if it cannot be compiled or does not support them, and for bfloat16 on a processor with AMX, because
+    Return None if they are not supported or it cannot be compiled, and for bfloat16 on a processor with AMX, because
     torch is faster there.
     """
     if q.dtype not in (torch.bfloat16, torch.float32) or q.device.type != "cpu" or q.shape[-1] % 32:
@@ -75,7 +74,7 @@ def attend_further(
     *,
     causal: bool,
 ) -> None:
-    """Attend to further keys and values, and merge the result into `out` and `lse` in place.
+    """Attend to further keys, and merge the result into `out` and `lse` in place.
 
     Args:
         library: The result of `takes`.
@@ -108,9 +107,8 @@ def _attend(
 ) -> None:
     """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Store the result in out `[H, m, d]` and lse `[H, m]`.
 
-    `last_visible` is the index of the last key that query 0 attends to. None means n - m. Each following query attends
-    to one more key. If `begun`, out and lse already contain attention to other keys, and the result is merged into
-    them.
+    `last_visible` is the index of the last key that query 0 attends to (None: n - m). Each following query attends to
+    one more key. If `begun`, the result is merged into out and lse.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible

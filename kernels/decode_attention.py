@@ -1,4 +1,4 @@
-"""Exact decode attention of one sequence, over KV that is in several parts.
+"""Exact decode attention of one sequence, whose KV is in several parts.
 
 On a CPU, `decode_attention.c` reads KV once, in place. Triton kernels are used on CUDA, and torch everywhere else.
 """
@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from ..core import BLOCK_SIZE, KVPart
 from . import native, team
 from .dispatch import attend_counted, attend_runs
+from .kv_runs import Run
 from .pages import BLOCK
 from .reference import attention_weights, merge_lse
-from .segments import Run
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""Minimum number of tokens that a thread attends to at a time (10 to 50 us of work), and maximum number of such pieces
-per KV head.
+"""Minimum number of tokens that a thread attends to at a time, and maximum number of such pieces per KV head.
 
-The split does not depend on the number of threads, so neither does the rounding of results.
+A piece takes at least 10 us. The split does not depend on the number of threads, so neither does the rounding of
+results.
 """
 
 WORTH_THREADS = 1 << 20
@@ -33,7 +33,7 @@ WORTH_THREADS = 1 << 20
 def attend(
     q: torch.Tensor, parts: list[KVPart], scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute exact attention over all KV entries of the disjoint `parts`. At least one part must not be empty.
+    """Return exact attention over all KV entries of the disjoint `parts`, at least one of which is not empty.
 
     Args:
         q: Query `[H, d]` of one token.
@@ -72,10 +72,7 @@ def attend(
 
 
 def _known(part: KVPart) -> KVPart:
-    """Return the valid entries of the part, as a part without `counts`.
-
-    If the part has counts, the host waits for the device to read them.
-    """
+    """Return the valid entries, as a part without `counts`. The host waits for the device to read them."""
     if part.counts is None:
         return part
     valid = int(part.counts[0])
@@ -83,10 +80,9 @@ def _known(part: KVPart) -> KVPart:
 
 
 def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Scale the attention output for learned attention sinks, which add to the softmax denominator.
+    """Scale the attention output `[..., d]` for learned attention sinks, which add to the softmax denominator.
 
-    `out` is `[..., d]`, lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is
-    returned unchanged.
+    lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is returned unchanged.
     """
     return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
@@ -94,8 +90,7 @@ def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | No
 def scores_lse(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None) -> torch.Tensor:
     """Return the natural log of sum(exp(scale * q·k)) over all keys, `[H]`, from q `[H, d]` and k `[Hkv, n, d]`.
 
-    The result is computed on the device of the keys. Its difference to the lse of the attended tokens gives the missed
-    attention mass.
+    It is computed on the device of the keys. Compared with the attended tokens, it gives the missed attention mass.
     """
     grouped = q.to(k.device).view(k.shape[0], -1, k.shape[2])
     return attention_weights(grouped, k, scale, softcap)[1].flatten()
@@ -106,7 +101,7 @@ def group_weights(
 ) -> torch.Tensor:
     """Return softmax weights `[Hkv, n]` of all n tokens in `parts`, summed over the query heads of each KV head.
 
-    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts together, as returned by `attend`.
+    q is `[H, d]`. lse `[H]` is the log-sum-exp over all parts, as returned by `attend`.
     """
     kv_heads, d = parts[0].shape[0], q.shape[1]
     grouped, total = q.view(kv_heads, -1, d), lse.view(kv_heads, -1)
@@ -158,8 +153,7 @@ class PagedPart(KVPart):
 
         Args:
             rows, block_rows, first, head_rows, resident, tokens: See the attributes.
-            gather: `gather(plane, ids)` copies entries `[Hkv, n, d]` with the row indices `ids` `[Hkv, n]` from
-                `rows[plane]`.
+            gather: `gather(plane, ids)` copies entries `[Hkv, n, d]` with row indices `[Hkv, n]` from `rows[plane]`.
             runs: Returns the same entries as contiguous views. None if `tokens` is not empty.
         """
         # The base class is frozen. Assigning attributes one by one would call its `__setattr__` in every layer.
@@ -224,10 +218,7 @@ _ALL_TOKENS = (None, None, 0, 0, 0, 0, 0)
 
 @native.level_cache
 def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return `decode_attention.c`, compiled for a head dimension and a dtype of q, k and v.
-
-    Return None if they are not supported or the code cannot be compiled.
-    """
+    """Return `decode_attention.c`, compiled for a head dimension and a dtype of q, k and v, or None if that fails."""
     if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32:
         return None
     code = native.compiled("decode_attention", _Call, HEAD_DIM=head_dim, BFLOAT16=int(dtype == torch.bfloat16))
@@ -239,10 +230,9 @@ def library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
 def attend_in_c(
     code: ctypes.CDLL, q: torch.Tensor, part: KVPart, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, d]` to one part, which is not empty. A `PagedPart` is not copied.
+    """Attend with q `[H, d]` to a part that is not empty. Return float32 out `[H, d]` and lse `[H]`.
 
-    Returns:
-        out `[H, d]` and lse `[H]` in float32, as defined by `reference.attend_part`.
+    A `PagedPart` is not copied.
     """
     (heads, d), q = q.shape, q.contiguous()
     located: tuple[int | None, ...]

@@ -1,7 +1,7 @@
 """Dispatch each operation of decode steps and prefills to its Triton or its torch implementation.
 
 Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. The
-modules `lists` and `segments` define results and shapes.
+modules `lists` and `kv_runs` define results and shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import lists, low_bit_lists, reference, segments
+from . import kv_runs, lists, low_bit_lists, reference
 from .lists import Scores
 
 P = ParamSpec("P")
@@ -22,15 +22,14 @@ T = TypeVar("T")
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Return whether operations on `tensor` use Triton."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
     """Return a function that calls `definition`, or its Triton version if the argument at index `on` is on CUDA.
 
-    The Triton version is the function of the same name in the module `triton`. Pass arguments up to `on` by position.
-    Argument `on` must not be a tensor of the KV pool, which may be in page-locked host memory.
+    The Triton version is the function of the same name in the module `triton`. Argument `on` is passed by position. It
+    must not be a tensor of the KV pool, which may be in page-locked host memory.
     """
 
     @wraps(definition)
@@ -83,7 +82,7 @@ attend_resident = _by_device(lists.attend_resident, "triton_resident")
 append_partial = _by_device(lists.append_partial, "triton_append")
 skew_queries = _by_device(lists.skew_queries, "triton_skew")
 append_quantised = _by_device(lists.append_quantised, "triton_append")
-attend_runs = _by_device(segments.attend_runs, "triton_segments")
+attend_runs = _by_device(kv_runs.attend_runs, "triton_kv_runs")
 append_low_bit = _by_device(low_bit_lists.append_rows, "triton_low_bit_rows")
 score_low_bit = _by_device(low_bit_lists.scores, "triton_low_bit_scores")
 merge_approximate = _by_device(low_bit_lists.merge_approximate, "triton_low_bit")

@@ -1,9 +1,9 @@
 """Operations of the decode step on a batch, in torch: the reference implementation of the Triton kernels.
 
-A list is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists, and
-the lists of a sequence are adjacent. The lists of a batch differ in length. int32 tensors (`starts`, `stops`, `counts`)
-tell which part of each list is valid, so that shapes are static and the host never waits. Data that a sequence keeps
-between steps is in one tensor per sequence (`PointerTable`).
+A *list* is the data of one KV head of one sequence: its keys, scores or selected tokens. There are P = B * Hkv lists,
+and the lists of a sequence are adjacent. Lists differ in length, and int32 tensors (`starts`, `stops`, `counts`) tell
+which part is valid, so that shapes are static and the host never waits. Data that a sequence keeps between steps is in
+one tensor per sequence (`PointerTable`).
 
 Scores and log-sum-exp (LSE, natural logarithm) are float32 (float64 for float64 inputs). An empty list has LSE -inf and
 output 0.
@@ -54,7 +54,7 @@ class Scores:
 
 
 def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows of `rows` `[R, w]` by their indices to out `[P, n, w]`.
+    """Copy rows of `rows` `[R, w]` with the indices `ids` to out `[P, n, w]`.
 
     `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. All other entries of `out`, and
     entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written.
@@ -97,7 +97,7 @@ def gather_tokens(
 def write_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Write K and V `[P, w]` of each sequence's newest token to the pool `rows` `[R, w]`. P = B * Hkv.
+    """Write the newest K and V `[P, w]` of each sequence to the pool `rows` `[R, w]`. P = B * Hkv.
 
     The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
     `[B]`, `planes` is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
@@ -108,24 +108,24 @@ def write_rows(
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
-    """Write K and V `[P, d]` of each sequence's newest token to index `places[b]` of its resident KV. P = B * Hkv.
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
+    """Write the newest K and V `[P, d]` to index `indices[b]` of each sequence's resident KV. P = B * Hkv.
 
-    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. `places`
-    is int64 `[B]`. Sequences with a negative index are skipped.
+    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. `indices` is int64
+    `[B]`. Sequences with a negative index are skipped.
     """
     batch = len(kept.tensors)
     newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
-    for rows, own, place in zip(kept.tensors, newest, places, strict=True):
-        if place >= 0:
-            rows.index_copy_(1, place.view(1), own.unsqueeze(1))
+    for rows, own, index in zip(kept.tensors, newest, indices, strict=True):
+        if index >= 0:
+            rows.index_copy_(1, index.view(1), own.unsqueeze(1))
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy K and V at the indices `slots` of each list to out `[2, P, n, w]`. P = B * Hkv.
+    """Copy K and V at the indices `slots`, int64 `[P, n]`, of each list to out `[2, P, n, w]`. P = B * Hkv.
 
-    `slots` is int64 `[P, n]`. `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of
-    all heads. Entries of `out` with a negative slot stay unchanged.
+    `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Entries of `out`
+    with a negative slot stay unchanged.
     """
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
@@ -187,12 +187,12 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
 def partial_scores(
     q: torch.Tensor, keys: PointerTable, starts: torch.Tensor, stops: torch.Tensor, tokens: int
 ) -> Scores:
-    """Score skewed and scaled queries with partial keys: the first r columns of skewed keys.
+    """Score skewed and scaled queries with partial keys (some columns of skewed keys).
 
     Args:
         q: Queries `[P, G, r]`.
         keys: Partial keys `[Hkv, r, N_b]` of each sequence b, of any dtype.
-        starts, stops: Each list has the valid tokens [start, stop). int32 `[P]`.
+        starts, stops: Valid tokens [start, stop) of each list, int32 `[P]`.
         tokens: Length N of the result, at least the length of the longest list.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
@@ -212,10 +212,10 @@ def quantised_scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Return the scores of skewed and scaled queries q `[P, G, d]` for quantised keys. P = B * Hkv.
+    """Score skewed and scaled queries q `[P, G, d]` with quantised keys. P = B * Hkv.
 
-    The keys of sequence b are an int8 tensor `[Hkv, m_b, w]` (`selection.pack`). A byte contains one dimension of
-    8 / bits tokens, so there are m_b * 8 / bits tokens. Bytes after the first d of a row are ignored. `mean` and `step`
+    The keys of sequence b are an int8 tensor `[Hkv, m_b, w]` (`selection.pack`). A byte contains one dimension of 8 /
+    bits tokens, so there are m_b * 8 / bits tokens. Bytes after the first d of a row are ignored. `mean` and `step`
     `[Hkv, d]` are the same for all sequences. For the other arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
@@ -228,7 +228,7 @@ def quantised_scores(
 def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, page: int = 1) -> Scores:
     """Set the scores of pages without a token in [start, stop) to -inf, and compute block statistics.
 
-    `scores` `[P, G, N]` has one score per page of `page` tokens. `starts` and `stops` are int32 `[P]`.
+    `scores` `[P, G, N]` has one score per page of `page` tokens.
     """
     token = torch.arange(scores.shape[2], device=scores.device) * page
     outside = (token + page <= starts[:, None]) | (token >= stops[:, None])
@@ -280,10 +280,9 @@ def select_tokens(
 def attend_counted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to the first `counts[p]` entries of k and v `[P, n, d]` in each of P = B * Hkv lists.
+    """Attend with q `[P, G, d]` to the first `counts[p]` entries of k and v `[P, n, d]`. P = B * Hkv.
 
-    Returns:
-        out `[P, G, d]` and lse `[P, G]` in float32 (float64 for float64 inputs).
+    Return out `[P, G, d]` and lse `[P, G]` in float32 (float64 for float64 inputs).
     """
     return _attend(q, k, v, torch.arange(k.shape[1], device=k.device) >= counts[:, None], scale)
 
@@ -300,13 +299,12 @@ def attend_resident(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    `kept` has the resident KV of each sequence, `[2 * Hkv, capacity, d]` (`store_resident`). A list attends to
-    positions [start, stop) of it. The capacity is the same for all sequences. The fetched KV is the first `counts[p]`
-    entries of k and v `[P, n, d]`.
+    The resident KV of each sequence is `[2 * Hkv, capacity, d]` (`store_resident`), with equal capacities. A list
+    attends to the indices [start, stop) of it, and to the first `counts[p]` fetched entries k and v `[P, n, d]`.
     """
     keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
-    place = torch.arange(keys.shape[1], device=q.device)
-    hidden = (place < starts[:, None]) | (place >= stops[:, None])
+    column = torch.arange(keys.shape[1], device=q.device)
+    hidden = (column < starts[:, None]) | (column >= stops[:, None])
     parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]
     outs, lses = zip(*parts, strict=True)
     return merge_lse(outs, lses)
@@ -315,7 +313,7 @@ def attend_resident(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[P, G, d]` to k and v `[P, n, d]`, except entries that are `hidden` (bool `[P, n]`)."""
+    """Attend with q `[P, G, d]` to the entries of k and v `[P, n, d]` that are not `hidden` (bool `[P, n]`)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.bmm(q.to(wide), k.to(wide).transpose(1, 2)) * scale
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
@@ -373,16 +371,9 @@ def append_quantised(
 
 
 def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
-    """Skew the queries q `[H, B, d]` of a batch and multiply them by `scale`.
+    """Multiply the queries q `[H, B, d]` of a batch by `basis` and `scale`. Return contiguous `[P, G, r]`.
 
-    Args:
-        q: Queries.
-        basis: `[Hkv, d, r]`, the same for all sequences, or `[P, d, r]` with one matrix per list. P = B * Hkv.
-        kv_heads: Hkv.
-        scale: Factor.
-
-    Returns:
-        Contiguous queries `[P, G, r]` in the dtype of the basis.
+    `basis` is `[Hkv, d, r]`, the same for all sequences, or `[P, d, r]` with one matrix per list. P = B * Hkv.
     """
     batch, d = q.shape[1:]
     grouped = q.reshape(kv_heads, -1, batch, d).permute(2, 0, 1, 3)
@@ -393,5 +384,5 @@ def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: flo
 
 
 def _skewed(k: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Skew k `[P, d]` to `[P, r]`. If there are fewer than P bases, they are reused in turn."""
+    """Multiply keys k `[P, d]` by basis `[bases, d, r]`. If there are fewer than P bases, they are reused in turn."""
     return skew(k.view(-1, len(basis), k.shape[1]).transpose(0, 1), basis).transpose(0, 1).flatten(0, 1)

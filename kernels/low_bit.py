@@ -1,14 +1,13 @@
 """Low-bit keys and values, and attention over them, in torch: the reference implementation of faster kernels.
 
-A vector `[d]` is stored as d codes of `bits` bits (`d * bits / 8` bytes) and one 8-bit step size. Code c represents the
-value `(c - (2^bits - 1) / 2) * step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no
-value is clipped. A smaller step would have a smaller mean error, but clipping errors do not average out in the weighted
-sum over many tokens, as rounding errors do.
+A vector `[d]` is stored as d codes of `bits` bits and one 8-bit step size. Code c represents `(c - (2^bits - 1) / 2) *
+step`. The step is the largest magnitude of the vector divided by 2^(bits - 1), so no value is clipped. A smaller step
+would have a smaller mean error, but clipping errors do not average out in the weighted sum over many tokens, as
+rounding errors do.
 
 One step per vector is enough because vectors are first multiplied by an orthogonal matrix (`mixing`), which spreads
-large channels over all channels.
-
-Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages (`pages.py`).
+large channels over all channels. Vectors are stored in blocks of 64 tokens (`Layout`), and blocks in pages
+(`pages.py`).
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ SMALLEST = (127 - 20) << 3
 def mixing(d: int) -> torch.Tensor:
     """Return an orthogonal float64 matrix `[d, d]` whose elements all have small magnitude.
 
-    It is the Kronecker product of a Hadamard matrix, whose size is the largest power of two that divides d, and a
-    discrete cosine transform, whose size is the odd factor of d.
+    It is the Kronecker product of a Hadamard matrix (the largest power of two that divides d) and a discrete cosine
+    transform (the odd factor of d).
     """
     odd = d // (d & -d)
     column = torch.arange(odd, dtype=torch.float64)
@@ -48,16 +47,15 @@ def mixing(d: int) -> torch.Tensor:
 
 
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
-    """Encode positive quantisation step sizes as uint8 floats with five exponent bits and three fraction bits.
+    """Encode positive step sizes as uint8 floats with five exponent bits and three fraction bits.
 
-    Each step is rounded up. Steps outside the range of the format, 2^-20 to 1.875 * 2^11, are clamped.
+    Steps are rounded up, and clamped to the range of the format, 2^-20 to 1.875 * 2^11.
     """
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
     return (upper - SMALLEST).clamp_(0, 255).to(torch.uint8)
 
 
 def decode_steps(codes: torch.Tensor) -> torch.Tensor:
-    """Decode the codes of `encode_steps` to float32."""
     return ((codes.to(torch.int32) + SMALLEST) << 20).view(torch.float32)
 
 
@@ -66,7 +64,8 @@ def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
     Returns:
         Packed codes, uint8 `[..., w]` with w = d * bits / 8, and the codes of the steps, uint8 `[...]`. Byte i contains
-        the codes of channels i, i + w, i + 2w, and so on, the first one in the lowest bits.
+        the codes of
+        channels i, i + w, i + 2w, and so on, the first one in the lowest bits.
     """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
@@ -79,12 +78,10 @@ def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack the codes of `quantise_rows` to uint8 `[..., d]`."""
     return torch.cat([(packed >> (bits * field)) & ((1 << bits) - 1) for field in range(8 // bits)], -1)
 
 
 def dequantise_rows(packed: torch.Tensor, steps: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the vectors `[..., d]` that packed codes and step codes represent."""
     levels = unpack_rows(packed, bits).to(dtype) - ((1 << bits) - 1) / 2
     return levels * decode_steps(steps).to(dtype).unsqueeze(-1)
 
@@ -115,33 +112,30 @@ class Layout:
 
     @property
     def key_bytes(self) -> int:
-        """Size in bytes of one packed key."""
         return self.head_dim * KEY_BITS // 8
 
     @property
     def value_bytes(self) -> int:
-        """Size in bytes of one packed value."""
         return self.head_dim * self.value_bits // 8
 
     @property
     def block_bytes(self) -> int:
-        """Size in bytes of one block."""
         return BLOCK * (self.key_bytes + self.value_bytes + 2)
 
     def keys(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return packed keys `[Hkv, blocks, 64, key_bytes]` and coded quantisation steps `[Hkv, blocks, 64]`."""
+        """Return packed keys `[Hkv, blocks, 64, key_bytes]` and the codes of their steps `[Hkv, blocks, 64]`."""
         steps = BLOCK * (self.key_bytes + self.value_bytes)
         packed = rows[:, :, : BLOCK * self.key_bytes].unflatten(2, (-1, BLOCK)).transpose(2, 3)
         return packed, rows[:, :, steps : steps + BLOCK]
 
     def values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return packed values `[Hkv, blocks, 64, value_bytes]` and coded quantisation steps `[Hkv, blocks, 64]`."""
+        """Return packed values `[Hkv, blocks, 64, value_bytes]` and the codes of their steps `[Hkv, blocks, 64]`."""
         first, steps = BLOCK * self.key_bytes, BLOCK * (self.key_bytes + self.value_bytes)
         return rows[:, :, first:steps].unflatten(2, (BLOCK, -1)), rows[:, :, steps + BLOCK :]
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise `rows` `[Hkv, m, d]`, values if `values` and otherwise keys. Store them from slot `start` on."""
+    """Quantise keys (or `values`) `[Hkv, m, d]`, and store them from slot `start` on."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
     for blocks, slots, at in pages.parts(range(start, start + rows.shape[1])):
         places = torch.arange(slots.start, slots.stop, device=rows.device)
@@ -156,8 +150,8 @@ def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: La
     """Return scores `[Hkv, G, n]` of queries q `[Hkv, G, d]` for the low-bit keys of `tokens`.
 
     q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
-    quantisation. The query is rounded to int8 with one scale per query head (`selection.quantise_query`), so the sum
-    over channels is an exact integer, the same on every device.
+    quantisation. The query is rounded to int8 with one scale per query head (`selection.quantise_query`), so sums over
+    channels are exact integers, the same on every device.
     """
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
@@ -181,8 +175,7 @@ def approximate_attention(
     """Attend to the low-bit KV of `tokens`, except the tokens in `skip`.
 
     Args:
-        q: See `low_bit_scores`.
-        mean: See `low_bit_scores`.
+        q, mean: See `low_bit_scores`.
         pages: The low-bit KV.
         layout: Layout of its blocks.
         tokens: The range of tokens.
@@ -191,7 +184,8 @@ def approximate_attention(
 
     Returns:
         out `[Hkv, G, d]`, not yet multiplied by the inverse of `mixing`, and lse `[Hkv, G]`, in float32 (float64 for
-        float64 inputs). If all tokens are excluded, out is 0 and lse is -inf.
+        float64
+        inputs). If all tokens are excluded, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)

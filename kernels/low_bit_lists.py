@@ -25,7 +25,7 @@ def append_rows(
     table: PageTable,
     slots: torch.Tensor,
 ) -> None:
-    """Quantise k and v `[P, d]` of the newest token of each list and store them in slot `slots[p]` (int64).
+    """Quantise the newest k and v `[P, d]` of each list, and store them in slot `slots[p]` (int64).
 
     Keys are multiplied by `basis` `[Hkv, d, d]`, and `mean` `[Hkv, d]` is subtracted. Values are multiplied by `mixing`
     `[d, d]`. Lists with a negative slot are skipped.
@@ -50,7 +50,7 @@ def scores(
     stops: torch.Tensor,
     tokens: int,
 ) -> Scores:
-    """Score queries q `[P, G, d]` for the tokens [start, stop) of each list. Other tokens get the score -inf.
+    """Score queries q `[P, G, d]` with the low-bit keys [start, stop) of each list; other tokens get the score -inf.
 
     q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
     quantisation. `tokens` is the length of the result, at least the length of the longest list.
@@ -78,7 +78,7 @@ def merge_approximate(
     lse: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge exact and low-bit attention into one softmax. Return out `[P, G, d]` and lse `[P, G]`.
+    """Merge exact attention with low-bit attention to other tokens. Return out `[P, G, d]` and lse `[P, G]`.
 
     Args:
         q, mean, layout, table, tokens: See `scores`.

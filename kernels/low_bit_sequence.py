@@ -57,7 +57,7 @@ class _StoreCall(ctypes.Structure):
 
 @native.level_cache
 def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
-    """Return `low_bit.c`, compiled for these sizes. Return None if they are not supported or compilation fails."""
+    """Return `low_bit.c`, compiled for these sizes, or None if they are not supported or compilation fails."""
     if head_dim % 32:
         return None
     constants = {"HEAD_DIM": head_dim, "VALUE_BITS": value_bits, "PAGE_BLOCKS": PAGE_BLOCKS}
@@ -72,10 +72,7 @@ def library(head_dim: int, value_bits: int) -> ctypes.CDLL | None:
 def low_bit_query(
     q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: Layout, tokens: range
 ) -> LowBitQuery | NativeQuery:
-    """Return an object that scores the low-bit KV of `tokens` and attends to it (see `LowBitQuery`).
-
-    Do not use the object after the KV has changed.
-    """
+    """Return an object that scores the low-bit KV of `tokens` and attends to it, valid until the KV changes."""
     (heads, group, _), native_type = q.shape, q.is_cpu and q.dtype == torch.float32
     code = library(layout.head_dim, layout.value_bits) if native_type else None
     if code is None or group > MAX_QUERIES or not tokens:
@@ -99,7 +96,7 @@ def low_bit_query(
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """Low-bit query of one sequence, computed as a batch of one (`low_bit_lists`).
+    """Query of one sequence to its low-bit KV, computed as a batch of one (`low_bit_lists`).
 
     Attributes:
         q: Queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys.
@@ -123,10 +120,9 @@ class LowBitQuery:
         return found.scores[:, :, self.tokens.start :]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by their scores (`selection.select_tokens`).
+        """Select tokens with `selection.select_tokens`.
 
-        Returns:
-            Indices int64 `[Hkv, n]`, counted from the first of `tokens`.
+        Return indices `[Hkv, n]`, counted from the first of `tokens`.
         """
         return select_tokens(self.scores, alpha, limit)
 
@@ -137,16 +133,13 @@ class LowBitQuery:
         rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact with approximate attention. The result equals one softmax over both.
+        """Merge exact attention with approximate attention to all other tokens, in one softmax.
 
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
             skip: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
             rotations: Matrix `[d, d]` that the values were multiplied by before quantisation, and its inverse.
             softcap: Soft cap of the scores, or None.
-
-        Returns:
-            Merged out and lse.
         """
         starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, skip.shape[1])
         out, lse = (each.to(self.q.dtype).contiguous() for each in exact)
@@ -188,11 +181,6 @@ class NativeQuery:
     inputs: tuple[torch.Tensor, torch.Tensor, Pages]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
-        """Select tokens by their scores, as `selection.select_tokens` does.
-
-        Every KV head selects the same number n of tokens, at most `limit`. Return their indices int64 `[Hkv, n]` in
-        ascending order, counted from the first scored token.
-        """
         chosen = select_in_c(self.scores, self.statistics[0], self.statistics[1], alpha, limit)
         return select_tokens(self.scores, alpha, limit) if chosen is None else chosen
 
@@ -203,7 +191,6 @@ class NativeQuery:
         rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to all other tokens (`LowBitQuery.merge`)."""
         call, (heads, group, d) = self.call, self.inputs[0].shape
         blocks, parts = self.scores.stride(1) // BLOCK, len(self.statistics) // 2 - 1
         skip, results = skip.contiguous(), heads * group * parts
@@ -220,7 +207,7 @@ class NativeQuery:
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
-    """Quantise `rows` `[Hkv, m, d]`, values if `values` and otherwise keys. Store them from slot `start` on."""
+    """Quantise keys (or `values`) `[Hkv, m, d]`, and store them from slot `start` on."""
     if dispatch.uses_triton(rows):
         from . import triton_low_bit_rows
 

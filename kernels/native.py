@@ -1,4 +1,4 @@
-"""Load the C code of this folder, which is compiled on first use."""
+"""Loads the C code of this folder, which is compiled on first use."""
 
 from __future__ import annotations
 
@@ -26,29 +26,26 @@ _caches: list[Callable[[], None]] = []
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of `function` until `forget` is called.
-
-    The results depend on the processor level: the instruction sets that compiled code may use.
-    """
+    """Cache the results of a function until `forget`: they depend on the instruction sets that C code may use."""
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)
 
 
 def forget() -> None:
-    """Unload the compiled code. The next call loads it for the current processor level."""
+    """Unload the compiled code. The next call loads it for the current instruction sets."""
     for clear in _caches:
         clear()
 
 
 def has_tiles() -> bool:
-    """Return whether torch multiplies bfloat16 matrices with AMX on this processor. AMX is faster than our C code."""
+    """Return whether torch multiplies bfloat16 matrices with AMX, which is faster than our C code."""
     return processor_level() == "avx512_bf16" and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 @level_cache
 def compiled(name: str, *structures: type[ctypes.Structure], **constants: int) -> ctypes.CDLL | None:
-    """Load `name`.c of this folder, compiled with the macros `constants`. Return None if it cannot be compiled.
+    """Compile `name`.c of this folder with the macros `constants`. Return None if that fails.
 
     Raises:
         RuntimeError: One of `structures` differs from its definition in C.

@@ -17,13 +17,10 @@ from .h2d_copy import to_device
 from .pointer_table import ALIGNED
 
 BLOCK = 64
-"""Tokens per block."""
 
 PAGE_BLOCKS = native_libraries.PAGE_BLOCKS
-"""Blocks per page."""
 
 PAGE_TOKENS = PAGE_BLOCKS * BLOCK
-"""Tokens per page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +42,15 @@ class Pages:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], layer: int = 0) -> Pages:
-        """Create an instance from the pages of a sequence, and read the addresses of the pages."""
+        """Create an instance from the pages of a sequence, and read their addresses."""
         return cls(tuple(tensors), addresses_of(tensors), layer)
 
     def of_layer(self, layer: int) -> Pages:
-        """Return the low-bit KV of another layer of the same sequence."""
         return Pages(self.tensors, self.addresses, layer, self.origin or self)
 
     @property
     def table(self) -> torch.Tensor:
-        """Addresses of the pages on their device, int64 `[pages]`. All layers of a sequence share one copy."""
+        """Addresses of the pages on their device, int64 `[pages]`, shared by all layers of a sequence."""
         return (self.origin or self)._table
 
     @cached_property
@@ -63,7 +59,6 @@ class Pages:
 
     @property
     def heads(self) -> int:
-        """Number of KV heads, Hkv."""
         return self.tensors[0].shape[1]
 
     @cached_property
@@ -72,10 +67,9 @@ class Pages:
         return self.layer * self.tensors[0].stride(0)
 
     def parts(self, tokens: range) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """Yield the pages that contain `tokens`.
+        """Yield the pages that contain `tokens`, as blocks `[Hkv, PAGE_BLOCKS, block_bytes]`.
 
-        Each item consists of the blocks of the page `[Hkv, PAGE_BLOCKS, block_bytes]`, the slice of the page's tokens
-        that are in `tokens`, and the corresponding slice of `tokens`.
+        With each come the slice of the page's tokens that are in `tokens`, and the corresponding slice of `tokens`.
         """
         at = tokens.start
         while at < tokens.stop:
@@ -103,7 +97,6 @@ class PageTable:
 
     @classmethod
     def of(cls, pages: Sequence[Pages]) -> PageTable:
-        """Create an instance with a new table of the addresses of `pages`."""
         device = pages[0].tensors[0].device
         return cls(tuple(pages), table_of(pages, max(len(own.tensors) for own in pages)).to(device))
 
@@ -119,19 +112,18 @@ class PageTable:
 
     @property
     def offset(self) -> int:
-        """Offset in bytes of the layer within a page."""
         return self.pages[0].offset
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of page tensors, int64 on the host. Each tensor and its blocks must be aligned."""
+    """Return the addresses of page tensors, which must be aligned, int64 on the host."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNED == 0 for address in addresses)
     return torch.tensor(addresses, dtype=torch.int64)
 
 
 def table_of(pages: Sequence[Pages], most: int) -> torch.Tensor:
-    """Return the addresses of the first `most` pages of each sequence, padded with 0. int64 `[B, most]` on the host."""
+    """Return the addresses of the first `most` pages of each sequence, padded with 0, int64 `[B, most]`."""
     table = torch.zeros(len(pages), most, dtype=torch.int64)
     for row, own in zip(table, pages, strict=True):
         known = own.addresses[:most]

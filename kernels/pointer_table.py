@@ -1,7 +1,7 @@
-"""A table on the device with the memory addresses of one tensor per sequence of a batch.
+"""Table on the device with the addresses of one tensor per sequence of a batch.
 
-If sequences join or leave the batch, or if their tensors are reallocated, only the table changes. Tensors need not
-be concatenated, and the launch arguments of kernels stay the same.
+If sequences join or leave the batch, or if their tensors are reallocated, only the table changes. Tensors need not be
+concatenated, and the launch arguments of kernels stay the same.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ class PointerTable:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> PointerTable:
-        """Create an instance with a new table of the addresses and strides of `tensors`."""
         table = torch.tensor([entry(tensor) for tensor in tensors], dtype=torch.int64)
         return cls(tuple(tensors), table.to(tensors[0].device))
 
     @property
     def heads(self) -> int:
-        """Number of lists per sequence."""
         return self.tensors[0].shape[0]
 
     @property
     def lists(self) -> int:
-        """Number of lists of all sequences, P."""
         return self.heads * len(self.tensors)
 
     @property
@@ -62,6 +59,5 @@ class PointerTable:
 
 
 def entry(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return the table fields of `tensor`: its address and its first two strides."""
     assert tensor.dim() == 3 and tensor.stride(2) == 1
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)

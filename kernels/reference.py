@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 CACHED = 8 << 20
-"""Size in bytes of keys that still fit in the caches of a processor."""
+"""Size in bytes of keys that fit in the caches of a processor."""
 
 FEW = 8
 """Maximum number of queries per KV head for which products with keys larger than the caches are computed as k q^T."""
@@ -24,7 +24,7 @@ WIDENED = 1 << 20
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, stored in `out` unless it is None.
+    """Return scale * q k^T `[Hkv, G, n]` of q `[Hkv, G, d]` and k `[Hkv, n, d]`, in `out` unless it is None.
 
     The result is float32 (float64 for float64 keys), even for half-precision keys.
     """
@@ -41,7 +41,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
 
 
 def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return q k^T of half-precision q and k, accumulated in float32 and stored in the float32 tensor `out`."""
+    """Return q k^T of half-precision tensors, accumulated in the float32 tensor `out`."""
     # Scores must not be rounded to bfloat16: a score of 20 would change by about 0.05, and its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
@@ -55,13 +55,10 @@ def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch
 def attention_weights(
     q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax weights and log-sum-exp over one part of the keys.
+    """Return softmax weights exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]` over one part of the keys.
 
     q is `[Hkv, G, d]`, k is `[Hkv, n, d]` with n >= 1. The scores are s = scale * q k^T, soft-capped unless `softcap`
     is None.
-
-    Returns:
-        The weights exp(s - lse) `[Hkv, G, n]` and lse `[Hkv, G]`.
     """
     scores = capped(scaled_scores(q, k, scale), softcap)
     weights = torch.softmax(scores, -1)
@@ -69,15 +66,14 @@ def attention_weights(
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Replace scores s with c tanh(s / c) in place, for c = `softcap`. If it is None, the scores stay unchanged."""
+    """Replace scores s by c tanh(s / c) in place, for c = `softcap`, unless it is None."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[Hkv, G, d]` to k and v `[Hkv, n, d]`, n >= 1.
 
-    Returns:
-        out `[Hkv, G, d]` and lse `[Hkv, G]` in float32 (float64 for float64 inputs).
+    Return out `[Hkv, G, d]` and lse `[Hkv, G]` in float32 (float64 for float64 inputs).
     """
     weights, lse = attention_weights(q, k, scale)
     out = torch.bmm(weights.to(v.dtype), v)
@@ -85,10 +81,9 @@ def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 
 
 def merge_lse(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint parts of the keys (Hydragen §3.1, ChunkAttention eq. 2).
+    """Merge out `[..., d]` and lse `[...]` of attention over disjoint parts (Hydragen §3.1, ChunkAttention eq. 2).
 
-    The result of a part is out `[..., d]` and lse `[...]`. An empty part has out 0 and lse -inf. Return out and lse of
-    attention over all parts.
+    An empty part has out 0 and lse -inf.
     """
     stacked = torch.stack(list(lses))
     lse = torch.logsumexp(stacked, 0)
@@ -112,7 +107,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply RoPE to x `[heads, T, d]`: return x * cos + (x with swapped halves) * sin, in the dtype of x.
 
-    cos and sin are `[1, T, d]`. sin includes the sign of each half. The result is computed in the wider of the two
+    cos and sin are `[1, T, d]`. sin includes the sign of each half. Products are computed in the wider of the two
     dtypes.
     """
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))

@@ -30,16 +30,12 @@ The quantiser has the least mean squared error (Max, 1960, table II). The value 
 
 
 def skew(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Multiply queries or keys x `[Hkv, m, d]` by basis `[Hkv, d, r]` (InfiniGen eq. 2).
-
-    Returns:
-        `[Hkv, m, r]` in the dtype of the basis.
-    """
+    """Multiply queries or keys x `[Hkv, m, d]` by basis `[Hkv, d, r]` (InfiniGen eq. 2), in the dtype of the basis."""
     return torch.bmm(x.to(basis.dtype), basis)
 
 
 def dot_scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Multiply q `[Hkv, G, r]` by keys `[Hkv, r, n]` of any dtype. Return scores `[Hkv, G, n]` in the dtype of q."""
+    """Multiply q `[Hkv, G, r]` by keys `[Hkv, r, n]` of any dtype. Return `[Hkv, G, n]` in the dtype of q."""
     if keys.dtype == q.dtype:
         return torch.bmm(q, keys)
     # Convert half-precision keys to the dtype of q, one head at a time. A half-precision product is slower on a CPU,
@@ -64,7 +60,7 @@ def quantise(x: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int)
 
 
 def dequantise(codes: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the levels of the codes (see `quantise`), `[Hkv, m, d]`, in the dtype of `mean`."""
+    """Return the values `[Hkv, m, d]` of the codes of `quantise`, in the dtype of `mean`."""
     return (codes.to(mean.dtype) - ((1 << bits) - 1) / 2) * step.unsqueeze(1) + mean.unsqueeze(1)
 
 
@@ -83,7 +79,6 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack bytes made by `pack` to codes, uint8 `[Hkv, f * m, d]`."""
     raw = packed.view(torch.uint8) ^ 128
     fields = [(raw >> (bits * field)) & ((1 << bits) - 1) for field in range(8 // bits)]
     return torch.stack(fields, 2).flatten(1, 2)
@@ -94,7 +89,8 @@ def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         int8 codes `[Hkv, G, d]`, symmetric around 0, and scales `[Hkv, G, 1]`, one per query head. Their rounding error
-        is less than a fifth of that of int4 keys.
+        is less
+        than a fifth of that of int4 keys.
     """
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
     return (weights / scale).round_().to(torch.int8), scale
@@ -103,11 +99,11 @@ def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantised_scores(
     q: torch.Tensor, packed: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Score skewed and scaled queries q `[Hkv, G, d]` with quantised keys. Return `[Hkv, G, f * m]`.
+    """Score skewed and scaled queries q `[Hkv, G, d]` with packed keys int8 `[Hkv, m, d]`. Return `[Hkv, G, f * m]`.
 
-    The keys are packed as int8 `[Hkv, m, d]`, with the codes of f = 8 / bits tokens per byte. `mean` and `step` are the
-    arguments of `quantise`. The score with a dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T.
-    The factor q * step is rounded to int8, so the sum over columns is an exact integer, the same on every device.
+    A byte has the codes of f = 8 / bits tokens. `mean` and `step` are the arguments of `quantise`. The score with a
+    dequantised key k~ is q k~^T = (q * step) (code - middle)^T + q mean^T. The factor q * step is rounded to int8, so
+    the sum over columns is an exact integer, the same on every device.
     """
     weights, scale, offset = _affine(q, mean, step, bits)
     sums = _code_sums_cpu if packed.device.type == "cpu" else code_sums
@@ -175,18 +171,15 @@ def floor_share(share: float, of: int) -> int:
 
 @lru_cache(maxsize=64)  # All layers of a step have the same candidates.
 def selection_limit(candidates: int, max_fraction: float) -> int:
-    """Return how many tokens a sequence may select: `max_fraction` of its candidates, rounded down.
-
-    The result is at least 1 if there are candidates.
-    """
+    """Return how many of the candidates a sequence may select: rounded down, but at least one."""
     return max(min(1, candidates), floor_share(max_fraction, candidates))
 
 
 def token_count(passing: int, heads: int, limit: int) -> int:
     """Return how many tokens each KV head of a layer selects (paper §4.3).
 
-    A token passes a query head if its score is near the head's maximum. `passing` is the sum of the numbers of passing
-    tokens over all `heads` query heads. The result is passing / heads, rounded up, and at most `limit`. It is 0 if
+    `passing` is the number of tokens that pass a query head, summed over all `heads`. A token passes a query head if
+    its score is near the head's maximum. The result is passing / heads, rounded up, and at most `limit`. It is 0 if
     there are no candidates or all scores are NaN.
     """
     return min(-(-passing // heads), limit)
@@ -195,15 +188,14 @@ def token_count(passing: int, heads: int, limit: int) -> int:
 def group_scores(scores: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
     """Combine scores `[Hkv, G, n]` to one score per KV head `[Hkv, n]`: the maximum of log-softmax over the group.
 
-    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. If it is None, which requires G = 1, return the
-    scores unchanged.
+    `lse` `[Hkv, G, 1]` is the logarithm of the softmax denominator. It is None if G = 1; the scores are then unchanged.
     """
     # log-softmax gives the same order as softmax, and does not underflow.
     return scores[:, 0] if lse is None else (scores - lse).amax(1)
 
 
 def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
-    """Return the log-sum-exp `[Hkv, G, 1]` of scores `[Hkv, G, n]` for `group_scores`, or None if G = 1."""
+    """Return the log-sum-exp `[Hkv, G, 1]` of scores `[Hkv, G, n]`, or None if G = 1."""
     if scores.shape[1] == 1:
         return None
     lse = torch.logsumexp(scores, -1, keepdim=True)
@@ -211,9 +203,9 @@ def group_lse(scores: torch.Tensor) -> torch.Tensor | None:
 
 
 def top_tokens(values: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the indices, int64 `[Hkv, n]`, of the n largest values in each row of `values` `[Hkv, m]`.
+    """Return the indices `[Hkv, n]` of the n largest values in each row `[Hkv, m]`, in the order of `select_tokens`.
 
-    The indices are in the order of `select_tokens`. If values are equal, the lower index is selected.
+    If values are equal, the lower index is selected.
     """
     if values.device.type != "cpu":
         return values.sort(dim=1, descending=True, stable=True).indices[:, :n]
@@ -260,7 +252,7 @@ class _Ranking(ctypes.Structure):
 def select_in_c(
     scores: torch.Tensor, peak: torch.Tensor, lse: torch.Tensor | None, alpha: float, limit: int
 ) -> torch.Tensor | None:
-    """Select at most `limit` tokens per KV head, as `select_tokens` does.
+    """Select at most `limit` tokens per KV head like `select_tokens`. Return None if the C code is not available.
 
     Args:
         scores: Float32 scores `[Hkv, G, n]`.
@@ -270,7 +262,7 @@ def select_in_c(
         limit: Maximum number of tokens to select per KV head.
 
     Returns:
-        Token indices int64 `[Hkv, m]`, ascending. None if the C code is not available.
+        Token indices int64 `[Hkv, m]`, ascending.
     """
     library = _best_scores()
     if library is None:
@@ -309,9 +301,9 @@ def select_tokens_reference(
     """Compute `select_tokens` in plain torch. `lse` is the `group_lse` of the scores; None computes it.
 
     A token passes a query head if its score is within `alpha` of the largest score of that head. Every KV head selects
-    the same number n of tokens: the mean number of tokens that pass a query head of the layer, rounded up, and at most
-    `limit` (`token_count`). It selects from the tokens that pass at least one query head of the layer, in descending
-    order of its own scores (`group_scores`). There are at least n such tokens.
+    the same number of tokens: the mean number that pass a query head of the layer, rounded up, and at most `limit`
+    (`token_count`). Among the tokens that pass any query head of the layer, it takes those with its largest own scores
+    (`group_scores`).
     """
     kv_heads, group, candidates = scores.shape
     if candidates == 0:

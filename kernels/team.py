@@ -34,7 +34,7 @@ def runner() -> Any:
     """Return the C function `team_run(function, call, parts, threads)`.
 
     It calls the C function `function(call, part)` for each part in `range(parts)`, on up to `threads` threads including
-    the calling thread. C kernels that distribute their stages themselves take it as an argument.
+    the calling one. C kernels that distribute their stages themselves take it as an argument.
     """
     library = _library()
     assert library is not None, "the kernel was compiled, so the team can be"
@@ -42,9 +42,9 @@ def runner() -> Any:
 
 
 def share(compute: Callable[[int], None], parts: int) -> None:
-    """Call `compute(part)` for each part in `range(parts)`, on up to `threads()` threads including the calling thread.
+    """Call `compute(part)` for each part in `range(parts)`, on up to `threads()` threads.
 
-    torch uses one thread inside `compute`.
+    Inside `compute`, torch uses one thread.
     """
     taken, helpers = itertools.count(), min(threads(), parts) - 1
 
@@ -65,10 +65,7 @@ def share(compute: Callable[[int], None], parts: int) -> None:
 
 
 def threads(most: int | None = None) -> int:
-    """Return the number of threads that kernels may use: torch's setting, at most the number of processors.
-
-    `most` limits the number for computations that are too small for many threads. The result is at least 1.
-    """
+    """Return the number of threads for kernels: at most `most`, torch's setting and the number of processors."""
     if most is not None and most <= 1:
         return 1
     outer = getattr(_outer, "threads", None)
@@ -99,7 +96,7 @@ def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
 
 
 def engine_threads(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context for the engine's computations on `device`: `torch_on_one_thread` if it is a CPU."""
+    """Return the context for the engine's computations: `torch_on_one_thread` on a CPU."""
     return torch_on_one_thread() if device.type == "cpu" else nullcontext()
 
 

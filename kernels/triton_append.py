@@ -1,7 +1,5 @@
 """Append the newest token to the resident KV and the scoring keys on the device, in Triton.
 
-The skewed key is stored as a column of the partial keys, or quantised and packed into a byte of the packed keys.
-
 Memory traffic per KV head: d * r elements of the basis (4 bytes each), d elements of the key, r elements of the result.
 References: `lists.store_resident`, `lists.append_partial`, `lists.append_quantised`. Sums over d are computed in
 float32, in another order than in torch. A value halfway between two codes may therefore get either code.
@@ -84,7 +82,7 @@ def _quantised(
 
 @triton.jit(do_not_specialize=["heads"])
 def _keep(
-    k: tl.tensor, v: tl.tensor, table: tl.tensor, places: tl.tensor, heads: tl.tensor,
+    k: tl.tensor, v: tl.tensor, table: tl.tensor, indices: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p."""
@@ -92,8 +90,8 @@ def _keep(
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
     rows = tl.load(own).to(tl.pointer_type(k.dtype.element_ty)) + p % heads * step
-    place = tl.load(places + p // heads)
-    at, known = rows + place * tl.load(own + 2) + column, (column < d) & (place >= 0)
+    index = tl.load(indices + p // heads)
+    at, known = rows + index * tl.load(own + 2) + column, (column < d) & (index >= 0)
     tl.store(at, tl.load(k + p * d + column, mask=known), mask=known)
     tl.store(at + heads * step, tl.load(v + p * d + column, mask=known), mask=known)
 
@@ -136,17 +134,16 @@ def append_quantised(
     )  # fmt: skip
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, places: torch.Tensor) -> None:
+def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.store_resident`.
 
     k, v and the resident KV must have the same dtype.
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
-    assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and places.shape == (len(kept.tensors),)
-    _keep[(lists,)](k, v, kept.table, places, kept.heads // 2, d=d, D=triton.next_power_of_2(d))
+    assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and indices.shape == (len(kept.tensors),)
+    _keep[(lists,)](k, v, kept.table, indices, kept.heads // 2, d=d, D=triton.next_power_of_2(d))
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the Triton dtype of a floating-point torch dtype."""
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 _STEP_BYTES = 1 << 14
-"""Number of bytes of K (and of V) that a loop iteration reads. The iterations in flight then fit in the shared memory
-of consumer cards (99 KiB).
+"""Number of bytes of K (and of V) that a loop iteration reads.
+
+Several iterations then fit in the shared memory of consumer cards (99 KiB).
 """
 
 PIECE_ROWS = 256
@@ -73,7 +74,7 @@ def store_part(
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
 
-    The lse is always stored. The output is stored only if `some` is true, which means that the part has KV vectors.
+    The output is stored only if `some` is true, which means that the part has KV vectors.
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
@@ -111,7 +112,7 @@ def peak_and_sum(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
 
-    LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
+    LISTED parts are read at a time, a constant, so that longer contexts do not need another compilation.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):
@@ -147,9 +148,9 @@ def _merge(
 
 
 def steps(d: int, itemsize: int) -> dict[str, int]:
-    """Return the kernel arguments BLOCK (rows per loop iteration) and num_stages (iterations in flight).
+    """Return BLOCK, the number of rows per loop iteration, and num_stages, the number of iterations in flight.
 
-    A matrix product needs at least 16 rows. If 16 rows exceed `_STEP_BYTES`, fewer iterations are in flight.
+    A matrix product needs at least 16 rows. If these exceed `_STEP_BYTES`, fewer iterations are in flight.
     """
     width: int = triton.next_power_of_2(d)
     rows = _STEP_BYTES // (max(16, width) * itemsize)
@@ -181,9 +182,11 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Compute `attend_counted` for pieces of PIECE_ROWS KV vectors, without the merge.
+    """Attend to each piece of PIECE_ROWS KV vectors.
 
-    Writes float32 outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
+    Write float32 outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
+
+    For the inputs, see `lists.attend_counted`.
     """
     (lists, group, d), listed = q.shape, k.shape[1]
     assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)

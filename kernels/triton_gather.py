@@ -210,11 +210,9 @@ def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *,
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
-    """Choose the largest integer word whose size divides the size of a row.
+    """Return the dtype of the largest integer word whose size divides the size of a row, and kernel arguments.
 
-    Returns:
-        The dtype of the word, and the kernel arguments: words per row, this number rounded up to a power of two, and
-        rows per block.
+    These are the words per row, this number rounded up to a power of two, and the rows per block.
     """
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)

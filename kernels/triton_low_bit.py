@@ -252,7 +252,7 @@ def _parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the low-bit KV of tokens that are not excluded, in three launches, without the merge of the pieces.
 
-    Only entries of `chosen` that are before `counts[p]` and within [start, stop) exclude a token.
+    An entry of `chosen` excludes a token if it is before `counts[p]` and within [start, stop).
 
     Returns:
         outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.

@@ -24,7 +24,7 @@ _ALIGNED = tl.constexpr(ALIGNED)
 
 @triton.jit
 def decoded_steps(codes: tl.tensor) -> tl.tensor:
-    """Convert the codes of quantisation steps to float32, as `low_bit.decode_steps` does."""
+    """Convert the codes of quantisation steps to float32 like `low_bit.decode_steps`."""
     return ((codes.to(tl.int32) + _SMALLEST) << 20).to(tl.float32, bitcast=True)
 
 
@@ -68,7 +68,7 @@ def _steps(largest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """Quantise x with `step` to a code, as `low_bit.quantise_rows` does."""
+    """Quantise x with `step` to a code like `low_bit.quantise_rows`."""
     code = tl.floor(tl.div_rn(x, step + tl.zeros_like(x))) + (1 << (BITS - 1))
     return tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
 
@@ -208,15 +208,12 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
 
 
 def padded_sizes(layout: Layout) -> dict[str, int]:
-    """Return the sizes in bytes of a packed key and a packed value, as kernel arguments.
-
-    KEYS and VALUES are the exact sizes. K and V are these sizes rounded up to powers of two for matrix products.
-    """
+    """Return the sizes in bytes of a packed key and value (KEYS, VALUES), and powers of two from these on (K, V)."""
     keys, values = layout.key_bytes, layout.value_bytes
     padded = {"K": max(32, triton.next_power_of_2(keys)), "V": max(16, triton.next_power_of_2(values))}
     return {"KEYS": keys, "VALUES": values} | padded
 
 
 def addressed(table: PageTable) -> tuple[torch.Tensor, int, int]:
-    """Return the first arguments of `block_of`: table, pages per sequence, and offset of the layer in a page."""
+    """Return table, pages per sequence, and offset of the layer in a page: the first arguments of `block_of`."""
     return table.table, table.table.shape[1], table.offset

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 FEW = 32
-"""Up to this number of rows, each program computes one row, because one row per multiprocessor is fastest."""
+"""Maximum number of rows for which each program computes one row, because one row per multiprocessor is fastest."""
 
 _TILE = 4096
 """Number of elements of a program that computes several rows."""

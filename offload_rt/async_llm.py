@@ -192,7 +192,7 @@ class AsyncLLM:
         trace: bool,
         cache_salt: str,
     ) -> Client:
-        """Queue a prompt for the engine thread. Text is tokenized in a worker thread."""
+        """Tokenize a prompt in a worker thread, and queue it for the engine thread."""
         if request_id is not None and not isinstance(request_id, str):
             raise InputError(f"request_id={describe_value(request_id)} must be a string")
         with self._lock:
@@ -265,7 +265,6 @@ class AsyncLLM:
                 self._fail(client.request, failure(client.request, error))
 
     def _prefilled(self, request: Request, layers: int) -> None:
-        """Report prefill progress to clients that requested a trace."""
         client = self._by_number.get(request.prompt.id)
         if client is not None and client.tracer is not None:
             client.tracer.layers_prefilled = layers

@@ -87,7 +87,6 @@ class DraftOptions:
 
     @property
     def looks_up(self) -> bool:
-        """Whether prompt lookup proposes draft tokens."""
         return self.method in ("lookup", "both", "lookup+model")
 
     @property
@@ -97,7 +96,7 @@ class DraftOptions:
 
     @property
     def decodes(self) -> bool:
-        """Whether draft tokens are decoded, by the policy or by a draft model."""
+        """Whether the policy or a draft model decodes draft tokens."""
         return self.method != "lookup"
 
 

@@ -46,12 +46,11 @@ class StateShape:
     recurrent: tuple[int, ...]
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the size in bytes of the float32 state and of the convolution state of one sequence."""
+        """Return the size in bytes of a sequence's float32 state and convolution state."""
         recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the state of one sequence in bytes."""
         return sum(self.sizes(dtype))
 
 
@@ -68,7 +67,7 @@ class RowShape:
     head_dim: int
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of K and V of one token in one layer, in bytes."""
+        """Return the size in bytes of K and V of one token."""
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -140,21 +139,19 @@ class ModelGeometry:
 
     @property
     def window_ratio(self) -> int:
-        """Ratio of d in full-attention layers to d in sliding-window layers."""
+        """Ratio of the head dimensions of full-attention and sliding-window layers."""
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def rows(self, layer: int) -> RowShape:
-        """Return Hkv and d of a layer."""
         return self.full_rows if self.window_rows is None or self.windows[layer] is None else self.window_rows
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Indices of the layers with a sliding window, in ascending order."""
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """The index of one layer for each window length."""
+        """One layer for each window length."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -162,7 +159,7 @@ class ModelGeometry:
         return self.attention_at[layer] if self.attention_at else layer
 
     def between(self, layer: int) -> int:
-        """Return the number of decoder layers between attention layer `layer` - 1 and attention layer `layer`."""
+        """Return the number of decoder layers between attention layers `layer` - 1 and `layer`."""
         return self.decoder_layer(layer) - self.decoder_layer(layer - 1) - 1 if layer else 0
 
     @cached_property
@@ -175,7 +172,7 @@ class ModelGeometry:
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of the recurrent state of one sequence in bytes."""
+        """Return the size in bytes of the recurrent state of one sequence."""
         return sum(state.bytes(dtype) for state in self.states)
 
     def resident(self, layer: int, sinks: int, recent: int) -> tuple[int, int]:
@@ -184,12 +181,12 @@ class ModelGeometry:
         return (sinks, recent) if window is None else (0, window)
 
     def window_at(self, layer: int, position: int) -> int | None:
-        """Return how many tokens a token at `position` attends to in a layer, including itself. None means all."""
+        """Return how many tokens, including itself, a token at `position` attends to. None means all."""
         window = self.windows[layer]
         return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size of K and V of `tokens` tokens in all layers, in bytes."""
+        """Return the size in bytes of K and V of `tokens` tokens in all layers."""
         return tokens * sum(self.rows(layer).bytes(dtype) for layer in range(self.layers))
 
 
@@ -223,7 +220,6 @@ class VisibleTokens:
 
     @cached_property
     def resident(self) -> int:
-        """Number of visible tokens that are resident."""
         return len(self.sinks) + len(self.recent)
 
 
@@ -242,11 +238,11 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """Number of tokens n per KV head. If `counts` is not None, this is an upper bound."""
+        """Number of tokens n per KV head, or an upper bound if `counts` is not None."""
         return self.tokens.shape[1]
 
     def known(self) -> Selection:
-        """Return a selection without `counts` and with only the valid tokens. This may wait for the device."""
+        """Return the valid tokens, without `counts`. This may wait for the device."""
         return self if self.counts is None else Selection(self.tokens[:, : int(self.counts[0])])
 
 
@@ -263,13 +259,13 @@ class KVPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of KV heads and number of entries per KV head, (Hkv, n)."""
+        """Number of KV heads, and of entries per KV head."""
         kv_heads, n, _ = self.k.shape
         return kv_heads, n
 
     @property
     def runs(self) -> list[KVPart]:
-        """Return the entries as parts that are contiguous in memory, in order."""
+        """The entries in order, as parts that are contiguous in memory."""
         return [self]
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
@@ -297,13 +293,13 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Number of token slots in all blocks."""
+        """Number of token slots."""
         return len(self.ids) * BLOCK_SIZE
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a request. `id` is unique in its engine. Only requests with equal `cache_salt` share KV."""
+    """Prompt of a request. `id` is unique in its engine. Only prompts with equal `cache_salt` share KV."""
 
     id: int
     token_ids: tuple[int, ...]
@@ -314,7 +310,7 @@ class Prompt:
 
 
 def ranges_of(numbers: Iterable[int]) -> list[range]:
-    """Convert ascending `numbers` to ranges, as few as possible."""
+    """Convert ascending numbers to ranges, as few as possible."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:

@@ -80,9 +80,9 @@ def offload(
 
 
 def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> Any:
-    """Return a `forward` that handles calls with an `OffloadedCache`, or with the empty cache that `generate` creates.
+    """Return a `forward` that computes calls with an `OffloadedCache` or the empty cache that `generate` creates.
 
-    Calls with another cache run `own`, the model's original forward. Handled caches are added to `caches`.
+    Calls with another cache run `own`, the model's original forward. The caches are added to `caches`.
     """
     signature = inspect.signature(own)
 
@@ -107,7 +107,6 @@ def _replaced(own: Any, llm: LLM, caches: weakref.WeakSet[OffloadedCache]) -> An
 
 
 def _checked(given: dict[str, Any]) -> torch.Tensor:
-    """Return the token ids `[B, T]`. Raise InputError for unsupported arguments."""
     unsupported = [name for name in _UNSUPPORTED if given.get(name) not in (None, False)]
     ids = given.get("input_ids")
     if unsupported or ids is None:
@@ -164,7 +163,6 @@ class OffloadedCache(Cache):
         raise InputError("an OffloadedCache works only with the model of its LLM, inside `with offload(model)`")
 
     def reset(self) -> None:
-        """Free all sequences, like `free`."""
         self.free()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -172,11 +170,9 @@ class OffloadedCache(Cache):
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the rows `indices`."""
         self._select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
         self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -267,7 +263,9 @@ class OffloadedCache(Cache):
         return self._exactly(ids.shape[1], keep)
 
     def _exactly(self, columns: int, keep: int) -> torch.Tensor:
-        """Compute the remaining tokens of all rows with full attention. Return float32 logits `[B, keep, V]`.
+        """Compute the tokens of all rows whose KV is missing, with full attention.
+
+        Return float32 logits `[B, keep, V]`.
 
         The cache gets `columns` new columns. `crop` can then remove up to `keep` tokens (fewer if a row is shorter).
         Earlier tokens may be shared with other sequences.
@@ -279,7 +277,7 @@ class OffloadedCache(Cache):
         return _stacked(logits, keep)
 
     def _row_exactly(self, row: Sequence, keep: int) -> torch.Tensor:
-        """Compute the remaining tokens of one row with full attention. Return float32 logits `[keep, V]`."""
+        """Compute the tokens of one row whose KV is missing, with full attention. Return float32 logits `[keep, V]`."""
         runner, stop = self._runner, len(row.tokens) - keep
         runner.expect(row, len(row.tokens) + _AHEAD)
         runner.retry_after_reclaim(partial(runner.pool.reserve, row.blocks, len(row.tokens)))
@@ -297,7 +295,7 @@ class OffloadedCache(Cache):
         return logits
 
     def _all_logits(self, row: Sequence) -> torch.Tensor:
-        """Prefill the n tokens of a row whose KV is not computed yet. Return their float32 logits `[n, V]`."""
+        """Prefill the n tokens of a row whose KV is missing. Return their float32 logits `[n, V]`."""
         found: list[torch.Tensor] = []
         self._runner.prefill(row, len(row.tokens), every_logits=lambda _, logits: found.append(logits))
         return torch.cat(found)
@@ -333,7 +331,7 @@ def _padding(mask: Seq[int]) -> int:
 
 
 def _stacked(logits: Seq[torch.Tensor], keep: int) -> torch.Tensor:
-    """Stack the logits `[n, V]` of each row, n <= keep, to `[B, keep, V]`. Pad shorter rows with zeros in front."""
+    """Stack the logits `[n, V]` of all rows to `[B, keep, V]`. Rows with n < `keep` get zeros in front."""
     return torch.stack([torch.nn.functional.pad(row, (0, 0, keep - len(row), 0)) for row in logits])
 
 

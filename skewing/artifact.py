@@ -52,9 +52,9 @@ class SkewArtifact:
         key_mean: Mean of each column of the skewed keys over the calibration text, float32 `[L, Hkv, d]`.
         key_std: Standard deviation of these columns, float32 `[L, Hkv, d]`. Mean and standard deviation determine the
             quantisation levels of int4 and int2 scoring keys.
-        slope: Factors that correct predicted attention inputs (`guess.Correction`), float32 `[S, L, D]` for S sources
-            of the prediction, or `[S, L, 1]` with one value for all channels.
-        offset: Offsets of this correction, with the shape of `slope`.
+        slope: Factors that correct predicted attention inputs, float32 `[S, L, D]` for the S tensors from which an
+            input can be predicted, or `[S, L, 1]` with one value for all channels.
+        offset: Summands of this correction, with the shape of `slope`.
         fingerprint: Fingerprint of the calibrated model.
         calibration: Description of the calibration text, with a digest of its tokens.
     """
@@ -75,11 +75,10 @@ class SkewArtifact:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the inputs of the calibration. Unlike the bases, it does not depend on the processor."""
+        """Text that describes the inputs of the calibration. It is the same on all processors, unlike the bases."""
         return f"{self.fingerprint} {self.method} {self.calibration}"
 
     def to(self, device: torch.device | str) -> SkewArtifact:
-        """Return a copy with the tensors on `device`."""
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def save(self, path: Path | str) -> None:
@@ -164,7 +163,6 @@ def _read(path: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 digest of the names, dtypes, shapes and bytes of CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

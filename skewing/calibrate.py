@@ -40,10 +40,10 @@ SLICE: Final = 512
 """Number of tokens whose queries, attention and MLP are computed together."""
 
 Progress = Callable[[int, int], None]
-"""Callback with (completed layers, total layers). A layer counts once for each segment of the text."""
+"""Callback with the number of finished layers and of all layers. Each segment of the text counts the layers again."""
 
 Guesses = Callable[[int, Mapping[Source | int, torch.Tensor], torch.Tensor], None]
-"""Callback with a layer, its predicted attention inputs `[m, D]` by source, and its true inputs `[m, D]`."""
+"""Callback with (layer, predicted attention inputs `[m, D]` by source of the prediction, true inputs `[m, D]`)."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """Return the artifact for given moments, with leading axes `[L, Hkv]`, and a given correction.
+    """Return the artifact that follows from `moments`, with leading axes `[L, Hkv]`, and `correction`.
 
     For the other arguments, see `calibrate`.
     """
@@ -113,15 +113,13 @@ def measure(
     """Return the moments of queries and keys, and the correction of predicted attention inputs, on the CPU.
 
     Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
-    moments of a KV head include the queries of all G heads in its group. They are 0 in layers whose row shape differs
-    from that of full-attention layers, because these layers select no tokens. The text is split into segments of at
-    most `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see
-    `calibrate`.
+    moments of a KV head include the queries of all G heads in its group. They are 0 in layers with another head
+    dimension than full-attention layers, because these select no tokens. The text is split into segments of at most
+    `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see `calibrate`.
 
-    With RoPE, the moments depend on the positions. In rotary planes with low frequencies, a basis computed from
-    positions below 2,048 fits only these positions (`tests/unit/skewing/test_skewing.py`). The queries and keys for the
-    moments are therefore rotated to positions that are spread over the whole range. The attention of the forward pass
-    uses the real positions.
+    With RoPE, the moments depend on the positions. A basis computed from positions below 2,048 fits only these
+    positions, because RoPE rotates some planes slowly. The queries and keys for the moments are therefore rotated to
+    positions that are spread over the whole range. The attention of the forward pass uses the real positions.
     """
     geometry, limit = adapter.geometry, position_limit(adapter, positions)
     if not token_ids:
@@ -148,7 +146,7 @@ def measure(
 
 @torch.no_grad()
 def guess_quality(adapter: ModelAdapter, token_ids: Sequence[int], correction: Correction) -> dict[Source | int, float]:
-    """Return how well predicted queries find important tokens, by source (`GuessQuality`).
+    """Return the quality of predicted queries by source of the prediction (see `GuessQuality`).
 
     `token_ids` are one text, of at most as many tokens as the model has positions.
     """
@@ -176,10 +174,10 @@ def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
 def _segment_sums(
     adapter: ModelAdapter, tokens: torch.Tensor, limit: int, guesses: Guesses
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield the moment sums of each layer: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
+    """Yield three sums of each layer over `tokens` `[T]`: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
 
-    The sums are over `tokens` `[T]`, at positions that are spread over [0, `limit`). The predicted attention inputs of
-    all layers except the first are passed to `guesses`.
+    Queries and keys are at positions that are spread over [0, `limit`). The predicted attention inputs of all layers
+    except the first are passed to `guesses`.
     """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
@@ -211,7 +209,6 @@ def _segment_sums(
 
 
 def _all_rows(slices: Iterable[KVPart]) -> KVPart:
-    """Concatenate K and V of the slices of a layer to `[Hkv, T, d]`."""
     parts = list(slices)
     return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
 
@@ -247,7 +244,7 @@ def _spread(count: int, limit: int) -> torch.Tensor:
 def default_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab: int, count: int) -> tuple[list[int], str]:
     """Return up to `count` token ids of the calibration text in the package, and a description of them.
 
-    For a model without a tokenizer, return `count` fixed pseudo-random ids below `vocab`. Calibration with them is less
+    Without a tokenizer, they are `count` fixed pseudo-random ids below `vocab`, with which calibration is less
     accurate.
     """
     if tokenizer is None:
@@ -277,7 +274,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
 def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress | None = None) -> SkewArtifact:
     """Return the model's artifact for the calibration text in the package, from the user's cache folder.
 
-    If it is missing or damaged, calibrate and store it. If the folder is not writable, every start calibrates again.
+    If it is missing or damaged, calibrate and store it. If the folder is not writable, every call calibrates again.
     """
     path = cache_path(loaded, method)
     if path.exists():
@@ -302,11 +299,6 @@ def cached_artifact(loaded: LoadedModel, method: SkewMethod, progress: Progress 
 
 
 def cache_path(loaded: LoadedModel, method: SkewMethod) -> Path:
-    """Return the path of a model's cached artifact in `cache_folder()`.
-
-    The name depends on everything that determines the artifact: model and dtype (in the fingerprint), method, text,
-    token count, positions and format version.
-    """
     text = "text" if loaded.tokenizer is not None else "random"
     geometry = loaded.adapter.geometry
     between = f"-{geometry.most_between}" if geometry.most_between else ""  # number of additional corrections

@@ -35,10 +35,10 @@ from .calibrate import TOKENS, Progress, default_tokens, fit, guess_quality, mea
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
-"""Fraction of the columns whose energy the report states (paper §4.3)."""
+"""Fraction of the columns that is used to compute `SkewReport.energy` (paper §4.3)."""
 
 _PROBE: Final = 256
-"""Number of tokens for the measurements of the report, except those of predicted queries."""
+"""Number of tokens for comparing the logits of the model and its folded copy."""
 
 _GUESS_PROBE: Final = 1024
 """Number of tokens for measuring predicted queries."""
@@ -61,7 +61,6 @@ def _attentions(model: Any) -> list[Any]:
 
 
 def _projections(attention: Any) -> tuple[Projection, Projection]:
-    """Return the query and key projections of an attention module."""
     if not hasattr(attention, "c_attn"):
         q, k = attention.q_proj, attention.k_proj
         return (q.weight, q.bias), (k.weight, k.bias)
@@ -238,10 +237,7 @@ def _probe_tokens(loaded: LoadedModel, calibrated: int, count: int) -> list[int]
 
 
 def _energy(moments: Moments, basis: SkewBasis) -> float:
-    """Return the fraction of the scores' mean square that 30 % of the columns preserve, rounded for display.
-
-    It is the mean over layers and KV heads.
-    """
+    """Return the fraction of the scores' mean square that 30 % of the columns preserve, mean over all heads."""
     columns = max(1, round(PARTIAL_RATIO * moments.query.shape[-1]))
     return round(float(kept_energy(moments, basis, columns).mean()), 4)
 
@@ -252,7 +248,7 @@ def _write_folded(
 ) -> float:
     """Fold the model and save it with its tokenizer.
 
-    Return the largest logit difference divided by the largest logit.
+    Return the largest difference between the logits of the model and its folded copy, divided by the largest logit.
     """
     folded = fold(network, artifact)
     ids = torch.tensor([probe], device=network.device)

@@ -1,11 +1,10 @@
-"""Linear correction of predicted attention inputs, fitted in calibration.
+"""Correct predicted attention inputs by a linear function per channel, fitted in calibration.
 
 InfiniGen predicts the query of layer l from the hidden states of layer l-1, because the inputs of adjacent layers are
 similar (§4.3, Table 1). The prediction is wrong if the MLP of layer l-1 adds a large vector to the residual stream that
 is nearly the same for every token ("massive activations"). This happens in the first layer of both reference models.
-The error is nearly constant. A slope and an offset per channel, fitted by least squares on the calibration text, remove
-it at the cost of one multiply-add per element of `[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`,
-parts "source".
+The error is nearly constant. A slope and an offset per channel remove it at the cost of one multiply-add per element of
+`[B, D]`. Measurements: `eval/results/reference-opt/ablation.md`, parts "source".
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from ..config import Source
 from ..models.adapter import ModelAdapter
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
-"""Tensors of the previous layer from which queries are predicted, in the order of the first axis of a `Correction`."""
+"""Tensors of the previous layer that can be used to predict a layer's attention input."""
 
 
 def source_index(source: Source | int) -> int:
-    """Return the index of a source on the first axis of a `Correction`.
+    """Return the index of a source of predictions on the first axis of `Correction.slope`.
 
-    An integer n is the input of the n-th decoder layer before the predicted layer (hybrid models).
+    In hybrid models, a source may be a number n: the input of the n-th decoder layer before the predicted one.
     """
     return len(SOURCES) + source - 1 if isinstance(source, int) else SOURCES.index(source)
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Linear correction of predicted attention inputs.
+    """Linear correction of predicted attention inputs, which are used to compute predicted queries.
 
-    `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The attention input g `[..., D]` of
-    layer l, predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. If layer l is never predicted from
-    a source (layer 0, or an integer source too far from l), the correction is the identity.
+    `slope` and `offset` are float32 `[S, L, D]` for S sources (`source_index`). The input g `[..., D]` of layer l,
+    predicted from source s, is corrected to slope[s, l] * g + offset[s, l]. Without a prediction, for example in layer
+    0, slopes are 1 and offsets 0.
     """
 
     slope: torch.Tensor
@@ -51,10 +50,9 @@ class Correction:
 
 
 class GuessSums:
-    """Sums over predicted inputs g and true inputs t for each source, layer and channel, in float64 on the CPU."""
+    """Sums from which `Correction` is fitted, over tokens, for each source, layer and channel (float64 on the CPU)."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
-        """Create sums of 0. For `between`, see `ModelGeometry.most_between`."""
         # Sums of g, t, g^2 and g t, and the number of tokens.
         self._sums = torch.zeros(5, len(SOURCES) + between, layers, hidden, dtype=torch.float64)
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
@@ -68,7 +66,10 @@ class GuessSums:
             self._sums[:, source_index(source), layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Fit a line from predicted to true inputs in each channel by least squares (slope 1 for constant inputs)."""
+        """Fit a line in each channel by least squares: true inputs over predicted inputs.
+
+        Constant inputs have slope 1.
+        """
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count
         variance, covariance = square / count - mean**2, product / count - mean * truth

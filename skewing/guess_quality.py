@@ -13,21 +13,21 @@ from ..models.adapter import ModelAdapter
 from .guess import Correction, source_index
 
 SINKS, RECENT, FRACTION = 4, 64, 0.02
-"""Defaults of policy "infinigen": numbers of resident tokens, and fraction of the other tokens that is selected."""
+"""Defaults of the policy "infinigen": number of sinks and recent tokens, and selected fraction of the other tokens."""
 
 STRIDE = 16
 """Every STRIDE-th query of a text is measured."""
 
 
 class GuessQuality:
-    """Attention mass of the tokens that predicted queries select, relative to the tokens that the true queries select.
+    """Measures how good predicted queries are: the attention mass of the tokens that they select.
 
-    A query selects the tokens with the largest attention weights. As in the policy, the query heads of a KV head
-    select together, and resident tokens do not count. Queries that would select no token are not measured.
+    It is relative to the attention mass of the tokens that the true queries select. A query selects the tokens with the
+    largest attention weights. As in the policy, the query heads of a KV head select together, and resident tokens do
+    not count. Queries that would select no token are not measured.
     """
 
     def __init__(self, adapter: ModelAdapter, correction: Correction) -> None:
-        """Create an empty measurement of predictions that `correction` corrects."""
         self._adapter, self._correction = adapter, correction
         self._layer, self._keys = -1, torch.empty(0)
         self._mass: defaultdict[Source | int, list[float]] = defaultdict(list)
@@ -57,7 +57,7 @@ class GuessQuality:
             self._most[source].append(most)
 
     def shares(self) -> dict[Source | int, float]:
-        """Return the relative attention mass by source, over all layers that have the source."""
+        """Return the relative attention mass by source of the prediction, mean over layers."""
         return {source: sum(mass) / sum(self._most[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -74,12 +74,15 @@ class GuessQuality:
 
 
 def _selected(positions: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens queries at `positions` `[P]` select, int64 `[P]`."""
+    """Return the number of tokens that queries at `positions` `[P]` select, int64 `[P]`."""
     return ((positions + 1 - SINKS - RECENT) * FRACTION).long()
 
 
 def _found(weights: torch.Tensor, scored: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Sum `weights` over the tokens that the scores `scored`, both `[Hkv, G, P, N]`, select. Return `[Hkv, G, P]`."""
+    """Return the sum of `weights` over the tokens with the highest scores `scored`, `[Hkv, G, P]`.
+
+    `weights` and `scored` are `[Hkv, G, P, N]`.
+    """
     order = scored.amax(1, keepdim=True).argsort(-1, descending=True).expand_as(weights)
     mass, last = weights.gather(-1, order).cumsum(-1), _selected(positions) - 1
     return mass.gather(-1, last.view(1, 1, -1, 1).expand(*mass.shape[:3], 1)).squeeze(-1)

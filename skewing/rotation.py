@@ -29,7 +29,7 @@ import torch
 from ..config import SkewMethod
 
 RIDGE: Final = 1e-6
-"""Factor of the mean eigenvalue that is added to the diagonal of a matrix before its Cholesky factorisation."""
+"""The mean eigenvalue times this factor is added to the diagonal of a matrix before its Cholesky factorisation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +76,16 @@ class SkewBasis:
 
 
 def plain_basis(moments: Moments) -> SkewBasis:
-    """Return the identity with columns in order of importance. It is the baseline without skewing."""
+    """Return a basis that only orders the columns by importance: the baseline without skewing."""
     identity = torch.eye(moments.query.shape[-1], dtype=torch.float64).expand_as(moments.query)
     return _ordered(moments, SkewBasis(identity, identity))
 
 
 def svd_basis(moments: Moments) -> SkewBasis:
-    """Return the paper's A, with `query == key` (equation 3).
+    """Return the paper's matrix A (equation 3) as basis of queries and keys.
 
-    The columns are the eigenvectors of Q^T Q, i.e. the right singular vectors of Q, in order of decreasing (E q~^2)(Var
-    k~). The largest entry of each column is positive.
+    Its columns are the right singular vectors of the queries, i.e. the eigenvectors of Q^T Q, in descending order of
+    their contribution to the scores (see the module). The largest entry of each column is positive.
     """
     vectors = torch.linalg.eigh(_symmetric(moments.query)).eigenvectors.flip(-1)
     vectors = vectors * _signs(vectors)
@@ -109,7 +109,6 @@ def balanced_basis(moments: Moments, ridge: float = RIDGE) -> SkewBasis:
 
 
 BASES: Final[Mapping[SkewMethod, Callable[[Moments], SkewBasis]]] = {"svd": svd_basis, "balanced": balanced_basis}
-"""Functions that compute a basis from moments, by method name."""
 
 
 def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tensor:
@@ -126,7 +125,7 @@ def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tenso
 
 
 def _ordered(moments: Moments, basis: SkewBasis) -> SkewBasis:
-    """Order the columns of a basis by (E q_j^2)(Var k_j), the mean square of column j's contribution to the scores."""
+    """Order the columns by the mean square of their contribution to the scores, (E q_j^2)(Var k_j)."""
     skewed = moments.skewed(basis)
     query, key = (each.diagonal(dim1=-2, dim2=-1).clamp_min(0) for each in (skewed.query, skewed.key_covariance))
     order = (query * key).argsort(dim=-1, descending=True, stable=True)[..., None, :].expand_as(basis.query)
@@ -138,7 +137,10 @@ def _symmetric(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Return the lower Cholesky factor `[..., d, d]` of the moment plus ridge, or the identity for a zero moment."""
+    """Return the lower Cholesky factor `[..., d, d]` of `moment` plus `ridge` times the mean eigenvalue of `uncentred`.
+
+    The factor of a zero moment is the identity.
+    """
     scale, floor = (m.diagonal(dim1=-2, dim2=-1).mean(-1) for m in (moment, uncentred))
     # Centring identical keys leaves only rounding errors, so the uncentred moment is used as a lower bound.
     scale = torch.maximum(scale, 1e-6 * floor)
@@ -149,7 +151,7 @@ def _cholesky(moment: torch.Tensor, uncentred: torch.Tensor, ridge: float) -> to
 
 
 def _signs(vectors: torch.Tensor) -> torch.Tensor:
-    """Return factors +1 or -1 per column, `[..., 1, d]`, that make the entry of largest magnitude positive."""
+    """Return a factor +1 or -1 for each column, `[..., 1, d]`, that makes its largest entry positive."""
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     signs: torch.Tensor = torch.ones_like(largest).copysign(largest)
     return signs

@@ -43,7 +43,6 @@ class TunedPolicy:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Return the contents of `policy.json`."""
         return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod

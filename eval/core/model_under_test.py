@@ -1,4 +1,7 @@
-"""The model under test. It is loaded once and evaluated under several variants (policy, options, pool settings)."""
+"""The model that is evaluated.
+
+It is loaded once and evaluated under several variants (policy, options, pool settings).
+"""
 
 from __future__ import annotations
 
@@ -48,22 +51,20 @@ class ModelUnderTest:
 
     @cached_property
     def _first(self) -> LLM:
-        """Runtime with the default engine settings, for all variants that do not change engine settings."""
+        """Return the runtime with the default engine settings."""
         return LLM(self.model, policy="full", **self._settings)
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model, loaded on first access."""
         return self._first.runner.model
 
     @property
     def name(self) -> str:
-        """Model name without leading folders. The weights are identified by their fingerprint, not by this name."""
+        """Model name without folders. It does not identify the weights; the fingerprint does."""
         return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Shape parameters of the model."""
         return self.loaded.adapter.geometry
 
     @property
@@ -79,7 +80,7 @@ class ModelUnderTest:
         }
 
     def encode(self, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-        """Return the result of `encode_text` for `text`. The result is cached."""
+        """Cached `encode_text`."""
         digest = text_digest(text)
         if digest not in self._encoded:
             self._encoded[digest] = encode_text(self, text)
@@ -134,7 +135,7 @@ class ModelUnderTest:
         return self._with(variant.engine).under(variant.policy, self.options(variant))
 
     def _with(self, engine: Mapping[str, Any]) -> LLM:
-        """Return a runtime with the engine settings `engine`. Only the default and the latest other one are kept."""
+        """Return a runtime with these engine settings. Only the default one and the latest other one are kept."""
         if not engine:
             return self._first
         name = json.dumps(dict(engine), sort_keys=True)
@@ -209,7 +210,7 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
 
 
 def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
-    """Return how many special tokens `probe` has before `bare`, the tokens of the same text without special tokens."""
+    """Return how many special tokens `probe` begins with. `bare` are the tokens of its text without special tokens."""
     return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))
 
 
@@ -223,7 +224,7 @@ class Evaluation:
         name: Name of the text in results.
         out: Folder of the results. Rows in this folder are not measured again.
         say: Shows a line about the progress.
-        late: Called before each measurement. If it returns True, no new row is measured.
+        late: Returns True when no new row should be measured any more.
     """
 
     tested: ModelUnderTest

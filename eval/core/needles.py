@@ -81,20 +81,17 @@ def _told(pairs: Sequence[PROMPT_AND_ANSWER]) -> tuple[str, ...]:
 
 
 def _single(rng: Rng) -> Needle:
-    """Create a needle with one fact and one question."""
     pair = FACTS[int(rng.integers(len(FACTS)))](rng, _people(rng, 1)[0])
     return Needle(_told([pair]), ((pair,),))
 
 
 def _several_keys(rng: Rng) -> Needle:
-    """Create a needle with the same kind of fact about eight people, and one question."""
     fact = FACTS[int(rng.integers(2))]
     pairs = [fact(rng, who) for who in _people(rng, 8)]
     return Needle(_told(pairs), ((pairs[0],),))
 
 
 def _several_values(rng: Rng) -> Needle:
-    """Create a needle with three wishes of each of two people, and one question about all wishes of one person."""
     wishes = []
     for who in _people(rng, 2):
         objects = rng.choice(OBJECTS, size=3, replace=False)
@@ -103,13 +100,12 @@ def _several_values(rng: Rng) -> Needle:
 
 
 def _several_queries(rng: Rng) -> Needle:
-    """Create a needle with facts about four people, and one question about each."""
     pairs = [FACTS[int(rng.integers(len(FACTS)))](rng, who) for who in _people(rng, 4)]
     return Needle(_told(pairs), tuple((pair,) for pair in pairs))
 
 
 def _chain(rng: Rng) -> Needle:
-    """Create a needle with two chains of four names, and one question that follows the first chain to its end."""
+    """Create two chains of four names, and a question that follows the first chain to its end."""
     people = _people(rng, 8, LINKED)
     chains = [tuple((f" After {a} comes", f" {b}") for a, b in pairwise(names)) for names in (people[:4], people[4:])]
     return Needle(_told([*chains[0], *chains[1]]), (chains[0],))
@@ -166,7 +162,7 @@ class Haystack:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def hide(self, rng: Rng, kind: str, length: int) -> Passage:
-        """Build a passage of exactly `length` tokens that hides a needle of kind `kind`.
+        """Build a passage of exactly `length` tokens that hides a needle of this kind.
 
         The text begins at a random sentence of the book. The statements of the needle are inserted at random sentence
         starts, and its questions are appended.

@@ -23,7 +23,7 @@ MARKERS = "osD^vPX*"
 def picture(path: Path, title: str, data: Any, *, panels: tuple[int, int] = (1, 1)) -> Iterator[list[Axes]]:
     """Yield the axes of a new figure with `panels` (rows, columns), row by row. Then write the figure and `data`.
 
-    The figure goes to `path`, `data` to the same path with the suffix .json. Axes without data are hidden.
+    The figure is written to `path`, and `data` next to it with the suffix .json. Axes without data are hidden.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

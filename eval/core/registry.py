@@ -40,7 +40,6 @@ class Measure:
 
 
 MEASURES: dict[str, Measure] = {}
-"""Registered evaluations by name."""
 
 
 def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Run]:
@@ -56,8 +55,6 @@ def measure(name: str, help: str, add_flags: Flags | None) -> Callable[[Run], Ru
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises ConfigError instead of exiting."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 

@@ -28,10 +28,10 @@ from ...utils.native_libraries import native_status
 from ...utils.small_files import read_json
 
 Row = dict[str, Any]
-"""A result row: maps each column to a number, text, list or None."""
+"""A result row: each column has a number, text, list or None."""
 
 Say = Callable[[str], None]
-"""Function that shows a line about the progress."""
+"""Shows a line about the progress."""
 
 FORMAT = 3
 """Version of the row files. Increase it if a measurement changes, so that old rows are measured again."""
@@ -39,12 +39,10 @@ FORMAT = 3
 PACKAGES = ("offload-rt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "lm-eval")
 
 
-def say_nothing(line: str) -> None:
-    """Ignore a line about the progress."""
+def say_nothing(line: str) -> None: ...
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. Raises InputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_atomic(path, text.encode(), private=False)
@@ -56,7 +54,6 @@ class RowStore:
     """Store result rows in `out`/rows by key. A key contains every input that affects the row, as plain JSON values."""
 
     def __init__(self, out: Path) -> None:
-        """Create the folder. Raises InputError if that fails."""
         self.out = out
         try:
             (out / "rows").mkdir(parents=True, exist_ok=True)
@@ -87,20 +84,16 @@ class RowStore:
         return row
 
     def put(self, key: Mapping[str, Any], row: Row) -> None:
-        """Store a row under `key`."""
         write_text(self._path(key), json.dumps({"key": key, "row": row, "at": now()}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table: heading, key in the row, and format specification of numbers ("" for `str`)."""
-
     heading: str
     key: str
     form: str = ""
 
     def show(self, row: Row) -> str:
-        """Return the text of the cell, or a dash if the value is missing."""
         value = row.get(self.key)
         if value is None:
             return "–"
@@ -116,7 +109,7 @@ class Report:
     Attributes:
         name: File name without suffix.
         title: Heading of the Markdown report.
-        about: Settings that all rows have in common (model, text, context, seeds ...).
+        about: Settings that all rows have in common, such as model, text and seeds.
         columns: Columns of the Markdown table.
         rows: Result rows.
         notes: Paragraphs below the table.
@@ -169,7 +162,6 @@ def _csv(keys: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def now() -> str:
-    """Return the current UTC time in ISO format, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -1,4 +1,7 @@
-"""Options of the policies in `quality/rivals.py`, and registration of these policies, without importing torch."""
+"""Options of the policies in `quality/rivals.py`, which reproduce other publications, and their registration.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,16 @@ RIVALS = "offload_rt.eval.quality.rivals"
 
 @dataclass(frozen=True)
 class LandmarkOptions(BudgetOptions):
-    """Options of policy "landmarks"."""
-
     block: int = option(8, help="tokens per landmark", metavar="N")
 
 
 @dataclass(frozen=True)
 class SnapKVOptions(BudgetOptions):
-    """Options of policy "snapkv"."""
-
     observed: int = option(64, help="last queries of the prompt that vote", metavar="N")
     pooled: int = option(7, help="tokens of the max pooling of votes, odd", metavar="N")
 
 
 def register_rivals() -> None:
-    """Register the policies for this process.
-
-    Only evaluations call this function, so other commands do not list these policies.
-    """
+    """Register the policies. Only evaluations call this function, so other commands do not list them."""
     register_policy("landmarks", f"{RIVALS}:Landmarks")(LandmarkOptions)
     register_policy("snapkv", f"{RIVALS}:SnapKV")(SnapKVOptions)

@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 DRAWS = 10_000
 
 BATCH_NUMBERS = 1 << 22
-"""Maximum number of values to resample at once, which limits memory use."""
+"""Number of values that are resampled at once. It limits memory."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def paired_bootstrap(
     *,
     change: Callable[[Array, Array], Array] = np.subtract,
 ) -> Interval:
-    """Return the paired bootstrap interval of change(ratio(values), ratio(base)) (`scipy.stats.bootstrap`).
+    """Return the paired bootstrap interval of change(ratio(values), ratio(base)), by `scipy.stats.bootstrap`.
 
     With one document, the interval is the value itself.
 

@@ -33,7 +33,6 @@ class Variant:
 
     @property
     def key(self) -> dict[str, Any]:
-        """All fields as plain JSON values. Different variants have different keys."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
 
@@ -68,10 +67,10 @@ class Scored:
         is_greedy: Whether each scored token is the most probable one, `[n]`.
         attended: Fraction of the visible KV entries that was attended to exactly, mean over all layers and decoded
             positions.
-        link: Fraction of the visible KV entries that was fetched from the host, mean over all layers and decoded
+        fetched: Fraction of the visible KV entries that was copied from the host, mean over all layers and decoded
             positions.
         sparse_attended: Like `attended`, over the sparse layers only.
-        sparse_link: Like `link`, over the sparse layers only.
+        sparse_fetched: Like `fetched`, over the sparse layers only.
         missed: Missed attention mass (share of attention weights on tokens that were not attended to exactly), mean
             over the sparse layers. None if it was not measured.
         worst_layer: Missed attention mass of the layer with the largest value, or None.
@@ -93,9 +92,9 @@ def text_digest(text: str) -> str:
 
 
 def grid(policies: Sequence[str], budgets: Sequence[float], options: Mapping[str, Any] | None = None) -> list[Variant]:
-    """Return the variants to compare: `full`, and every other policy at every budget, with `options`.
+    """Return the variants to compare: `full`, and every other policy at every budget with these options.
 
-    If there are no budgets, each policy has its default budget.
+    Without budgets, each policy has its default budget.
     """
     variants, shared = [Variant("full")], dict(options or {})
     for policy in policies:

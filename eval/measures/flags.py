@@ -22,9 +22,9 @@ TEXT_HELP = "a file (plain text; .jsonl, .csv, .parquet[:COLUMN]), '-', or a dat
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of the dataclass `config` that was created by `config_fields.option`.
+    """Add a flag for each field of the settings class `config` that was created by `config_fields.option`.
 
-    A flag that the user does not set has the value None, for which `config_of` uses the default of the dataclass.
+    A flag that the user does not set has the value None, for which `config_of` uses the default of the class.
     """
     hints = get_type_hints(config)
     for field in fields(config):
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def config_of(args: argparse.Namespace, config: type[T], **more: Any) -> T:
-    """Return a `config` with the flags of `add_options` that the user has set, and with the fields `more`."""
+    """Return the settings `config` with the flags that the user has set, and with the fields `more`."""
     names = [field.name for field in fields(config) if "option" in field.metadata]  # type: ignore[arg-type]
     found = {name: value for name in names if (value := getattr(args, name)) is not None}
     return config(**found, **more)
@@ -71,7 +71,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flag(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the flag `--text`. It is required if there is no default."""
     parser.add_argument("--text", required=default is None, default=default, metavar="SPEC", help=TEXT_HELP)
 
 
@@ -93,7 +92,6 @@ def add_variant_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluation(args: argparse.Namespace) -> Evaluation:
-    """Create the evaluation of a model on a text from the flags."""
     from ..core.model_under_test import Evaluation
 
     text, say = read_text(args.text), say_on_stderr(args.quiet)
@@ -101,7 +99,6 @@ def evaluation(args: argparse.Namespace) -> Evaluation:
 
 
 def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
-    """Create the model under test from the flags."""
     from ..core.model_under_test import ModelUnderTest
 
     return ModelUnderTest(args.model, device=args.device, dtype=args.dtype, skew=args.skew, batch=args.batch)
@@ -110,7 +107,7 @@ def model_under_test(args: argparse.Namespace) -> ModelUnderTest:
 def variants(args: argparse.Namespace, tested: ModelUnderTest) -> list[Variant]:
     """Create the variants from the flags.
 
-    Raises ConfigError for an unknown policy option, before anything is measured.
+    Raise ConfigError for an unknown policy option, before anything is measured.
     """
     from ..core.variants import make_variants
 

@@ -21,7 +21,6 @@ from ..core.report import Column, Report, Row
 from .perplexity import PerplexityConfig, about, cut_windows
 
 STRIDE = 16
-"""Every STRIDE-th position is sampled."""
 
 MASS, FEW = 0.9, 0.05
 
@@ -71,7 +70,7 @@ def observe(
     alike: dict[tuple[int, str], list[float]],
     needed: dict[int, list[tuple[int, int]]],
 ) -> None:
-    """Run `tokens` through all layers and record the similarity of layer inputs and the concentration of attention.
+    """Run a window through all layers, and record how similar layer inputs are and how many tokens queries need.
 
     Args:
         adapter: The model.

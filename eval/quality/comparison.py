@@ -33,7 +33,7 @@ MAX_SCORED = 256
 """Maximum number of new tokens to compare. Log-probabilities of the whole vocabulary are kept for each token."""
 
 MAX_OTHERS = 17
-"""Number of new tokens that the policies `OTHERS` decode, enough for two measurements of missed attention mass."""
+"""Number of new tokens that the policies `OTHERS` decode: enough for two measurements of missed attention mass."""
 
 BINS = 160
 """Number of position ranges (bins) in the plot of the selected positions."""
@@ -41,23 +41,23 @@ BINS = 160
 NOT_MEASURED = "The attention mass was not measured.\nSet --missed-mass-every 16."
 
 LABELLED = 0.14
-"""Smallest fraction of a bar that is wide enough for a label."""
+"""Bars in the plot that are shorter than this fraction of the axis have no label."""
 
 OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
     ("infinigen", {"preset": "rows"}, "infinigen\n--preset rows"),
     ("streaming", {}, "streaming"),
 )
-"""Further policies that a plot shows, each as (policy, options, label)."""
+"""Policies that the plot shows for comparison, each as (policy, options, label)."""
 
 
 class SelectionHistogram:
-    """Histogram of the positions that decode steps select, over all layers and KV heads.
+    """Counts the positions that decode steps select, over all layers and KV heads.
 
     Args:
         size: Number of positions in the text.
 
     Attributes:
-        steps: Number of selected positions in each bin, `[BINS]`, for each decode step.
+        steps: For each decode step, the number of selected positions in each bin, `[BINS]`.
     """
 
     def __init__(self, size: int) -> None:
@@ -93,7 +93,6 @@ class Comparison:
     scored: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as a dictionary of types that JSON supports."""
         return asdict(self)
 
 
@@ -149,7 +148,6 @@ def _replay(
 
 
 def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[str, Stats], prompt: int) -> None:
-    """Plot the selected positions of each step, and the transfers and the attention mass of each policy."""
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
     sizes = {name: stats.h2d_bytes / max(1, stats.decoded_tokens) for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}
@@ -167,10 +165,7 @@ def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[st
 
 
 def _masses(stats: Stats) -> tuple[float, float, float] | None:
-    """Return the fractions of the attention mass that are attended exactly, approximated, and missed.
-
-    None if they were not measured.
-    """
+    """Return which fractions of the attention mass are attended to exactly, approximated and missed, if known."""
     rest = 0.0 if stats.policy == "full" else stats.missed_mass
     if rest is None:
         return None

@@ -39,7 +39,6 @@ class Divergence:
     agrees: list[int] = field(default_factory=list)
 
     def add(self, full: torch.Tensor, policy: torch.Tensor) -> None:
-        """Append a position with log-probabilities `full` and `policy`, both `[V]`."""
         # Use float64, because the terms of a small divergence nearly cancel.
         p, q = full.double(), policy.double()
         self.kl.append(float((p.exp() * (p - q)).sum()))
@@ -61,14 +60,13 @@ class FullAttention:
 
 
 def measure(tested: ModelUnderTest, variant: Variant, text: Text, full: FullAttention) -> Row:
-    """Measure one variant on one window."""
     divergence, rows = Divergence(), iter(full.logprobs)
     scored = tested.score_observed(variant, text, lambda row: divergence.add(next(rows), row.float().cpu()))
     return {**costs([scored]), "nats": sum(scored.nats), "tokens": len(scored.nats), **asdict(divergence)}
 
 
 def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
-    """Combine the rows of a variant over all windows. `base` contains the rows of full attention on the same windows.
+    """Combine a variant's rows of all windows. `base` contains the rows of full attention on the same windows.
 
     Intervals are 95 % bootstrap intervals over windows.
     """
@@ -106,8 +104,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant, window by window.
 
-    A window is prefilled once for all variants with equal engine settings. Once `evaluation.late` is true, no new row
-    is measured, and the summary covers only windows that were measured for all variants.
+    A window is prefilled once for all variants with equal engine settings. If `evaluation.late` returns True, the
+    summary covers the windows that have been measured for all variants.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     shared = {"suite": "divergence", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}

@@ -102,7 +102,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def around(cls, llm: LLM, *, decode_from: int | None = None, batch_size: int = MAX_BATCH) -> OffloadLM:
-        """Create the harness model from an existing `LLM`."""
+        """Wrap an existing `LLM`."""
         made = cls.__new__(cls)
         made._setup(llm, decode_from, None, batch_size, None)
         return made
@@ -123,18 +123,16 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-text token."""
         return int(cast(Any, self.tokenizer).eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token used in place of an empty context: BOS if defined, otherwise the end-of-text token."""
+        """Id of the token in front of a text without context: BOS if defined, otherwise the end-of-text token."""
         begin = cast(Any, self.tokenizer).bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, for the harness's request cache."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -220,7 +218,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (sum of log-probabilities, whether all tokens are greedy) for each (context, continuation)."""
         before = len(self.fractions)
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         for request, fractions in zip(requests, self.fractions[before:], strict=True):
@@ -229,7 +226,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render messages with the tokenizer's chat template. Raises InputError if there is none."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise InputError(f"{self.llm.name} has no chat template: leave --apply_chat_template out")
         return render_chat(
@@ -240,12 +236,12 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the mean attended and fetched fractions of each task. The harness adds them to its results."""
+        """Return the exact attention and fetched fractions of each task, which the harness adds to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
         return {"attended_and_link_fractions": means}
 
     def _say_shares(self) -> None:
-        """Print the mean attended and fetched fractions of each task to stderr."""
+        """Print the exact attention and fetched fractions of each task to stderr."""
         for name, shares in self.shares.items():
             attended, fetched = _mean_shares(shares)
             what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the fetched {fetched:.2%} (means)"
@@ -258,7 +254,6 @@ def _mean_shares(shares: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
-    """Convert the generation settings of the harness. Raises ConfigError if one is not supported."""
     known = {"until", "max_gen_toks", "temperature", "do_sample", *_SAMPLING}
     unknown = sorted(set(kwargs) - known)
     if unknown:
@@ -272,7 +267,6 @@ def _sampling(kwargs: dict[str, Any]) -> SamplingParams:
 
 
 def _batch(size: int | str, most: int | None) -> int:
-    """Return the batch size. For "auto", it is `most`, or the default of the runtime if `most` is None."""
     if str(size).startswith("auto"):
         return most or MAX_BATCH
     if not str(size).isdigit() or int(size) < 1:

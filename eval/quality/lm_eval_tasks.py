@@ -55,14 +55,14 @@ class TasksConfig:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return the settings that affect the results, as part of the key of a result row."""
+        """Settings that affect the results, as part of the key of a result row."""
         # Empty `lengths` are omitted, so that rows that were stored without this field stay valid.
         found = asdict(self)
         return found if self.lengths else {name: value for name, value in found.items() if name != "lengths"}
 
     @property
     def jobs(self) -> list[tuple[str, int | None, str]]:
-        """(task, document length in tokens or None, name in tables) of each task to run."""
+        """The tasks to run: (task, document length in tokens or None, name in tables)."""
         pairs = [(task, length) for task in self.tasks for length in self.lengths or (None,)]
         return [(task, length, task if length is None else f"{task}, {length:,} tokens") for task, length in pairs]
 
@@ -116,16 +116,14 @@ def run_tasks(
 
 
 class Models:
-    """Harness models by variant, created when they are first used."""
-
     def __init__(self, tested: ModelUnderTest, config: TasksConfig) -> None:
         self._tested, self._config = tested, config
         self._made: dict[str, Any] = {}
 
     def under(self, variant: Variant | None) -> Any:
-        """Return the harness model for `variant`, created on first use.
+        """Return the harness model of a variant, or the harness's own transformers model for None.
 
-        None returns the transformers model of the harness.
+        Later calls reuse it.
         """
         name = OWN if variant is None else variant.label
         if name not in self._made:
@@ -152,9 +150,8 @@ class Models:
 def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
     """Run one task. `length` is the length of RULER documents, in tokens of the model `tokenizer`.
 
-    Returns:
-        A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean attended and fetched
-        fractions. `samples` contains the metrics and responses of each document.
+    Returns: A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean exact attention and
+    fetched fractions. `samples` contains the metrics and responses of each document.
     """
     from lm_eval import simple_evaluate
 
@@ -262,12 +259,11 @@ def compare(row: Row, base: Row) -> Row:
 
 
 def metrics(row: Row) -> list[tuple[str, tuple[float, float | None]]]:
-    """Return the metrics of a row as (name, (value, standard error))."""
     return [(name, (value, error)) for name, (value, error) in row["metrics"].items()]
 
 
 def _choice(responses: Sequence[Any]) -> Any:
-    """Return the answer to a document: the index of its most likely request, or its only generated text, else None."""
+    """Return the answer to a document: the index of its most likely request, or its only generated text, or None."""
     if len(responses) > 1:
         return max(range(len(responses)), key=lambda i: responses[i])
     return responses[0] if responses and isinstance(responses[0], str) else None

@@ -63,8 +63,6 @@ class PerplexityConfig:
 
 @dataclass(frozen=True)
 class Window:
-    """A section of the text (`text`), and the size of its scored tokens in UTF-8 bytes (`bytes`)."""
-
     text: Text
     bytes: int
 
@@ -110,7 +108,7 @@ def measure(tested: ModelUnderTest, variant: Variant, windows: Sequence[Window])
 
 
 def _chunks(nats: Sequence[float]) -> list[float]:
-    """Return the mean negative log-likelihood per token (nats) of each complete section of `CHUNK` tokens.
+    """Return the mean nats per token of each complete section of `CHUNK` tokens.
 
     If the window is shorter than a section, return the mean over the window.
     """
@@ -120,7 +118,7 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 
 
 def costs(scored: Sequence[Scored]) -> Row:
-    """Return the cost columns: attended and fetched fractions and missed attention mass, as means over texts."""
+    """Return the cost columns as means over texts: exact attention and fetched fractions, and missed attention mass."""
     found: Row = {}
     columns = {name: name for name in ("attended", "link", "sparse_attended", "sparse_link", "missed")}
     for column, name in (columns | {"missed_worst": "worst_layer"}).items():
@@ -160,7 +158,7 @@ def compare(row: Row, base: Row, name: str) -> Row:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant. Compare it with the first one, which should be `full`, and with `infinigen` at its budget.
 
-    Once `evaluation.late` is true, only existing rows are returned.
+    When `evaluation.late` returns True, only existing rows are returned.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     windows = cut_windows(tested, evaluation.text, config)
@@ -181,7 +179,6 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
 
 
 def about(evaluation: Evaluation, config: PerplexityConfig) -> dict[str, Any]:
-    """Return the settings that all rows of a text have in common."""
     found = {
         **evaluation.tested.identity,
         "text": evaluation.name,
@@ -209,7 +206,7 @@ def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: 
 
 
 def _against_rivals(rows: list[Row]) -> None:
-    """Compare rows with `infinigen` at the same budget and dense layers, in new columns `against_infinigen_*`."""
+    """Add columns `against_infinigen_*`: the comparison with `infinigen` at the same budget and dense layers."""
     for row in rows:
         same = [r for r in rows if all(r[key] == row[key] for key in ("budget", "dense_layers"))]
         mine = [r for r in same if r["policy"] == "infinigen" and r["budget"] is not None]
@@ -218,7 +215,6 @@ def _against_rivals(rows: list[Row]) -> None:
 
 
 WHAT = (Column("model", "model"), Column("text", "text"), Column("context", "context"), Column("policy", "variant"))
-"""First columns of every table."""
 
 COST = (
     Column("dense layers", "dense_layers"),
@@ -227,7 +223,7 @@ COST = (
     Column("fetched", "link", ".1%"),
     Column("of sparse layers", "sparse_link", ".1%"),
 )
-"""Cost columns, which every table shows beside its accuracy columns."""
+"""Columns about cost, which follow the accuracy columns of every table."""
 
 COLUMNS = (
     *WHAT,
@@ -250,7 +246,6 @@ NOTES = (
 
 
 def draw(report: Report, path: Path) -> None:
-    """Plot the change of perplexity from `full` over the attended fraction, as a line with intervals per policy."""
     series: dict[str, list[tuple[float, float]]] = {}
     errors: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(report.rows, key=lambda row: row["sparse_attended"]):
@@ -275,7 +270,6 @@ def draw(report: Report, path: Path) -> None:
 
 
 def draw_chunks(report: Report, path: Path) -> None:
-    """Plot the perplexity of each section of `CHUNK` tokens along the window (paper, Figure 12)."""
     start = report.about["decode_from"]
     series = {}
     for row in report.rows:

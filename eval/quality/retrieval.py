@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..core.model_under_test import Evaluation, ModelUnderTest
 
 NEAREST = 128
-"""Upper limit of the first distance band in tokens. Each further band has twice the limit of the one before."""
+"""Upper limit in tokens of the first group of distances. Each further group has twice the limit of the one before."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ def measure(tested: ModelUnderTest, variant: Variant, passages: Sequence[Passage
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Merge the rows of several kinds into one row. All kinds must have the same number of passages."""
     found: Row = {"samples": [sample for row in rows for sample in row["samples"]]}
     for name in (key for key in rows[0] if key not in found):
         values = [row[name] for row in rows if row[name] is not None]
@@ -128,8 +127,8 @@ def against(row: Row, base: Row) -> Row:
 def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: RetrievalConfig) -> Report:
     """Measure every variant at every length, and write retrieval.json, .csv, .md and two plots.
 
-    All variants are compared with the first one, which should be `full`. Once `evaluation.late` is true, only
-    the first variant is measured.
+    All variants are compared with the first one, which should be `full`. When `evaluation.late` returns True, only the
+    first variant is measured.
     """
     # Iterate over variants in the inner loop, so that a passage is prefilled once for all variants.
     tested, store = evaluation.tested, RowStore(evaluation.out)
@@ -158,7 +157,6 @@ def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: R
 
 
 def _row(store: RowStore, tested: ModelUnderTest, variant: Variant, length: int, passages: Sequence[Passage]) -> Row:
-    """Return the row of a variant for passages of one kind. Measure it if it is not stored."""
     # The key contains a digest of the passages, so that rows are measured again if the wording changes.
     said = {"kind": passages[0].kind, "length": length, "passages": text_digest(repr(passages))}
     key = {"suite": "retrieval", **tested.identity, **said, "variant": tested.key(variant)}
@@ -178,7 +176,6 @@ NOTES = (
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the table columns, with one accuracy column per kind and distance band."""
     names = dict.fromkeys(key[5:] for row in rows for key in row if key.startswith("right"))
     shares = [
         c for n in names for c in (Column(n.strip() or "right", f"right{n}", ".2f"), Column("±", f"error{n}", ".2f"))
@@ -195,7 +192,6 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
 
 
 def draw(report: Report, kinds: Sequence[str], out: Path) -> None:
-    """Plot the accuracy over the attended fraction, and by kind."""
     longest = max(row["length"] for row in report.rows)
     rows = [row for row in report.rows if row["length"] == longest]
     series: dict[str, list[tuple[float, float]]] = {}

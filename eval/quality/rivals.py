@@ -17,7 +17,7 @@ from ...policies.scorer import EntryShape, ScorerPolicy, TokenLists
 from ..core.rival_options import LandmarkOptions, SnapKVOptions
 
 NEWEST = 1e30
-"""Score of a generated token. It is higher than any sum of votes."""
+"""Score of generated tokens, higher than any sum of votes."""
 
 
 class Landmarks(ScorerPolicy[LandmarkOptions]):
@@ -66,11 +66,13 @@ class SnapKV(ScorerPolicy[SnapKVOptions]):
 
     @classmethod
     def entry_shape(cls, options: SnapKVOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an entry: one float32 vote per token and KV head."""
         return EntryShape(1, torch.float32)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return the score of a generated token for each new token. `on_queries` replaces it for prompt tokens."""
+        """Return a score for each new token, which is that of generated tokens.
+
+        `on_queries` replaces it for prompt tokens.
+        """
         return k.new_full((*k.shape[:2], 1), NEWEST, dtype=torch.float32)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:

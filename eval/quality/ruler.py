@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 MAKERS = ("generate_samples", "sys_kwext", "sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""Names of document generators in the modules of the tasks. Each has a parameter `num_samples`."""
+"""Names of functions in the task modules that generate documents. Each has a parameter `num_samples`."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def begin_documents(seed: int) -> None:
 
 @contextmanager
 def first_documents(limit: int | None) -> Iterator[None]:
-    """Context in which tasks are loaded with at most `limit` documents (None: no limit)."""
+    """Load tasks with at most `limit` documents during the `with` statement (None: no limit)."""
     # Generating all 500 documents takes minutes at 32k tokens.
     from lm_eval.api.task import ConfigurableTask
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 FRACTIONS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 ALPHAS = (*(step / 2 for step in range(2, 17)), 9.0, 10.0, 12.0, 15.0, 20.0)
 AIMS = (1.25, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.25)
-"""Tried values of the option `max_missed_mass`, relative to the limit of the search."""
+"""Tried values of `max_missed_mass`, relative to the limit of the search."""
 
 REPAIR_FROM = (1.0, 2.0)
-"""Tried values of `alpha` in combination with the option `max_missed_mass`."""
+"""Tried values of `alpha` together with `max_missed_mass`."""
 
 STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("scorer", ("int8", "int4", "int2", "partial")),
@@ -47,7 +47,7 @@ STAGES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 """Options with their tried values, in search order. The search starts with the first value of each."""
 
 UNLIMITED = 1e9
-"""Value of `alpha` that disables the threshold. It is finite so that JSON can represent it."""
+"""Value of `alpha` without effect. It is finite, because JSON has no infinity."""
 
 Options = dict[str, Any]
 
@@ -81,9 +81,9 @@ class Trial:
         missed: Missed attention mass, mean over the sparse layers.
         worst: Missed attention mass of the layer with the largest value.
         attended: Fraction of the context that is attended to exactly.
-        fetched_bytes: Size in bytes of the KV fetched from the host per decode step.
-        scoring_bytes: Size in bytes of the scoring keys read on the device per decode step.
-        window_bytes: Size in bytes of the resident KV read on the device per decode step.
+        fetched_bytes: Size in bytes of the KV that a decode step copies from the host.
+        scoring_bytes: Size in bytes of the scoring keys that a decode step reads on the device.
+        window_bytes: Size in bytes of the resident KV that a decode step reads on the device.
     """
 
     options: Options
@@ -96,7 +96,6 @@ class Trial:
 
     @property
     def bytes(self) -> float:
-        """Total bytes read per decode step, which the search minimizes."""
         return self.fetched_bytes + self.scoring_bytes + self.window_bytes
 
     def keeps(self, limit: float) -> bool:
@@ -104,7 +103,6 @@ class Trial:
         return self.worst <= limit and self.missed <= limit
 
     def row(self, limit: float) -> Row:
-        """Return the row of this trial in the results table."""
         names = ("missed", "worst", "attended", "fetched_bytes", "scoring_bytes", "window_bytes", "bytes")
         shown = " ".join(
             f"{key}={value}" for key, value in self.options.items() if key not in ("dense_layers", "approximate_kv")
@@ -113,14 +111,11 @@ class Trial:
 
 
 class Search:
-    """Search in stages, one option at a time. Each setting is measured only once."""
-
     def __init__(self, tested: ModelUnderTest, text: Text, config: TuneConfig, done: Callable[[], None]) -> None:
         self.tested, self.text, self.config, self._done = tested, text, config, done
         self.trials: dict[str, Trial] = {}
 
     def measure(self, options: Options) -> Trial:
-        """Measure a setting on the text, or return its earlier trial."""
         key = repr(sorted(options.items()))
         if key not in self.trials:
             (scored,) = self.tested.score(Variant("infinigen", options, {"missed_mass_every": 1}), [self.text])
@@ -156,10 +151,9 @@ class Search:
         return min(kept, key=lambda t: t.bytes) if kept else min(trials, key=lambda t: t.worst)
 
     def smallest(self, options: Options, name: str, ladder: Sequence[float]) -> Trial:
-        """Try the values `ladder` of the option `name`. Return the trial of the first value within the limit.
+        """Return the trial of the first value in `ladder` of the option `name` that is within the limit, else the last.
 
-        If there is none, return the trial of the last value. Bisection requires that the missed attention mass
-        decreases along `ladder`.
+        Bisection requires that the missed attention mass decreases along `ladder`.
         """
         low, high = 0, len(ladder) - 1
         while low < high:
@@ -171,7 +165,6 @@ class Search:
         return self.measure(options | {name: ladder[low]})
 
     def run(self) -> Trial:
-        """Run all stages and return the chosen trial."""
         fixed: Options = {name: values[0] for name, values in STAGES}
         fixed |= {"dense_layers": self.config.dense_layers, "approximate_kv": "off"}
         best = self.smallest(fixed | {"max_fraction": 1.0}, "alpha", ALPHAS)
@@ -196,7 +189,7 @@ class Search:
 
 
 def most_trials() -> int:
-    """Return the maximum number of settings that a search measures, for progress bars."""
+    """Return the maximum number of trials of a search, for progress bars."""
 
     def steps(ladder: Sequence[float]) -> int:
         return math.ceil(math.log2(len(ladder))) + 1

@@ -33,13 +33,11 @@ from .resident import Resident
 from .synthetic_kv import SyntheticAdapter, SyntheticKV
 
 TOKEN = 7
-"""Token id that every step decodes. The speed does not depend on it."""
+"""Token id that every step decodes. It does not affect the speed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a Llama model with random weights."""
-
     layers: int
     hidden: int
     intermediate: int
@@ -95,12 +93,10 @@ SHAPES = {
 
 
 class Baseline(Protocol):
-    """Interface of a baseline: a way to compute decode steps whose time is measured."""
+    """A way to compute decode steps whose time is measured: the interface of all baselines."""
 
     @property
-    def name(self) -> str:
-        """Name in tables."""
-        ...
+    def name(self) -> str: ...
 
     def fill(self, layer: int, kv: KVPart) -> None:
         """Load K and V `[Hkv, N, d]` of one layer. Called once per layer, in order, before the first step."""
@@ -116,41 +112,40 @@ class Baseline(Protocol):
 
 
 class Peer:
-    """Baseline: transformers with one of its caches and SDPA attention."""
+    """transformers with one of its caches and SDPA attention."""
 
     def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
-        """Create the baseline. `tokens` `[B, 1]`, on the compute device, are decoded in every step."""
         self.name = name
         self._model, self._cache, self._position, self._tokens = model, cache, length, tokens
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Pass one copy of K and V per sequence to the cache's `update`."""
         batch = len(self._tokens)
         k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.update(k, v, layer)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one forward pass of the model."""
         positions = torch.full_like(self._tokens, self._position)
         self._model(input_ids=self._tokens, position_ids=positions, past_key_values=self._cache, use_cache=True)
         self._position += 1
 
     def facts(self) -> dict[str, Any]:
-        """Return an attended fraction of 1."""
         return {"exact_fraction": 1.0}
 
 
 class Context:
-    """Synthetic context in a host pool. Each sequence of the batch has its own copy, without shared blocks.
+    """A synthetic context in a host pool. Each sequence of the batch has its own copy, without shared blocks.
 
-    Every policy decodes forks of these sequences.
+    Every policy decodes copies (forks) of these sequences.
     """
 
     def __init__(
         self, pool: HostPool, transfer: Transfer, synthetic: SyntheticKV, room: int, batch: int, device: torch.device
     ) -> None:
-        """Write the context to the pool. `room` is the capacity of a sequence in tokens. KV is drawn on `device`."""
+        """Write the context to the pool. Each sequence has slots for `room` tokens.
+
+        Random numbers are drawn on `device`.
+        """
         self.pool, self.transfer, self.room = pool, transfer, room
         self._block_tables = [pool.new_block_table(synthetic.length) for _ in range(batch)]
         for layer, kv in enumerate(synthetic.layers(device)):
@@ -163,12 +158,11 @@ class Context:
         return [self.pool.fork(blocks) for blocks in self._block_tables]
 
     def blank(self) -> list[BlockTable]:
-        """Return an empty block table for each sequence."""
         return [self.pool.new_block_table(1) for _ in self._block_tables]
 
 
 class Ours:
-    """Baseline: this runtime with one policy. A step is a call of `Runner.decode`, without sampling."""
+    """This runtime with one policy. A step is a call of `Runner.decode`, without sampling."""
 
     def __init__(
         self, name: str, model: LoadedModel, policy: Policy, context: Context, block_tables: list[BlockTable]
@@ -190,7 +184,6 @@ class Ours:
         )  # fmt: skip
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Pass the KV to the policy. The pool already contains it."""
         if layer not in self._policy.dense_layers:
             adapter = self.runner.adapter
             keys, values = (rows.to(adapter.device, adapter.dtype) for rows in (kv.k, kv.v))
@@ -198,11 +191,9 @@ class Ours:
                 sequence.state.on_kv(layer, keys, values, 0)
 
     def step(self) -> None:
-        """Decode one token of every sequence."""
         self.runner.decode(self._batch)
 
     def facts(self) -> dict[str, Any]:
-        """Return attended and fetched fractions, transferred bytes per token, and the policy's device memory."""
         first, dense = self._batch[0], self._policy.dense_layers
         trace, steps = first.trace, max(1, len(first.trace.attended))
         shares = Fractions.of(trace, dense)
@@ -218,14 +209,14 @@ class Ours:
 
 @dataclass(frozen=True)
 class Field:
-    """Inputs from which baselines are created.
+    """The model and the context that all baselines use.
 
     Attributes:
         model: Model for the baselines of transformers.
         own: Model with the same weights in the memory layout of `load_model`, for this runtime.
         synthetic: Synthetic context.
         context: The synthetic context in a pool.
-        room: Capacity of preallocated caches in tokens.
+        room: Number of tokens for which preallocated caches have slots.
         batch: Number of sequences.
     """
 
@@ -244,25 +235,21 @@ class Field:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Tokens `[B, 1]` that the baselines of transformers decode in each step."""
         return torch.full((self.batch, 1), TOKEN, device=self.model.device)
 
     def peer(self, name: str, cache: Cache) -> Peer:
-        """Create a baseline of transformers with `cache`."""
         return Peer(name, self.model, cache, self.synthetic.length, self.tokens)
 
     def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
-        """Create a baseline of this runtime with the policy of this name."""
         return Ours(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
 
     def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
-        """Create the policy of this name."""
         artifact = self.synthetic.artifact()
         return build_policy(self.loaded, policy, options, lambda method: artifact)
 
 
 class Skipped(Exception):  # noqa: N818 - a result, not an error
-    """A baseline cannot run on this machine. The message is the reason."""
+    """A baseline cannot run on this machine. The message says why."""
 
 
 def _static(field: Field) -> Baseline:
@@ -326,10 +313,9 @@ def _floor_ours(field: Field) -> Baseline:
 
 
 class _Blank(Peer):
-    """Baseline of transformers with an empty context."""
+    """transformers with an empty context."""
 
-    def fill(self, layer: int, kv: KVPart) -> None:
-        """Ignore the context."""
+    def fill(self, layer: int, kv: KVPart) -> None: ...
 
 
 MAKERS: dict[str, Callable[[Field], Baseline]] = {

@@ -30,7 +30,10 @@ from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Shape, Skipped
 from .synthetic_kv import SyntheticKV
 
 BURST = 2
-"""Number of tokens per turn of a baseline. The first runs with cold processor caches, the second with warm ones."""
+"""Number of tokens that a baseline decodes in its turn.
+
+The first runs with cold processor caches, the second with warm ones.
+"""
 
 WARM_UP = 2
 """Number of untimed turns of each baseline before the measurement."""
@@ -53,8 +56,6 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of the benchmark of decode steps."""
-
     shape: tuple[str, ...] = option(("small",), help=f"random Llamas: {', '.join(SHAPES)}", metavar="A,B")
     layers: int | None = option(None, help="number of layers instead of the shape's", metavar="N")
     contexts: tuple[int, ...] = option((16_384, 32_768), help="tokens, multiples of 64", metavar="16k,32k")
@@ -95,10 +96,7 @@ class BenchConfig:
             raise ConfigError(f"fraction={self.fraction} must be in (0, 0.2]: max_fraction caps a selection there")
 
     def made_shape(self, name: str, device: torch.device) -> Shape:
-        """Return the shape `name` with the configured `layers` and `dtype`.
-
-        On a CPU, "auto" is float32, which is faster.
-        """
+        """Return the shape `name` with the configured `layers` and `dtype`. On a CPU, "auto" is the faster float32."""
         shape = SHAPES[name]
         dtype = {"auto": torch.float32 if device.type == "cpu" else shape.dtype}.get(self.dtype)
         return replace(shape, layers=self.layers or shape.layers, dtype=dtype or getattr(torch, self.dtype))
@@ -106,8 +104,6 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Point:
-    """A point to measure: name of the shape, number of sequences, and context length in tokens."""
-
     shape: str
     batch: int
     context: int
@@ -205,7 +201,7 @@ def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
 
 
 def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
-    """Create a synthetic context of `length` tokens, in a pool where each baseline can grow it to `room` tokens."""
+    """Create a synthetic context of `length` tokens in a pool with room for `room` tokens per sequence and baseline."""
     adapter = adapter_for(model)
     synthetic = SyntheticKV.draw(adapter.geometry, length, fraction, spread)
     # Each baseline of this runtime decodes forks of the context.

@@ -17,28 +17,28 @@ from ...sampling_params import SamplingParams
 from ...utils.config_fields import check_choice, option
 
 FIRST = "transformers, DynamicCache"
-"""Competitor to which all ratios refer."""
+"""The competitor with which all others are compared."""
 
 FLOAT32 = "full, float32"
-"""Competitor that generates the reference tokens."""
+"""The competitor whose tokens are the reference."""
 
 Turn = Iterator[int]
-"""Iterator over greedy tokens, beginning with the first token after the prompt."""
+"""Yields greedy tokens, from the first token after the prompt on."""
 
 Ask = Callable[[Sequence[int]], Turn]
 
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Settings of the comparison with other runtimes."""
-
     contexts: tuple[int, ...] = option((2048, 8192), help="tokens of a prompt, increasing", metavar="2k,8k")
     tokens: int = option(24, help="tokens decoded after each prompt", metavar="N")
     repeats: int = option(3, help="prompts of each length, from different positions in the text", metavar="N")
     dtype: str = option("bfloat16", help="data type of the models", metavar="bfloat16|float32")
     threads: int = option(1, help="threads of each competitor", metavar="N")
     runtimes: tuple[str, ...] = ("transformers, StaticCache", "full", "infinigen", "auto", FLOAT32)
-    gguf: str | None = option(None, help="model file for llama.cpp (package llama-cpp-python)", metavar="FILE")
+    gguf: str | None = option(
+        None, help="GGUF file for llama.cpp (llama-cpp-python) and packed weights", metavar="FILE"
+    )
     compression: float = option(0.5, help="fraction of the KV entries that kvpress drops", metavar="F")
 
     def __post_init__(self) -> None:
@@ -54,6 +54,16 @@ def _ours(policy: str, dtype: str | None, model: str, config: SpeedConfig) -> As
         return (event.token_id for event in llm.stream(list(prompt), params))
 
     return ask
+
+
+def _packed(policy: str, model: str, config: SpeedConfig) -> Ask:
+    return _ours(policy, None, _gguf(config), config)
+
+
+def _gguf(config: SpeedConfig) -> str:
+    if config.gguf is None:
+        raise ConfigError("this competitor needs the model as a GGUF file: pass --gguf")
+    return config.gguf
 
 
 def _theirs(cache: str, model: str, config: SpeedConfig) -> Ask:
@@ -95,14 +105,13 @@ def _press(compression: float) -> Any:
 
 
 def _llama_cpp(bits: int, model: str, config: SpeedConfig) -> Ask:
-    if config.gguf is None:
-        raise ConfigError("llama.cpp needs the model as a GGUF file: pass --gguf")
+    path = _gguf(config)
     import llama_cpp
     import numpy as np
 
     kind = {16: llama_cpp.GGML_TYPE_F16, 8: llama_cpp.GGML_TYPE_Q8_0, 4: llama_cpp.GGML_TYPE_Q4_0}[bits]
     loaded: Any = llama_cpp.Llama(
-        config.gguf, n_ctx=max(config.contexts) + config.tokens + 2, n_batch=512, n_threads=config.threads,
+        path, n_ctx=max(config.contexts) + config.tokens + 2, n_batch=512, n_threads=config.threads,
         n_threads_batch=config.threads, flash_attn=True, type_k=kind, type_v=kind, verbose=False,
     )  # fmt: skip
 
@@ -125,9 +134,10 @@ COMPETITORS: Mapping[str, Callable[[str, SpeedConfig], Ask]] = {
     "kvpress": partial(_theirs, "kvpress"),
     **{f"llama.cpp, {bits}-bit KV": partial(_llama_cpp, bits) for bits in (16, 8, 4)},
     **{policy: partial(_ours, policy, None) for policy in ("full", "infinigen", "auto")},
+    **{f"{policy}, GGUF": partial(_packed, policy) for policy in ("full", "infinigen")},
     FLOAT32: partial(_ours, "full", "float32"),
 }
-"""Competitors by name.
+"""Competitors by name. Each function loads a model and returns a function that answers a prompt.
 
 QuantizedCache uses 4 bits of optimum-quanto, with the newest 128 tokens unquantized. kvpress uses ExpectedAttention.
 """

@@ -35,20 +35,20 @@ HEADS, GROUP, D, VALUE_BITS, SHARE = 3, 3, 64, 4, 0.05
 
 LANES = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16": 64}
-"""Number of products of a code and a weight per vector instruction. The additions are included."""
+"""Number of products of a code and a weight per vector instruction. Additions are included."""
 VALUE_PRODUCTS = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
-"""Number of vector instructions for LANES exponentials, and for LANES scores in the selection of the largest."""
+"""Number of vector instructions for LANES exponentials, and for LANES scores of a top-k selection."""
 
 COLD = 96 << 20
-"""Number of bytes that successive calls read before they read the same data again, so that it is not in a cache."""
+"""Number of bytes that are read before the same data is read again, so that no processor cache has it."""
 QUERIES = 256
 """Number of tokens whose queries attend together in prefill."""
 WEIGHT = (1536, 576)
 """Shape of the weight of a linear layer of SmolLM2's MLP. A decode step multiplies it by one row."""
 
 PER_CYCLE = 2
-"""Number of vector instructions per cycle. Some processors execute only one 512-bit instruction per cycle."""
+"""Assumed number of vector instructions per cycle. Some processors execute only one 512-bit instruction."""
 
 COLUMNS = (
     Column("level", "level"),
@@ -224,7 +224,6 @@ def _read_rate(repeats: int) -> float:
 
 
 def _clock() -> float:
-    """Return the cycles per second of this processor, or 3e9 if unknown."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"cpu MHz\s*: ([\d.]+)", path.read_text() if path.exists() else "")
     return 1e6 * float(found[1]) if found else 3e9

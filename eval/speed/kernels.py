@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ...kernels import dispatch, lists, segments
+from ...kernels import dispatch, kv_runs, lists
+from ...kernels.kv_runs import Run
 from ...kernels.packed_format import PackedFormat
 from ...kernels.pointer_table import PointerTable
-from ...kernels.segments import Run
 from ...kernels.selection import pack
 from ...model_runner.cuda_graphs import CudaGraph
 from ...models.linear.packed import packed_linear, unpack_rows
@@ -41,13 +41,10 @@ WARM_UP = 3
 """Number of untimed calls before the measurement. The first one compiles the kernel."""
 
 CACHES = 1 << 28
-"""Number of bytes to write between replayed calls, to empty the device's cache.
-
-It is larger than the cache of any device.
-"""
+"""Number of bytes to write between calls, to empty the device's cache. It is larger than any device's cache."""
 
 REPLAYED = 8
-"""Number of calls per graph."""
+"""Number of calls in a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class KernelSize:
     Attributes:
         copied: Size in bytes of each copy that measures a bandwidth.
         tokens: Context length in tokens.
-        share: Fraction of the tokens that is fetched.
+        share: Fraction of the tokens that is copied from the host.
         batch: Number of sequences with a shared prefix.
         prefix: Length of the shared prefix in tokens.
         own: Number of tokens of each sequence after the shared prefix.
@@ -87,10 +84,10 @@ class Case:
 
     Attributes:
         name: Name of the operation.
-        moved: Number of bytes that the operation must move.
-        over_link: Whether the bytes are moved from host to device rather than within device memory.
+        moved: Number of bytes that the operation must read and write.
+        over_link: Whether these bytes are copied from host to device, not within device memory.
         call: Runs the operation.
-        error: Runs the operation once and returns the maximum deviation from float64, relative to the tolerance
+        error: Runs the operation once and returns the largest difference from float64, divided by the tolerance
             (kernels/README.md).
     """
 
@@ -187,7 +184,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
     """Measure each operation, both launched from the host and in a replayed CUDA graph.
 
-    `rates` contains the measured bandwidths in bytes per second: "device" (device memory) and "link" (host to device).
+    `rates` are the measured bandwidths in bytes per second: "device" within device memory, "link" from host to device.
     """
     rows = []
     for case in cases(device, size):
@@ -210,7 +207,7 @@ def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _bounds(device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and stops of the token lists of one sequence, which cover all its tokens."""
+    """Return the starts and stops of the token lists of one sequence if all its tokens are read."""
     zeros = torch.zeros(KV_HEADS, dtype=torch.int32, device=device)
     return zeros, zeros + tokens
 
@@ -299,7 +296,6 @@ def _select(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
 
 def _half(device: torch.device) -> torch.dtype:
-    """Return bfloat16 on CUDA, and float32 on other devices."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -338,7 +334,7 @@ def _runs(device: torch.device, size: KernelSize) -> Iterator[Case]:
 
     def error() -> float:
         wide = [Run(run.first, run.stop, run.k.double(), run.v.double()) for run in runs]
-        want, _ = segments.attend_runs(q.double(), wide, D**-0.5)
+        want, _ = kv_runs.attend_runs(q.double(), wide, D**-0.5)
         largest = max(float(run.v.abs().max()) for run in runs)
         return float((call()[0] - want).abs().max()) / (_rounding(dtype) * largest)
 

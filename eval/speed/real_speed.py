@@ -62,7 +62,7 @@ def run_real_speed(model: str, text: str, config: SpeedConfig, out: Path, say: S
 
 
 def _started(model: str, config: SpeedConfig, say: Say, ends: ExitStack) -> dict[str, SubprocessCompetitor]:
-    """Start the competitors and return the running ones. If a competitor does not start, report the reason."""
+    """Start the competitors, and return those that run. Report the reason for others."""
     workers: dict[str, SubprocessCompetitor] = {}
     for name in (FIRST, *config.runtimes):
         try:
@@ -79,7 +79,6 @@ def _started(model: str, config: SpeedConfig, say: Say, ends: ExitStack) -> dict
 def _asked(
     workers: dict[str, SubprocessCompetitor], ids: list[int], context: int, config: SpeedConfig, say: Say
 ) -> dict[str, list[Result]]:
-    """Return the results of every competitor for prompts of one length. The float32 reference gets only the first."""
     results: dict[str, list[Result]] = {name: [] for name in workers}
     begin, names = (len(ids) - context) // 3, list(workers)
     for repeat in range(config.repeats):
@@ -108,7 +107,7 @@ def _row(model: str, context: int, name: str, results: dict[str, list[Result]]) 
 
 
 def _same(tokens: list[int], right: list[int]) -> str:
-    """Return how many tokens agree before the first difference, as text."""
+    """Return how many tokens are equal before the first difference, as text."""
     pairs = enumerate(zip(tokens, right, strict=True))
     count = next((i for i, (mine, theirs) in pairs if mine != theirs), len(tokens))
     return f"{count} of {len(tokens)}"

@@ -18,7 +18,7 @@ from ...core import KVPart
 from ...model_runner.cuda_graphs import CudaGraph
 
 ATTENTION = "offload_rt_resident"
-"""Name of the attention function in transformers, which creates no mask for custom attention functions."""
+"""Name of the attention function in transformers. For custom functions, transformers creates no mask."""
 
 
 def _attend(
@@ -30,14 +30,13 @@ def _attend(
 
 
 class _Fixed(DynamicCache):
-    """Cache of constant length. Each new token replaces the last one."""
+    """Cache of constant length: each new token replaces the last one, so that a CUDA graph can be replayed."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self._length, self._kv = length, list[tuple[torch.Tensor, torch.Tensor]]()
 
     def fill(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Append the KV `[B, Hkv, N, d]` of the next layer."""
         self._kv.append((k, v))
 
     def update(
@@ -53,12 +52,11 @@ class _Fixed(DynamicCache):
 
 
 class Resident:
-    """Baseline: transformers' model with all KV on the device, torch's attention, and one CUDA graph per step."""
+    """transformers' model with all KV on the device, torch's attention, and one CUDA graph per step."""
 
     name = "resident"
 
     def __init__(self, model: Any, length: int, tokens: torch.Tensor) -> None:
-        """Create the baseline. `tokens` `[B, 1]`, on the compute device, are decoded in every step."""
         AttentionInterface.register(ATTENTION, _attend)
         self._model = copy.copy(model)
         self._before = model.config._attn_implementation
@@ -68,7 +66,6 @@ class Resident:
         self._steps = 0
 
     def fill(self, layer: int, kv: KVPart) -> None:
-        """Copy K and V to the device, once per sequence."""
         batch = len(self._tokens)
         k, v = (x[None].to(self._tokens.device, self._model.dtype).repeat(batch, 1, 1, 1) for x in (kv.k, kv.v))
         self._cache.fill(k, v)
@@ -97,5 +94,4 @@ class Resident:
         return (output.logits,)
 
     def facts(self) -> dict[str, Any]:
-        """Return an attended fraction of 1."""
         return {"exact_fraction": 1.0}

@@ -25,10 +25,10 @@ TURN = 64
 """Number of tokens of the new turn."""
 
 VOCABULARY = 2048
-"""Number of token ids that are drawn."""
+"""Token ids are drawn below this number."""
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-"""Sampling parameters with two tokens, so that the work at the end of a turn (saving the history) is not timed."""
+"""Two tokens, so that the work at the end of a turn (saving the history) is not timed."""
 
 
 def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) -> list[Row]:
@@ -64,7 +64,7 @@ def measure(make: Callable[[], LLM], history: int, repeats: int, store: Path) ->
 
 
 def fresh(make: Callable[[], LLM], history: int) -> LLM:
-    """Create a runtime that has not seen the conversation, and warm up its pool memory for `history` tokens."""
+    """Create a runtime without the conversation. A warm-up has touched the memory for `history` tokens."""
     # Touch the memory of the pool for `history` tokens and a turn, as pinning would. On a busy machine, the first touch
     # of a page can take longer than reading it from disk.
     llm = make()
@@ -80,7 +80,6 @@ def fresh(make: Callable[[], LLM], history: int) -> LLM:
 
 
 def tokens(count: int, name: str) -> list[int]:
-    """Return `count` random token ids, drawn uniformly with a seed from `name`."""
     # Different names give different tokens, so that no turn is found in the prefix cache.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     found: list[int] = torch.randint(1, VOCABULARY, (count,), generator=generator).tolist()

@@ -1,13 +1,13 @@
-"""Create the KV of a long context without a prefill, such that a fixed fraction of "planted" tokens gets the attention.
+"""Create the KV of a long context without a prefill, in which a fixed fraction of tokens gets the attention.
 
-Speed benchmarks with random weights need this, because their attention is uniform, so that every threshold selects all
-tokens. Here, a constant vector `c` is added to all queries of a KV head (one small addition per layer). Keys are noise,
-and planted keys have an additional component `HEIGHT / (scale |c|)` along `c`. For every query, the scores of planted
-tokens are therefore higher by `HEIGHT`, and differ from each other by less than one nat.
+Random weights have uniform attention, so that every threshold would select all tokens. Here, a constant vector `c` is
+added to all queries of a KV head. Keys are noise. A fraction of them, the keys of *planted* tokens, has an additional
+component `HEIGHT / (scale |c|)` along `c`. The scores of planted tokens are therefore higher by `HEIGHT` for every
+query. They differ from each other by less than one nat.
 
-Planted tokens are drawn independently for each layer and KV head, with different counts per head. InfiniGen
-selects the same number of tokens for all heads: the mean of the numbers of tokens above the threshold. If these numbers
-were equal, each head would select exactly its tokens above the threshold, and no ranking would be needed.
+Planted tokens are drawn independently for each layer and KV head, and heads have different numbers of them. InfiniGen
+selects the mean number for all heads. With equal numbers, each head would select exactly its planted tokens, and no
+ranking would be needed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SyntheticKV:
         return cls(geometry, length, fraction, spread, seed, directions, tokens)
 
     def layers(self, device: torch.device = CPU) -> Iterator[KVPart]:
-        """Yield K and V `[Hkv, N, d]` (float32) of each layer, drawn on `device`. Every call gives the same values."""
+        """Yield K and V of each layer, float32 `[Hkv, N, d]`. Every call gives the same values on the same device."""
         geometry = self.geometry
         shape = (geometry.kv_heads, self.length, geometry.head_dim)
         for layer in range(geometry.layers):
@@ -130,7 +130,7 @@ def _counts(n: int, heads: int, spread: float) -> list[int]:
 
 
 class SyntheticAdapter(ForwardingAdapter):
-    """Model adapter that adds the constant vector `c` of each KV head (see the module) to all queries."""
+    """Model adapter that adds the constant vector `c` of its KV head (see the module) to every query."""
 
     def __init__(self, inner: ModelAdapter, synthetic: SyntheticKV) -> None:
         super().__init__(inner)
@@ -141,10 +141,8 @@ class SyntheticAdapter(ForwardingAdapter):
     def qkv(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the model's q `[H, T, d]` plus the constant vector `c` of its KV head, and k and v `[Hkv, T, d]`."""
         q, k, v = super().qkv(layer, attention_input, positions)
         return q.add(self._added[layer]), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the model's q `[H, T, d]` plus the constant vector `c` of its KV head."""
         return super().query(layer, attention_input, positions).add(self._added[layer])

@@ -27,7 +27,6 @@ from ...utils.openmp import WAIT_VARIABLES
 from ..core.report import Column, Report, Row, Say
 
 TURN = 3
-"""Number of tokens that a policy decodes before the next policy takes its turn."""
 
 WARM_UP = 4
 """Number of untimed first turns of each policy, in which `ThreadChoice` makes its measurements."""
@@ -58,8 +57,6 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ThreadsConfig:
-    """Settings of the measurement of a token's time by number of threads."""
-
     context: int = option(6_000, help="tokens of the prompt", metavar="N")
     tokens: int = option(48, help="tokens timed for each policy", metavar="N")
     threads: tuple[int, ...] = option((1, 2, 4), help="threads of torch", metavar="1,2,4")
@@ -96,7 +93,6 @@ def run_threads(model: str, text: str, config: ThreadsConfig, say: Say) -> Repor
 
 
 def _median(rows: Sequence[Row], row: Row, **other: object) -> float:
-    """Return the median time of the row that equals `row` in all settings except `other`."""
     sought = {key: row[key] for key in ("busy", "threads", "policy")} | other
     return next(float(one["median"]) for one in rows if sought.items() <= one.items())
 
@@ -160,7 +156,7 @@ def measure_case(case: _Case) -> list[Row]:
 
 @contextmanager
 def _generation(case: _Case) -> Iterator[Callable[[str], Iterator[object]]]:
-    """Load the model. Yield a function that returns an iterator over generated tokens for a policy."""
+    """Load the model. Yield a function that returns, for a policy, an iterator over generated tokens."""
     from transformers.models.auto import AutoModelForCausalLM
 
     from ...drop_in import OffloadedCache, offload

@@ -69,7 +69,7 @@ class SubprocessCompetitor:
 
 
 _loaded: list[Ask] = []
-"""The competitor of this process."""
+"""The competitor of this process, after it was loaded."""
 
 
 def _load(name: str, model: str, config: SpeedConfig) -> None:

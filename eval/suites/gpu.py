@@ -36,7 +36,6 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
 
 
 def machine(job: GpuJob) -> dict[str, Any]:
-    """Return a description of the machine: GPU, PCIe, driver, versions, commit, and measured bandwidths."""
     about = environment() | {"cores": os.cpu_count()}
     about["bandwidth"] = bandwidth(job.device, job.size.kernels.copied, job.size.kernels.repeats)
     if job.cuda:
@@ -105,7 +104,6 @@ def failures(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def advice(error: Exception) -> str:
-    """Return advice for the user about an error of a part."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "the device has too little free memory: stop other programs on it, and run this part again"
@@ -144,7 +142,7 @@ def run_gpu(part: str | None, device: str, small: bool, out: Path | None) -> int
 
 
 def _run_all(flags: list[str], small: bool) -> int:
-    """Run every part in its own process, so that device memory and errors of one part do not affect the next."""
+    """Run every part in its own process, so that memory and errors of one part do not affect the next."""
     failed = []
     for name, part in PARTS.items():
         if not small:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracePoint:
-    """A context to trace: tokens per sequence, number of sequences, planted fraction, and baselines."""
+    """Tokens per sequence, number of sequences, fraction of tokens with attention (`synthetic_kv`), and baselines."""
 
     context: int
     batch: int
@@ -35,7 +35,7 @@ class TracePoint:
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """A prompt of a random model to prefill with each program: "transformers" or a policy."""
+    """A prompt for a random model, and the programs that prefill it: "transformers", or policies of this runtime."""
 
     shape: str
     tokens: int
@@ -48,14 +48,12 @@ PREFILLS = (
     *(PrefillPoint("llama-8b", tokens, ("full", "infinigen")) for tokens in (8_192, 32_768)),
     PrefillPoint("llama-8b", 131_072, ("full", "infinigen"), 1),
 )
-"""Points of the part "prefill"."""
 
 POINTS = (
     TracePoint(131_072, 1, 0.05, ("infinigen-default", "infinigen", "resident", "full")),
     TracePoint(8_192, 1, 0.05, ("infinigen-default", "infinigen", "resident")),
     TracePoint(32_768, 8, 0.05, ("infinigen-default", "infinigen")),
 )
-"""Points of the part "trace"."""
 
 DECODE = BenchConfig(
     ("llama-8b",),
@@ -67,7 +65,6 @@ DECODE = BenchConfig(
     repeats=5,
     threads=os.cpu_count() or 1,
 )  # fmt: skip
-"""Settings of the part "decode": decode steps of an 8B model, compared with transformers' caches."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,6 @@ SMALL = GpuSize(
 
 @dataclass(frozen=True)
 class GpuJob:
-    """Device, sizes and output folder of a run of the suite."""
-
     device: torch.device
     size: GpuSize
     out: Path

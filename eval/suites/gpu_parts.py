@@ -32,7 +32,7 @@ LIMIT = 570
 """Timeout in seconds of each program that a part runs."""
 
 LEAN = {"OFFLOAD_RT_LEAN": "1"}
-"""Environment variable that makes tests run without optional packages."""
+"""Environment variable with which tests run without optional packages."""
 
 
 def run_tests(job: GpuJob) -> Iterator[Results]:
@@ -44,7 +44,7 @@ def run_tests(job: GpuJob) -> Iterator[Results]:
     if sanitizer is None or not job.cuda:
         yield results | {"compute-sanitizer": "skipped: not there" if job.cuda else "skipped: no CUDA device"}
         return
-    told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "segments")]
+    told_where = [f"tests/unit/kernels/test_triton_{name}.py" for name in ("gather", "attention", "kv_runs")]
     for tool in ("memcheck", "racecheck"):
         prefix = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         # The caching allocator is disabled, so that an access past the end of a tensor is outside of its allocation.
@@ -108,7 +108,7 @@ def run_sessions(job: GpuJob) -> Iterator[Results]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its function, and its estimated duration in minutes at full size on a current data-center GPU."""
+    """A part: its function, and its duration in minutes on a current data-center GPU."""
 
     run: Callable[[GpuJob], Iterator[Results]]
     minutes: float
@@ -124,4 +124,4 @@ PARTS: dict[str, Part] = {
     "accuracy": Part(run_accuracy, 9),
     "sessions": Part(run_sessions, 3),
 }
-"""Parts by name, in execution order."""
+"""The parts in the order of execution."""

@@ -60,7 +60,10 @@ def _ours(job: GpuJob, model: Any, policy: str, prompt: list[int]) -> Callable[[
 
 
 def _measured(job: GpuJob, point: PrefillPoint, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `run` several times, the first time untimed. Return all times, their median, and the last result."""
+    """Call `run` several times, of which the first is not timed.
+
+    Return all times, their median, and the last result.
+    """
     run()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()

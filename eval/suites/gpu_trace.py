@@ -26,7 +26,7 @@ WARM_UP = 4
 """Number of untimed steps. The first ones compile kernels and capture CUDA graphs."""
 
 ROOM = 192
-"""Capacity for new tokens of each baseline."""
+"""Number of new tokens for which each baseline has slots."""
 
 
 def run_trace(job: GpuJob) -> Iterator[Results]:
@@ -85,7 +85,6 @@ class DeviceEvent:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it reads or writes host memory."""
         return any(part in self.name for part in TRANSFERS)
 
 
@@ -106,7 +105,6 @@ def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
 
 def _events(recorded: Any) -> list[DeviceEvent]:
-    """Return the kernels and copies that a profiler recorded."""
     found = (event for event in recorded.events() if event.device_type.name == "CUDA")
     return [DeviceEvent(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in found]
 
@@ -129,7 +127,7 @@ def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
 
 
 def covered(events: Sequence[DeviceEvent]) -> float:
-    """Return the time in µs in which at least one of the events runs."""
+    """Return the time in µs during which at least one of the events runs."""
     total, end = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start):
         total += max(0.0, event.stop - max(event.start, end))

@@ -38,7 +38,7 @@ def run_trained(job: GpuJob) -> Iterator[Results]:
 
 
 def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return a row per prompt length and policy: number of equal tokens, and tokens per second of both programs."""
+    """Return a row per prompt length and policy: how many tokens equal transformers', and both speeds in tokens/s."""
     ids = AutoTokenizer.from_pretrained(folder)(job.size.text.read_text("utf-8")[: 1 << 18])["input_ids"]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(job.device).eval()
@@ -68,7 +68,7 @@ def _margin(model: Any, ids: list[int]) -> float:
 
 
 def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict[str, float]]:
-    """Generate greedily with transformers. Return the tokens and the measured times (see `_generated`)."""
+    """Generate greedily with transformers. Return the tokens, and the times of `_generated`."""
     given = torch.tensor([prompt], device=job.device)
 
     def run(tokens: int) -> Any:
@@ -84,7 +84,7 @@ def _greedy(job: GpuJob, model: Any, prompt: list[int]) -> tuple[list[int], dict
 
 
 def _generated(job: GpuJob, llm: LLM, prompt: list[int]) -> tuple[list[int], dict[str, float], dict[str, Any]]:
-    """Generate greedily with this package. Return the tokens, the measured times and the statistics.
+    """Generate greedily with this package. Return the tokens, the times, and the statistics.
 
     The times are the seconds to the first token and the tokens per second.
     """

@@ -41,17 +41,16 @@ WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
 """Resident tokens of every policy in comparisons at equal budgets. They are few enough for the smallest budget."""
 
 ROWS: dict[str, Any] = {"preset": "rows"}
-"""InfiniGen options of these tables. As in the paper, tokens that are not selected are ignored."""
+"""InfiniGen options of these tables: tokens that are not selected are ignored, as in the paper."""
 
 LIMIT = 0.8
-"""Size of the KV pool for Table 2, relative to the KV cache of a window."""
+"""Size of the KV pool for Table 2, as a fraction of the KV of a window."""
 
 EVICTIONS: tuple[Any, ...] = ("counter", "lru", "fifo", {"policy": "fifo", "protect": "none"})
 """Eviction policies of Table 2. The last one is FIFO as in the paper."""
 
 
 def compared(budgets: Sequence[float], options: Mapping[str, Any]) -> list[Variant]:
-    """Return the variant `full`, and every other policy at every budget, with `options`."""
     made = grid(POLICIES, budgets, options)
     return [replace(v, options=ROWS | dict(v.options)) if v.policy == "infinigen" else v for v in made]
 
@@ -85,7 +84,7 @@ SIBLING = PaperSize(
 """Sample sizes for every model except the first.
 
 In the OPT model, attention in the second layer is spread over as many tokens as in the first layer of other models.
-Therefore this layer is also tested as a dense layer.
+Therefore all policies are also compared with this layer dense.
 """
 
 QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
@@ -93,18 +92,14 @@ QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
 
 @dataclass(frozen=True)
 class Paper:
-    """Tables and figures of one model on a book."""
-
     evaluation: Evaluation
     size: PaperSize
 
     @property
     def title(self) -> str:
-        """Suffix for the titles of plots."""
         return f"{self.evaluation.tested.name} on {self.evaluation.name}"
 
     def run(self, steps: Sequence[str]) -> None:
-        """Run the named steps (keys of `STEPS`)."""
         for name in steps:
             began, step = time.monotonic(), STEPS[name]
             step(self)
@@ -123,9 +118,9 @@ class Paper:
         run_perplexity(self.evaluation, self._compared(), config)
 
     def _compared(self) -> list[Variant]:
-        """Return a variant for each combination of policy, budget and dense layers, and variants with quantized KV.
+        """Return a variant for each combination of policy, budget and dense layers, and with a quantized KV cache.
 
-        The variants with quantized KV are `full` and `infinigen` at a budget of 10 %, for each format in `FORMATS`.
+        The latter are `full` and `infinigen` at a budget of 10 %, for each format in `FORMATS`.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:
@@ -288,7 +283,7 @@ STEPS: dict[str, Callable[[Paper], None]] = {
 
 @dataclass(frozen=True)
 class PaperJob:
-    """One step for one model, which can be sent to another process."""
+    """One step for one model, which can run in another process."""
 
     model: str
     step: str
@@ -297,7 +292,6 @@ class PaperJob:
     out: Path
 
     def __call__(self) -> str:
-        """Run the step and return its name."""
         out = self.out / Path(self.model).name
         book = read_file(str(self.book))
         Paper(Evaluation(ModelUnderTest(self.model), book, self.book.name, out, _say), self.size).run([self.step])

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Root of the repository; tests and scripts run there."""
 
 CLI = (sys.executable, "-P", "-m", "offload_rt")
-"""Command line of `offload-rt` that does not depend on where its script is installed."""
+"""Command line of `offload-rt` that also works if its script is not on the path."""
 
 STOPPED = 124
-"""Exit code of a program that was stopped at its time limit."""
+"""Exit code for a program that was stopped at its time limit."""
 
 TOLD = 6000
-"""Number of characters to keep from the end of a failed program's output."""
+"""Number of characters of a failed program's output that are kept."""
 
 
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:

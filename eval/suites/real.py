@@ -35,10 +35,9 @@ There are no dense layers, so a budget applies to all layers.
 """
 
 ALONE = 1e-4
-"""A budget smaller than the resident window. Only resident tokens are exact, and all others are approximated."""
+"""A budget smaller than the resident window, so that all other tokens are only approximated."""
 
 KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
-"""Full attention over a 4-bit KV cache."""
 
 RIVALS = ("quest", "landmarks", "snapkv", "h2o", "streaming")
 """Selection policies of other publications."""
@@ -61,7 +60,7 @@ TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rt
 
 @dataclass(frozen=True)
 class RealSize:
-    """Sample sizes, and the dtype of the models. float32 keeps rounding out of the divergence tables."""
+    """Sample sizes, and the dtype of the models. Divergence tables use float32, so that rounding plays no role."""
 
     windows: int = option(3, help="windows per text", metavar="N")
     decoded: int = option(512, help="decoded tokens per window", metavar="N")
@@ -83,9 +82,8 @@ class RealSize:
 def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
     """Return the variants of the perplexity tables.
 
-    These are `full`, the default `infinigen`, its presets "rows" and "paper", and a variant that attends only to
-    approximate KV. There are `infinigen` with and without approximate KV and `oracle` at every budget, and the other
-    policies at the first budget.
+    At every budget: `infinigen` with and without approximate KV, and `oracle`. At the first budget: the other policies.
+    In addition: `full`, the default `infinigen`, its presets "rows" and "paper", and attention to approximate KV only.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in budgets:
@@ -100,8 +98,8 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
 def diverging() -> list[Variant]:
     """Return the variants of the divergence tables.
 
-    These are `full`, the default, `infinigen` at 2, 5 and 10 % with and without approximate KV, the other policies at 5
-    %, and full attention over 4-bit and 8-bit KV caches.
+    These are `full`, the default `infinigen`, `infinigen` at 2, 5 and 10 % with and without approximate KV, the other
+    policies at 5 %, and full attention over 4-bit and 8-bit KV caches.
     """
     found = [Variant("full"), Variant("infinigen", {"preset": "default"})]
     for budget in (0.02, 0.05, 0.1):
@@ -113,8 +111,8 @@ def diverging() -> list[Variant]:
 def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
     """Return the variants of the retrieval and task tables.
 
-    These are `full` and the default `infinigen`. At `budget`, they include `infinigen` with and without approximate KV,
-    `quest`, `landmarks` and `streaming`.
+    These are `full`, the default `infinigen`, and at `budget`: `infinigen` with and without approximate KV, `quest`,
+    `landmarks` and `streaming`.
     """
     sized = WINDOW | {"budget": budget}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
@@ -124,14 +122,6 @@ def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Real:
-    """Tables of one model, with a method for each part.
-
-    Attributes:
-        data: Folder of the texts.
-        until: Time of `time.monotonic` after which no new row is begun.
-        chosen: Variants to measure, beginning with `full`. Empty means the default variants of each part.
-    """
-
     tested: ModelUnderTest
     size: RealSize
     out: Path
@@ -142,13 +132,12 @@ class Real:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens per window, limited to the maximum context length of the model."""
+        """Tokens per window, at most as many as the model supports."""
         most = self.tested.geometry.max_positions
         wanted = self.size.contexts or CONTEXTS.get(self.tested.name, (4096, 8192))
         return tuple(context for context in wanted if context <= most)
 
     def late(self) -> bool:
-        """Return whether the deadline has passed."""
         return time.monotonic() > self.until
 
     def texts(self) -> list[tuple[str, str, str]]:
@@ -206,11 +195,11 @@ class Real:
         self._tasks("questions", TasksConfig(self._of(TASKS), num_fewshot=5, limit=self.size.limit))
 
     def _of(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """Return the requested tasks among `tasks`, or all of `tasks` if no task is requested."""
+        """Return those of `tasks` that the user has requested. If none were requested, return all."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
-        """Run harness tasks one after another until the deadline, each under all variants and `more`."""
+        """Run harness tasks one after another until the deadline, under all variants and `more`."""
         variants = self.chosen or [*looked_up(), *more]
         done = run_tasks(self.tested, variants, config, self.out / name, say=self.say, late=self.late)
         about = {**self.tested.identity, **config.about}
@@ -240,7 +229,6 @@ PARTS: dict[str, Callable[[Real], None]] = {
     "ruler": Real.ruler,
     "extraction": Real.extraction,
 }
-"""Parts by name."""
 
 COLUMNS = (
     *WHAT,

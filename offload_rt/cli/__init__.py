@@ -75,8 +75,6 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 class _Version(argparse.Action):
-    """Action that prints the version and exits. It imports the package only when it is used."""
-
     def __call__(self, parser: argparse.ArgumentParser, *parsed: object) -> None:
         from .. import __version__
 
@@ -90,8 +88,6 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line and accepts optional positional arguments after flags."""
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
@@ -101,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def format_help(self) -> str:
-        """Return the help text. The usage line omits the options, because the text describes them below."""
+        """Return the help text. The first line leaves out the options, which the text describes."""
         words = [f"{action.option_strings[-1]} {action.metavar}" if action.option_strings else _positional(action)
                  for action in self._actions if action.required or not action.option_strings]  # fmt: skip
         self.usage = " ".join(["%(prog)s [OPTIONS]", *words])
@@ -112,10 +108,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return a hint with the option or command that is most similar to the unknown one in the error `message`.
-
-        Return "" if none is similar.
-        """
+        """Return a hint with the option or command that is most similar to the unknown one in `message`, or ""."""
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
             return ""
         choices = [name for action in self._actions for name in (action.choices or ())] if wrong[2] else self._options
@@ -124,7 +117,6 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def _options(self) -> list[str]:
-        """All options of this parser and of its subcommands."""
         inner = [sub for action in self._actions if isinstance(action, argparse._SubParsersAction)
                  for sub in action.choices.values()]  # fmt: skip
         found = [name for parser in (self, *inner) for action in parser._actions for name in action.option_strings]

@@ -24,7 +24,7 @@ from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling
 from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
-"""Shows the number of processed requests and the number of all requests."""
+"""Called with the number of processed requests and the number of all requests."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -148,7 +148,7 @@ def _request(line: str, number: int, path: Path, defaults: Mapping[str, Any]) ->
 
 
 class Results:
-    """Result file of a batch. `done` contains the ids of its results. Only one process can open it.
+    """The output file of a batch, which only one process can open. `done` contains the ids of its results.
 
     Opening the file removes an incomplete last line of a killed process. It raises InputError if the file cannot be
     written, is locked by another process, or contains other data.
@@ -224,7 +224,6 @@ def group_requests(requests: Sequence[R], at_once: int) -> list[list[R]]:
 
 
 def process_group(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Process a group of requests as in `process`. If the group fails, process each request alone."""
     try:
         return _generate_group(llm, group, defaults)
     except OffloadError as error:
@@ -249,7 +248,7 @@ def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mappin
 
 
 class Worker:
-    """Ray Data actor with one engine. Its input and output rows contain the requests and results of a group as JSON."""
+    """Ray Data actor with one engine. Each row is a group of requests, or of results, as JSON."""
 
     def __init__(self, model: str, config: EngineConfig, defaults: Mapping[str, Any]) -> None:
         from ..llm import LLM

@@ -94,7 +94,6 @@ class Chat:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Run the chat, and close the session at the end."""
         with closing(self._session):
             self._greet()
             for line in self._lines():

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 def default_store() -> Path:
@@ -57,7 +56,6 @@ def print_list(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: st
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a text file. Raises InputError if this fails."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

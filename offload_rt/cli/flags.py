@@ -53,7 +53,7 @@ def add_option(
     suffix: str = "",
     metavar: str | None = None,
 ) -> None:
-    """Add a flag for a field of the dataclass `owner` that was created by `config_fields.option`.
+    """Add a flag for one field of a configuration class `owner`, such as `EngineConfig`.
 
     A flag that the user does not set has the parsed value None, so that the default of the dataclass applies later.
 
@@ -97,7 +97,6 @@ def given(args: argparse.Namespace, names: Iterable[str], prefix: str = "") -> d
 
 
 def _without_none(kind: Any) -> Any:
-    """Return `X` for the type `X | None`."""
     if get_origin(kind) in (Annotated, Literal):
         return kind
     return next((part for part in get_args(kind) if part is not NoneType and get_origin(kind) is not tuple), kind)
@@ -164,7 +163,6 @@ def engine_config(args: argparse.Namespace, config: type[EngineConfig] = EngineC
 
 
 def _check_policy_options(policy: str, options: Iterable[str]) -> None:
-    """Raise ConfigError, with the names of flags, if `policy` lacks one of the options."""
     known = {field.name: flag_of(field) for field in fields(options_class(policy))}
     for wrong in options:
         if wrong not in known and wrong != "preset":
@@ -173,12 +171,11 @@ def _check_policy_options(policy: str, options: Iterable[str]) -> None:
 
 
 def flag_of(field: Field[Any]) -> str:
-    """Return the flag of a field of a configuration."""
     return option_of(field).flag or f"--{field.name.replace('_', '-')}"
 
 
 def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions], Field[Any]]]:
-    """Return the options of the policies by name, each with the first options class that defines it."""
+    """Return the options of the policies by name, with the first class and the field that define each option."""
     found: dict[str, tuple[type[PolicyOptions], Field[Any]]] = {}
     for policy in policies:
         owner = options_class(policy)
@@ -187,7 +184,6 @@ def _options_of(policies: Sequence[str]) -> dict[str, tuple[type[PolicyOptions],
 
 
 def _add_policy_options(parser: argparse.ArgumentParser, common: Any) -> None:
-    """Add the options of all policies, grouped by policy."""
     groups: Groups = {}
     for name, (owner, field) in _options_of(policy_names()).items():
         owners = [policy for policy in policy_names() if name in _options_of([policy])]

@@ -29,7 +29,7 @@ TAIL = 40
 """Number of prompt tokens to show before the new text."""
 
 _SEAM = 8
-"""Maximum number of additional tokens if a truncated text is tokenized again. Cutting changes the tokens at the cut."""
+"""A truncated text may have this many more tokens if it is tokenized again, because its first word was cut."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +94,6 @@ def _several(params: SamplingParams) -> bool:
 
 
 def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
-    """Raise InputError for flags that cannot be combined."""
     if args.system is not None and not args.chat:
         raise InputError("--system needs --chat")
     if args.prompt_tokens is not None and args.chat:
@@ -127,7 +126,7 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _planned(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
-    """Return the field `max_model_len` for the device memory plan, if other flags determine the length, else {}."""
+    """Return {"max_model_len": n} if other flags determine the length of the text, which sizes the memory, else {}."""
     if args.max_model_len is not None or args.prompt_tokens is None:
         return {}
     return {"max_model_len": max(1, args.prompt_tokens) + params.max_tokens}
@@ -192,7 +191,7 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
 
 
 def _write_all(llm: LLM, prompt: list[int], params: SamplingParams, console: Console) -> int:
-    """Write several texts to stdout, each after a status line on stderr. Return exit code 0."""
+    """Write several texts to stdout, each after a status line on stderr. Return the exit code."""
     [output] = llm.generate([prompt], params)
     for one in output.outputs:
         console.print(

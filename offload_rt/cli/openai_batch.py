@@ -23,7 +23,7 @@ SAMPLED = ("/v1/chat/completions", "/v1/completions")
 PATHS = (*SAMPLED, "/v1/responses")
 
 NO_LIMIT = 1 << 30
-"""Timeout in seconds and maximum body size in bytes for the server's application. Both are never reached."""
+"""Value for limits of the server that do not apply here: timeout in seconds and size of a body in bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ServerRequest:
 
     Attributes:
         id: The line's `custom_id`.
-        path: Path of the server.
+        path: The endpoint, such as "/v1/completions".
         body: Body of the request.
     """
 
@@ -61,7 +61,7 @@ class ServerRequest:
 def process_openai(
     llm: LLM, groups: Sequence[Sequence[ServerRequest]], defaults: Mapping[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the result lines of each group of requests, computed by the server's application in this process.
+    """Yield the result lines of each group of requests, answered by the server's application within this process.
 
     Raises ConfigError if the server's packages are not installed.
     """

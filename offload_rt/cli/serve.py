@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 DEFAULT_LIMIT = 32 << 30
-"""Size limit of the default store in bytes. It is used if the user sets no limit."""
+"""Size limit in bytes of the default store, if the user sets none."""
 
 _log = logging.getLogger("offload_rt.server")
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Store:
-    """The session store to use, as set by flags.
+    """The session store that the user's flags select.
 
     Attributes:
         folder: Folder of the store, or None if nothing is stored on disk.

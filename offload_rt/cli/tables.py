@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..skewing.fold import SkewReport
 
 Rows = list[tuple[str, str]]
-"""Rows of a table, each a pair of name and value."""
 
 
 def _percent(fraction: float | None) -> str:
@@ -102,7 +101,7 @@ def _transfer_rows(stats: Stats) -> Rows:
 
 
 TOO_MUCH = 0.1
-"""Missed attention mass above which the text differs visibly from full attention."""
+"""With a higher missed attention mass, the text usually differs from the text of full attention."""
 
 
 def _attention_rows(stats: Stats) -> Rows:
@@ -145,7 +144,6 @@ def _memory_rows(stats: Stats) -> Rows:
 
 
 def _table(title: str, *sections: Rows) -> Table:
-    """Return a table with the columns name and value."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -157,7 +155,6 @@ def _table(title: str, *sections: Rows) -> Table:
 
 
 def summary_table(stats: Stats) -> Table:
-    """Return a table with the statistics that most users need."""
     selects = len(stats.dense_layers) < stats.layers
     per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
@@ -201,10 +198,7 @@ def texts_table(policy: str, tokenizer: PreTrainedTokenizerBase, written: Sequen
 
 
 CLOSE, VISIBLE = 0.01, 0.1
-"""Thresholds of the KL divergence in nats.
-
-Below CLOSE, sampled texts hardly differ; above VISIBLE, they differ visibly.
-"""
+"""KL divergence in nats: below CLOSE, sampled texts hardly differ; above VISIBLE, they differ visibly."""
 
 
 def comparison_table(found: Comparison) -> Table:
@@ -262,7 +256,6 @@ def skew_table(model: str, report: SkewReport) -> Table:
 
 
 def _host_weight_rows(shape: ModelShape) -> Rows:
-    """Return the rows about experts and embeddings in host memory."""
     rows: Rows = []
     if shape.placement.experts is not None and shape.sizes.experts is not None:
         experts = shape.sizes.experts

@@ -117,7 +117,6 @@ def _write(
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[WritingProgress], None]]:
-    """Yield a function that shows progress if `console` is a terminal, and does nothing otherwise."""
     import psutil
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""Clients of `AsyncLLM`, mailboxes that pass outputs to the clients' event loops, and counters of the engine's load."""
+"""Clients of `AsyncLLM`: mailboxes for their outputs, traces of requests, and the engine's load."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class EngineLoad:
     def add(self, request: Request, *, stored: bool) -> None:
         """Add a finished request to the totals.
 
-        `stored` tells whether the engine has a session store. The store then counts host hits and disk hits itself, so
-        `host_hit_tokens` does not change.
+        With a session store (`stored`), `host_hit_tokens` does not change, because the store counts its hits itself.
         """
         self.prompt_tokens += len(request.prompt.token_ids)
         self.cached_tokens += request.cached_tokens
@@ -72,9 +71,9 @@ class EngineLoad:
         self.h2d_bytes += sum(stats.h2d_bytes for stats in ended if stats is not None)
 
     def at_present(self, engine: Engine, arriving: int) -> EngineLoad:
-        """Return a copy with these totals and the current load of `engine`.
+        """Return these totals with the current load of `engine`.
 
-        `arriving` is the number of prompts that are not in the engine's queue yet. They count as waiting.
+        `arriving` prompts are not in its queue yet, and count as waiting.
         """
         scheduler, pool = engine.scheduler, engine.runner.pool
         return replace(
@@ -91,7 +90,7 @@ class EngineLoad:
 async def call_in_thread(post: Callable[[Callable[[], None]], None], function: Callable[[], T]) -> T:
     """Run `function` on the engine thread. Return its result, or raise its error.
 
-    `post` passes a call to the engine thread, or raises an error. If the caller is cancelled, `function` runs anyway.
+    `post` passes a call to the engine thread. If the caller is cancelled, `function` runs anyway.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -115,9 +114,9 @@ async def call_in_thread(post: Callable[[Callable[[], None]], None], function: C
 
 
 class Mailbox:
-    """Passes the outputs of a request to the event loop of its client. It stores only the latest output.
+    """Passes outputs of a request to the event loop of its client. Only the latest output is stored.
 
-    Each output contains the text of all earlier outputs, so a slow client may skip some, and no queue can grow.
+    Each output contains the text of all earlier ones, so a slow client may skip some, and no queue can grow.
     """
 
     def __init__(self) -> None:
@@ -134,7 +133,7 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for the next output and return it. If it is an error, raise it."""
+        """Wait for the next output. If it is an error, raise it."""
         await self._arrived.wait()
         self._arrived.clear()
         latest, self._latest = self._latest, None
@@ -153,13 +152,13 @@ class RequestTracer:
         self._trace: Trace | None = None
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Count the selected prompt tokens of one layer. `tokens` `[Hkv, n]` are the tokens that `layer` selected."""
+        """Count the prompt tokens among the selected `tokens` `[Hkv, n]` of a layer."""
         found = tokens.detach().cpu().numpy().ravel()
         size = len(self._selected)
         self._selected += np.bincount(found[found < size], minlength=size)
 
     def trace(self, request: Request) -> RequestTrace:
-        """Return the trace of the request up to now. This may wait for the device."""
+        """Return the trace up to now. This may wait for the device."""
         for sequence in request.sequences[:1]:  # before its start and after its end, a request has no sequence
             self._trace = sequence.trace
         trace = self._trace

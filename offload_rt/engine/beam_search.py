@@ -59,9 +59,9 @@ class Beams:
         self.done = False
 
     def advance(self, logits: torch.Tensor) -> list[tuple[int, int]]:
-        """Advance the search by one token, from logits `[num_beams, V]` of the running beams.
+        """Advance the search by one token, from logits `[num_beams, V]`.
 
-        Sets `done` if no running beam can become better than the finished beams.
+        Set `done` if the finished beams cannot change.
 
         Returns:
             The new running beams, best first, each as a pair (index of the beam it continues, token).
@@ -117,7 +117,7 @@ class Beams:
         self._is_finished = torch.cat((self._is_finished, ending))[best]
 
     def _could_improve(self, length: int) -> bool:
-        """Return whether the best running beam could still get a better score than the worst finished beam."""
+        """Return whether the best running beam could still get a better score than the worst finished one."""
         params = self._params
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = params.max_tokens
@@ -159,15 +159,15 @@ class BeamSearchRequest(Request):
     def reserve(self, runner: Runner) -> None:
         """Reserve a slot for the next token of every beam.
 
-        Raises PoolFullError if too few blocks are free for these slots or for the forks of this step.
+        Raise PoolFullError, also if there are no blocks for forks.
         """
         super().reserve(runner)
         runner.retry_after_reclaim(lambda: runner.pool.check_spare(self.width))
 
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
-        """Advance the search by one token. Return an empty list until the search ends, and then the outputs.
+        """Advance the search by one token, from logits `[S, V]`. Return no outputs until the search ends.
 
-        `logits` has the shape `[S, V]` for S running beams. After the prefill, S is 1.
+        S is the number of running beams; 1 after the prefill.
         """
         chosen = self._beams.advance(logits.expand(self.width, -1))
         if self._beams.done:
@@ -177,10 +177,10 @@ class BeamSearchRequest(Request):
         return []
 
     def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
-        """Replace the sequences of the beams by sequences for the chosen (parent beam, token) pairs.
+        """Replace the sequences of the beams by sequences for the `chosen` pairs (parent beam, token).
 
-        Sequences without a chosen continuation are freed first. The first continuation of a beam reuses its sequence.
-        For each further continuation, the sequence is forked.
+        Sequences without a continuation are freed first. The first continuation of a beam reuses its sequence; the
+        others fork it.
         """
         before, parents = list(self.sequences), {parent for parent, _ in chosen}
         for i, sequence in enumerate(before):
@@ -208,7 +208,7 @@ class BeamSearchRequest(Request):
             self._beams = self._new_beams()
 
     def completions(self) -> list[CompletionOutput]:
-        """Return the best `params.n` finished continuations. Before the search ends, their texts are empty."""
+        """Return the best `params.n` finished continuations, or empty ones before the search ends."""
         best = self._beams.finished[: self.params.n]
         return [self._completion(i, tokens) for i, tokens in enumerate(best)]
 
@@ -243,7 +243,6 @@ class BeamSearchRequest(Request):
         return added_text(known_texts(self._tokenizer, self._context, special=special), both)
 
     def _text(self, tokens: list[int]) -> str:
-        """Return the text of generated `tokens` up to the first stop string."""
         keep = self.params.include_stop_str_in_output
         text = self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends and not keep else tokens)
         at, stop = min(self._stops(tokens), default=(len(text), ""))

@@ -55,13 +55,10 @@ LIMITLESS = 1 << 62
 
 
 def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None = None) -> Runner:
-    """Return a runner for `model`.
+    """Return a runner for `model`. For errors, see `LLM`.
 
     `runner.config.policy_options` contains all policy options in effect, including options that `offload-rt tune` saved
     in the folder `config.skew`.
-
-    Raises:
-        ConfigError, ModelError, ArtifactError, MemoryLimitError: See `LLM`.
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
     with on_device(device):  # loading a model verifies and calibrates it, which launches kernels
@@ -100,7 +97,7 @@ def _load(
 
 
 def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> HostPool:
-    """Return a KV cache for the model. Its memory limit is the fraction `share` of the configured memory."""
+    """Return a KV cache with the fraction `share` of the configured memory."""
     adapter, host = loaded.adapter, config.host_memory
     geometry, dtype = adapter.geometry, adapter.dtype
     snapshots = divided_host_memory(config, geometry, dtype).snapshot_slots
@@ -114,10 +111,10 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
 
 
 def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | None, float]:
-    """Return a runner of the draft model, and the fraction of the configured memory that its KV cache gets.
+    """Return a runner of the draft model, if any, and the fraction of the configured memory that its KV cache gets.
 
-    The fraction is such that the KV caches of both models store the same number of tokens. Without a draft model in
-    `config`, the result is (None, 0). Raises ConfigError if the tokenizers differ, and the errors of `load_model`.
+    With this fraction, the KV caches of both models store the same number of tokens. Raises ConfigError if the
+    tokenizers differ, and the errors of `load_model`.
     """
     assert config.exact is not None
     if config.exact.model is None:
@@ -138,8 +135,8 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
 def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: object = None) -> Runner:
     """Return a second runner with another policy, which shares the model and the KV cache of `runner`.
 
-    Prefill is exact under every policy, so both runners share cached prefixes. If `exact` is not None, it replaces the
-    option `exact` of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
+    Both share cached prefixes, because prefill is exact under every policy. If `exact` is not None, it replaces the
+    option of `runner`. Raises ConfigError for invalid options, and if `device_memory` is set.
     """
     if runner.plan is not None:
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
@@ -159,9 +156,9 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
 
 
 def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
-    """Return the device memory plan and the placement of the weights, from the model's dimensions alone.
+    """Return the device memory plan, or None without `device_memory`, and the placement of the weights.
 
-    The plan is None without `device_memory`. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
+    Only the model's dimensions are read. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
     """
     if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
         return None, ON_DEVICE
@@ -185,7 +182,7 @@ def build_policy(
     keys_on_host: bool = False,
     idle: AbstractContextManager[object] | None = None,
 ) -> Policy:
-    """Return the policy `name` for a loaded model.
+    """Return the policy `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
 
     Args:
         loaded: The model.
@@ -194,9 +191,6 @@ def build_policy(
         artifact: Called to load the skew artifact if the policy needs it.
         keys_on_host: Keep the scoring keys in host memory.
         idle: Context in which no engine of the process computes, for measurements of speed.
-
-    Raises:
-        ConfigError: The name is unknown, or the options do not fit the model.
     """
     adapter = loaded.adapter
     measure = partial(measured_dense_until, geometry=adapter.geometry, dtype=adapter.dtype, idle=idle)
@@ -215,8 +209,7 @@ def build_policy(
 def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader:
     """Return a function that loads the skew artifact at `config.skew`, or calibrates the model if no path is set.
 
-    The result of a calibration is cached. Calibration always shows a progress bar, because it takes long and happens
-    only once per model.
+    Calibration shows a progress bar, because it takes long. Its result is cached, so it runs once per model.
     """
 
     def load(method: SkewMethod) -> SkewArtifact:
@@ -229,10 +222,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
-    """Return the skewing method that the policy's options or its preset specify.
-
-    None means that the method of the loaded artifact is used.
-    """
+    """Return the skewing method that the options or the preset specify; None for that of the loaded artifact."""
     found: SkewMethod | None = options_class(policy).given(options).get("skew")
     return found
 
@@ -240,8 +230,8 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
 def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU, unquantised KV is read in place. For other devices, quantised KV, or a `working_set` (entries per layer
-    and KV head that stay on the device), KV is copied to staging buffers.
+    On a CPU, unquantised KV is read in place. In all other cases, and with a `working_set` (entries per layer and KV
+    head), KV is copied to staging buffers.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)
@@ -253,7 +243,7 @@ def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device
 
 
 def _reads_in_place(pool: HostPool) -> bool:
-    """Return whether kernels can read the pool's host memory directly. Warn if not, because steps are slower then."""
+    """Return whether kernels can read the pool's host memory directly. If not, warn that steps are slower."""
     found = not pool.pins or read_in_place()
     if not found:
         warnings.warn(
@@ -265,10 +255,9 @@ def _reads_in_place(pool: HostPool) -> bool:
 
 
 def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
-    """Create the streams that copy weights from host memory to the device, as `placement` requires.
+    """Create the streams that copy weights from host memory to the device, if `placement` requires any.
 
-    Return the model, whose adapter then waits for the copies, and the streams. The streams are None if all weights are
-    on the device.
+    Return the model, whose adapter then waits for the copies, and the streams.
     """
     if not placement:
         return loaded, None
@@ -282,10 +271,7 @@ def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedMod
 
 
 def _check_launches(device: torch.device) -> None:
-    """Launch a small kernel on a GPU, so that a missing C compiler is reported before a model is loaded.
-
-    Raises ConfigError if Triton finds no C compiler, which it needs for launching kernels.
-    """
+    """Launch a small kernel on a GPU, to raise ConfigError before a model is loaded if Triton finds no C compiler."""
     if device.type == "cpu":
         return
     one = torch.ones(1, 16, device=device)

@@ -22,7 +22,7 @@ from ..utils.units import format_size
 
 
 def salt_provenance(cache_salt: str) -> str:
-    """Return the part of a KV provenance key that separates requests by cache salt. "" if the salt is empty.
+    """Return the part of a KV provenance key that separates requests by cache salt; "" without a salt.
 
     It contains a digest, because the salt itself could look like another part of the key ("+cut-...").
     """
@@ -36,15 +36,12 @@ def salt_provenance(cache_salt: str) -> str:
 KEPT_BEFORE_WINDOW = 512
 """Number of tokens before the sliding window whose KV is also kept after a prefill, if blocks are free.
 
-Another prompt can then reuse the prefix if both prompts differ in at most this many tokens at the end.
+Another prompt that differs in at most this many tokens at the end can then reuse the prefix.
 """
 
 
 class CacheManager:
-    """Allocates blocks for the sequences of one policy and configuration.
-
-    Each sequence owns its block table. This class only changes block tables and stores none.
-    """
+    """Allocates blocks for the sequences of one policy and configuration. Each sequence owns its block table."""
 
     def __init__(self, pool: HostPool, policy: Policy, config: EngineConfig) -> None:
         self._pool, self._policy, self._config = pool, policy, config
@@ -61,15 +58,13 @@ class CacheManager:
 
     @property
     def evicts(self) -> bool:
-        """Whether a sequence overwrites KV of its own earlier tokens if the pool is full (token eviction)."""
+        """Whether a sequence overwrites KV of its own tokens if the pool is full (token eviction)."""
         return self._config.eviction is not None
 
     def check(self, prompt: int, total: int) -> None:
-        """Raise PoolFullError if a sequence does not fit even in an empty pool.
+        """Raise PoolFullError if a sequence of `total` tokens does not fit even in an empty pool.
 
-        Args:
-            prompt: Number of prompt tokens.
-            total: Final number of tokens. With eviction, only `prompt + 1` tokens must fit.
+        With eviction, only its `prompt` tokens and one more must fit.
         """
         if not self.evicts:
             self._pool.check_fits(total)
@@ -82,11 +77,7 @@ class CacheManager:
             ) from None
 
     def slots_for(self, computed: int, total: int) -> int:
-        """Return the number of slots to reserve for a sequence.
-
-        Without eviction this is `total`, the final number of tokens. With eviction it is `computed + 1`, where
-        `computed` is the current number of tokens, because later tokens overwrite earlier ones.
-        """
+        """Return the number of slots for a sequence: `total`, or with eviction one more than `computed` tokens."""
         return computed + 1 if self.evicts else total
 
     def slots(self) -> SlotTable:
@@ -97,8 +88,8 @@ class CacheManager:
     def first_uncached(self, tokens: Seq[int], provenance: str) -> int | None:
         """Return the index of the first token whose exact KV is not cached, or None if there is none.
 
-        The result is also None if prefixes are not shared. `provenance` is the end of the KV provenance key, which
-        depends on the cache salt (`salt_provenance`).
+        The result is also None if prefixes are not shared. `provenance` is the end of the KV provenance key
+        (`salt_provenance`).
         """
         if not self.shares or self._policy.wants_queries:
             return None
@@ -106,10 +97,9 @@ class CacheManager:
         return known if known < len(tokens) else None
 
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
-        """Return a new block table with slots for `capacity` tokens. It begins with the cached blocks of `known`.
+        """Return a new block table with slots for `capacity` tokens, beginning with the cached blocks of `known`.
 
-        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). For `provenance`, see
-        `first_uncached`. Raises PoolFullError.
+        For `stop`, see `reserve_slots`; for `provenance`, `first_uncached`. Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:
@@ -119,10 +109,10 @@ class CacheManager:
         return self.reserve_slots(blocks, capacity, blocks.length, stop)
 
     def reserve_slots(self, blocks: BlockTable, capacity: int, start: int, stop: int) -> BlockTable:
-        """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`.
+        """Reserve slots in `blocks` for `capacity` tokens, and return `blocks`. On PoolFullError, release all of them.
 
         Sliding layers get slots for the shortest first part of a prefill of the tokens [start, stop). `begin_prefill`
-        reserves more if there is room. If PoolFullError is raised, all blocks of the table are released.
+        reserves more if there is room.
         """
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
@@ -132,7 +122,7 @@ class CacheManager:
 
     @contextmanager
     def released_on_error(self, blocks: BlockTable) -> Iterator[None]:
-        """Release `blocks` if the body of the `with` statement raises. No sequence may own the block table yet."""
+        """Release `blocks`, which no sequence owns yet, if the body of the `with` statement raises."""
         try:
             yield
         except BaseException:
@@ -163,10 +153,9 @@ class CacheManager:
             self._pool.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
 
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
-        """Move blocks from the longest sequence of `batch` to sequences that need one, if the pool is full.
+        """If the pool is full, move blocks from the longest sequence of `batch` to sequences that need one.
 
-        Used only with eviction. A sequence is shrunk only while it is at least as long as all others. A sequence that
-        gets no block overwrites its own tokens.
+        Used only with eviction. A sequence that gets no block overwrites its own tokens.
         """
         for sequence in batch if self.evicts else ():
             if not sequence.slots.grows or sequence.position < sequence.blocks.capacity:
@@ -216,7 +205,7 @@ class Reclaimable(Protocol):
     """An object that keeps memory between requests and can free it on demand, such as a session store."""
 
     def reclaim(self) -> bool:
-        """Free some memory without losing data. Return False if no memory can be freed."""
+        """Free some memory without losing data. Return False if there is none."""
         ...
 
     def memory_in_use(self) -> list[MemoryUse]:

@@ -24,7 +24,7 @@ WIDEST_ON_GPU = 512
 
 
 def check_kernels(head_dim: int, device: torch.device, name: str) -> None:
-    """Raise ModelError if the GPU kernels do not support heads of `head_dim` dimensions."""
+    """Raise ModelError if the GPU kernels do not support this head dimension."""
     if device.type == "cuda" and head_dim > WIDEST_ON_GPU:
         raise ModelError(
             f"the cached keys of {name} have {head_dim} dimensions, and the GPU kernels support at most "
@@ -34,7 +34,6 @@ def check_kernels(head_dim: int, device: torch.device, name: str) -> None:
 
 
 def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
-    """Raise InputError if a token id is not in the vocabulary."""
     vocab = model.adapter.geometry.vocab
     wrong = next((t for t in tokens if not 0 <= t < vocab), None)
     if wrong is not None:
@@ -42,7 +41,7 @@ def check_token_ids(tokens: Sequence[int], model: LoadedModel) -> None:
 
 
 def check_positions(tokens: int, model: LoadedModel) -> None:
-    """Raise ModelError if a text of `tokens` tokens is longer than the model's position table.
+    """Raise ModelError if a text of this length exceeds the model's position table.
 
     Warn if it is longer than the texts of the model's training.
     """
@@ -69,7 +68,7 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
 
 
 def check_drafts(policy: Policy, config: EngineConfig) -> None:
-    """Raise ConfigError if the policy or another option cannot be combined with lossless mode."""
+    """Raise ConfigError if the policy or an option cannot be combined with lossless mode."""
     assert config.exact is not None
     if config.eviction is not None:
         raise ConfigError(
@@ -89,7 +88,6 @@ def check_drafts(policy: Policy, config: EngineConfig) -> None:
 
 
 def check_evictable(policy: Policy) -> None:
-    """Raise ConfigError if the policy does not support token eviction."""
     if not policy.evictable:
         raise ConfigError(
             f"policy {policy.name!r} does not support eviction, which moves tokens to other slots: use 'full', "
@@ -116,12 +114,10 @@ def check_int(name: str, value: object, least: int) -> int:
 
 
 def check_int_or_none(name: str, value: object, least: int) -> int | None:
-    """Return the result of `check_int`, or None if `value` is None."""
     return None if value is None else check_int(name, value, least)
 
 
 def check_salt(cache_salt: object) -> str:
-    """Return the cache salt of a request. Raise InputError if it is not a string."""
     if not isinstance(cache_salt, str):
         raise InputError(
             f"cache_salt={describe_value(cache_salt)}; it must be a string; an empty one shares KV with all requests"
@@ -130,7 +126,7 @@ def check_salt(cache_salt: object) -> str:
 
 
 def check_sampling_params(given: object, default: SamplingParams) -> SamplingParams:
-    """Return `given`, or `default` if `given` is None. Raise InputError if `given` has any other type."""
+    """Return `given`, or `default` if it is None. Raise InputError if it has another type."""
     if given is None:
         return default
     if not isinstance(given, SamplingParams):
@@ -139,10 +135,7 @@ def check_sampling_params(given: object, default: SamplingParams) -> SamplingPar
 
 
 def sampling_params_per_prompt(given: object, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt.
-
-    `given` is one SamplingParams for all prompts, a list with one per prompt, or None for `default`. Raises InputError.
-    """
+    """Return one SamplingParams per prompt, from one for all, a list, or None for `default`. Raise InputError."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [check_sampling_params(given, default)] * prompts
     if len(given) != prompts:
@@ -151,7 +144,7 @@ def sampling_params_per_prompt(given: object, prompts: int, default: SamplingPar
 
 
 def check_folder_path(name: str, value: object) -> Path:
-    """Return `value` as a path with "~" expanded. Raise InputError if it is not a path."""
+    """Return a path with "~" expanded. Raise InputError for other types."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:
         raise InputError(f"{name}={describe_value(value)}; it must be a path")

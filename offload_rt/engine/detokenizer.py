@@ -1,4 +1,4 @@
-"""Convert token ids to text step by step. Only whole characters are returned, and no text after a stop string."""
+"""Convert token ids to text step by step, in whole characters and without text after a stop string."""
 
 from __future__ import annotations
 
@@ -22,10 +22,6 @@ _LONGEST_WINDOW = 32
 
 
 def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, special: bool = False) -> str:
-    """Return the text of `tokens`, or "" without a tokenizer.
-
-    Special tokens are included only if `special` is True.
-    """
     if tokenizer is None:
         return ""
     # Clean-up would remove spaces that a stream has already returned, and later text would be lost.
@@ -34,10 +30,7 @@ def decode(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], *, 
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str | None:
-    """Return the text that `token` contributes inside a longer text. Special tokens have text too.
-
-    Return None without a tokenizer.
-    """
+    """Return the text that a token, even a special one, contributes inside a longer text. None without a tokenizer."""
     if tokenizer is None:
         return None
     # SentencePiece strips the leading space of the first token, so decode the token twice and use the second copy.
@@ -66,9 +59,9 @@ def decoding_context(tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence
 
 
 def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> int:
-    """Return the index of the first token at which a whole character begins, or 0 if there is none.
+    """Return the index of the first token at which a whole character begins, or 0.
 
-    The last character of the text of `tokens` may be incomplete.
+    The last character of `tokens` may be incomplete.
     """
     counts = range(_INCOMPLETE + 1)
     ranges = ((start, len(tokens) - missing) for missing in counts for start in counts)
@@ -77,10 +70,7 @@ def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) 
 
 
 def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
-    """Return whether a token has text in any context.
-
-    For some tokenizers a single space, for example, has text only after another token.
-    """
+    """Return whether a token has text in any context. A single space may have text only after another token."""
     return decode(tokenizer, [token, token]) != ""
 
 
@@ -89,8 +79,8 @@ def known_texts(
 ) -> list[str]:
     """Return the possible texts of `tokens` at the start of a longer text, for `added_text`.
 
-    The last character may be incomplete until more tokens follow. The texts without the last 1 to 3 tokens are then
-    included. `special` tells whether special tokens have text.
+    If the last character is incomplete, it depends on later tokens, so the texts without the last 1 to 3 tokens are
+    included.
     """
     text = decode(tokenizer, tokens, special=special)
     counts = range(1, _INCOMPLETE + 1) if text.endswith(_PENDING) else ()
@@ -98,10 +88,9 @@ def known_texts(
 
 
 def added_text(known: Sequence[str], both: str) -> str:
-    """Return the text that later tokens add to the text of earlier tokens.
+    """Return the text that later tokens add, given `known_texts` of the earlier tokens.
 
-    `both` is the text of the earlier and later tokens together. `known` contains possible texts of the earlier tokens
-    (`known_texts`). The first of them that is a prefix of `both` is removed.
+    The first of `known` that is a prefix of `both`, the text of all tokens, is removed.
     """
     rest = known[0].rstrip(_PENDING)  # fallback; not needed for valid UTF-8
     return both[len(next((text for text in known if both.startswith(text)), rest)) :]
@@ -139,7 +128,6 @@ class TextStream:
         self._shown, self._known = len(self._window), self._texts(self._window)
         self._held_back = ""
         self.stopped: str | None = None
-        """The stop string that was found, or None."""
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Add a token. Return the new text that can no longer change.
@@ -150,14 +138,14 @@ class TextStream:
         return self._release(self._held_back + fresh) if may_stop else fresh
 
     def flush(self) -> str:
-        """Return the text that is still held back. Call this after the last token."""
+        """Return the text that is still held back, after the last token."""
         tail = added_text(self._known, self._decode(self._window))
         self._shown, self._known = len(self._window), self._texts(self._window)
         held_back, self._held_back = self._held_back + tail, ""
         return held_back if self.stopped is None else ""
 
     def _completed(self, token: int) -> str:
-        """Append `token` to the window (tokens decoded together). Return the new text that can no longer change."""
+        """Append a token to those decoded together (the window). Return the new text that can no longer change."""
         window = self._window
         window.append(token)
         text = self._decode(window)
@@ -176,7 +164,7 @@ class TextStream:
         return fresh
 
     def _incomplete_tokens(self, text: str) -> int:
-        """Return how many tokens at the end of the window, which has this `text`, may form an incomplete character."""
+        """Return how many tokens at the end of the window, whose text is `text`, may form an incomplete character."""
         if not text.endswith(_PENDING):
             return 0
         window = self._window

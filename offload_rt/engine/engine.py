@@ -67,7 +67,7 @@ class Engine:
         self._suspects = Suspects()
 
     def next_id(self) -> int:
-        """Return a new id for a request that the caller creates and passes to `submit`."""
+        """Return a new request id, for a request that is created outside the engine."""
         return next(self._ids)
 
     def add(
@@ -97,11 +97,9 @@ class Engine:
         return request
 
     def submit(self, request: Request, *, swaps: bool = False) -> None:
-        """Queue an existing request, such as a turn of a session.
+        """Queue a request that was created outside the engine, such as a turn of a session.
 
-        Args:
-            swaps: Whether the request's KV cache may be swapped to disk if it is preempted. Pass False if a session
-                owns the KV cache.
+        `swaps` is False if a session owns the KV cache, so that it must not be swapped to disk.
         """
         with self.runner.pool.lock:  # engines on other threads read the queue
             self.scheduler.add(request, swaps=swaps)
@@ -109,9 +107,7 @@ class Engine:
     def run_all(
         self, prompts: Seq[list[int]], params: Seq[SamplingParams], cache_salt: str, progress: Progress
     ) -> list[Request]:
-        """Run one request for each prompt, with its parameters, until all have ended.
-
-        Return them in the order of `prompts`.
+        """Run one request for each prompt until all have ended. Return them in order.
 
         Raises:
             InputError, ModelError, PoolFullError: A request failed. All others were cancelled.
@@ -133,7 +129,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests and no errors that `step` must still report."""
+        """Whether there are no requests, and no errors that `step` must still report."""
         return self.scheduler.idle and not self.scheduler.failed and not self.scheduler.ended
 
     def step(self) -> list[TokenOutput]:
@@ -185,11 +181,9 @@ class Engine:
             self._on_failure(request, error)
 
     def cancel(self, request: Request) -> None:
-        """End a request and all its completions that have not ended yet.
+        """End a request and all its completions.
 
-        Raises:
-            StoreError: The result cannot be written to disk.
-            EngineError: Writing the result failed unexpectedly.
+        Raises StoreError or EngineError if its result cannot be written to disk.
         """
         with self.runner.pool.lock:
             for sample in request.samples:
@@ -199,9 +193,9 @@ class Engine:
             raise error
 
     def _decode(self) -> list[TokenOutput]:
-        """Run one decode step for all running requests and return their outputs.
+        """Run one decode step for all running requests.
 
-        After a failed step, the requests of this step are decoded one at a time (see `Suspects`).
+        After a failed step, its requests are decoded one at a time (`Suspects`).
         """
         running = [] if self.scheduler.stalled else self.scheduler.running
         return [event for group in self._suspects.groups(running) for event in self._decode_group(group)]
@@ -219,7 +213,7 @@ class Engine:
         return events
 
     def _end_round(self, group: list[Request]) -> None:
-        """Remove rejected draft tokens from the recurrent state of the requests in `group` that still run."""
+        """Remove rejected draft tokens from the recurrent state of the requests that still run."""
         if self._speculative is not None:
             try:
                 self._speculative.end_round()
@@ -227,11 +221,10 @@ class Engine:
                 self._decode_failed(group, error, self._speculative.rejected)
 
     def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
-        """Compute the next logits of each request in `group`.
+        """Compute the next logits of each request; with speculative decoding, of several tokens.
 
-        With speculative decoding, the result contains the logits of several tokens per request, otherwise those of one
-        token. The most likely tokens of all requests are copied to the host together, so that the host waits for the
-        device only once.
+        The most likely tokens of all requests are copied to the host together, so that it waits for the device only
+        once.
         """
         if self._speculative is not None:
             speculative = self._speculative
@@ -241,10 +234,10 @@ class Engine:
         return [(request, [(one, list(islice(best, len(one))))]) for request, one in zip(group, rows, strict=True)]
 
     def _decode_failed(self, group: list[Request], error: Exception, lost: list[Request] | None = None) -> None:
-        """Handle an exception of a decode step of the requests in `group`. If there is only one request, it fails.
+        """Handle an exception of a decode step. A single request fails.
 
         If there are several, any of them may be the cause. The requests `lost` (None: all), whose state is incomplete,
-        start again. Each request of `lost` is decoded alone until it has passed the position at which the step failed.
+        start again, and each is decoded alone until it has passed the position at which the step failed.
         """
         if len(group) == 1:
             self.scheduler.fail(group[0], error)
@@ -288,7 +281,7 @@ class Engine:
         return []
 
     def _accept_all(self, step: tuple[Request, Iterable[Answer]]) -> list[TokenOutput]:
-        """Let a request sample a token from each of its logits. Return the outputs, after an error the earlier ones."""
+        """Let a request sample a token from each of its logits. If one fails, return the outputs before it."""
         request, each = step
         events: list[TokenOutput] = []
         try:
@@ -307,40 +300,36 @@ class Engine:
         return events
 
     def _retire(self, request: Request) -> Exception | None:
-        """Remove an ended request from the queues and free its memory. Return the error if this fails, else None."""
+        """Remove an ended request from the queues and free its memory. Return the error if this fails."""
         request.metrics.finished_time = time.time()
         return self.scheduler.finish(request)
 
     def check_integrity(self) -> None:
-        """Assert that queues, sequences and the pool are consistent."""
         self.scheduler.check_integrity()
         self.runner.check_integrity()
 
 
 class Suspects:
-    """Requests of a failed decode step. Any of them may have caused the failure.
+    """Requests of a failed decode step, any of which may have caused the failure.
 
-    Each suspect is decoded alone until it has passed the position of the failure, or has failed again.
+    Each is decoded alone until it has passed the position of the failure, or has failed again.
     """
 
     def __init__(self) -> None:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request. Call this before its sequences are freed, because they hold the position of the failure."""
+        """Add a request before its sequences, which hold the position of the failure, are freed."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:
-        """Split the `running` requests into groups that are decoded together.
-
-        If a suspect is among them, each request is a group.
-        """
+        """Split `running` into groups that are decoded together: single requests if a suspect is among them."""
         if any(request in self._positions for request in running):
             return [[request] for request in running]
         return [list(running)] if running else []
 
     def decoded(self, request: Request) -> None:
-        """Remove `request` from the suspects if it has passed the position at which the step failed."""
+        """Remove a request that has passed the position at which the step failed."""
         failed_at = self._positions.get(request)
         if failed_at is not None and request.sequences and request.sequences[0].position > failed_at:
             del self._positions[request]

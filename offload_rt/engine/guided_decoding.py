@@ -45,9 +45,7 @@ class GuidedDecoder:
     ) -> None:
         """Compile the grammar.
 
-        Args:
-            vocab: Number of logits per token.
-            ends: Tokens that may end a complete output.
+        `ends` are the tokens that may end a complete output, and `vocab` is the number of logits.
 
         Raises:
             InputError: The grammar is invalid, or the model has no fast tokenizer.
@@ -80,7 +78,7 @@ class GuidedDecoder:
         return torch.from_numpy(found)
 
     def advance(self, token: int) -> None:
-        """Advance the state by `token`, which must be allowed."""
+        """Add `token`, which must be allowed, to the output."""
         self._matcher.consume_token(token)
         _raise_error(self._matcher, "structured_outputs cannot be followed")
 
@@ -129,7 +127,7 @@ def _check_size(spec: StructuredOutputs) -> None:
 def _nesting(schema: Any) -> tuple[int, int]:
     """Return the depth of a JSON schema, and an upper bound on the number of schemas that its references point to.
 
-    The same reference can point to different schemas, because its target depends on the enclosing `$id`.
+    A reference can point to different schemas, because its target depends on the enclosing `$id`.
     """
     depth, references, bases, level = 0, set[str](), 0, [schema]
     while level:
@@ -145,7 +143,7 @@ def _nesting(schema: Any) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _compiled(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
-    """Return a compiled grammar. The result is cached, so callers must copy it before they advance it."""
+    """Return a cached grammar. Callers must copy it before they advance it."""
     what, table = "structured_outputs are invalid", _table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)
@@ -162,7 +160,10 @@ def _raise_error(matcher: LLMatcher, what: str) -> None:
 
 @lru_cache(maxsize=4)
 def _table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
-    """Return llguidance's table of each token's bytes (built in a second). Raise InputError for slow tokenizers."""
+    """Return llguidance's table of each token's bytes, which takes a second to build.
+
+    Raise InputError for slow tokenizers.
+    """
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -1,6 +1,6 @@
-"""Build the logits processors of a request, and apply them. They run before temperature and sampling filters.
+"""Logits processors of a request, which run before temperature and sampling filters.
 
-Most are transformers' logits processors, applied in the order of transformers.
+Most are transformers' processors, in the order of transformers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class NewTokenPenalties(LogitsProcessor):
 
 
 class AllowedTokens(LogitsProcessor):
-    """Forbid all tokens except `tokens`.
+    """Forbids all tokens except `tokens`.
 
-    If other constraints forbid all of `tokens`, no token is left and the caller raises an error. transformers'
+    If other constraints forbid these, no token is left, and the caller raises an error. transformers'
     PrefixConstrainedLogitsProcessor would force the allowed tokens instead.
     """
 
@@ -48,7 +48,6 @@ class AllowedTokens(LogitsProcessor):
         self._tokens = torch.tensor(sorted(set(tokens)), device=device)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the logits `[B, V]`, with -inf for all tokens that are not allowed."""
         found = torch.full_like(scores, -torch.inf)
         found[:, self._tokens] = scores[:, self._tokens]
         return cast(torch.FloatTensor, found)
@@ -67,7 +66,7 @@ def logits_processors(
         params: Sampling parameters of the request.
         prompt: Number of prompt tokens.
         ends: Tokens that end the text.
-        tokenizer: Tokenizer of the model. Needed only for `bad_words`.
+        tokenizer: Tokenizer of the model, for `bad_words`.
         device: Device of the logits.
     """
     found = LogitsProcessorList()
@@ -98,7 +97,7 @@ def check_logits(logits: torch.Tensor) -> None:
 
 
 def apply_processors(processors: LogitsProcessorList, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Return logits `scores` `[B, V]` after `processors`. `history` contains the earlier tokens `[B, T]`.
+    """Return logits `[B, V]` after `processors`. `history` contains the earlier tokens `[B, T]`.
 
     Raises InputError if a user's processor returns anything but logits of this shape.
     """
@@ -150,10 +149,7 @@ def _bad_word_ids(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def check_answerable(params: SamplingParams, model: LoadedModel) -> None:
-    """Check a request's parameters against the model.
-
-    Raises InputError if a token id is not in the vocabulary, or if a parameter needs a tokenizer but there is none.
-    """
+    """Raise InputError if a token id of `params` is not in the vocabulary, or a parameter needs a missing tokenizer."""
     vocab = model.adapter.geometry.vocab
     named = {
         "logit_bias": params.logit_bias or (),

@@ -21,14 +21,13 @@ from .cache_manager import Reclaimable
 PATIENCE = 5.0
 """Seconds without a step after which an engine counts as abandoned.
 
-An engine is abandoned, for example, if its caller does not read a stream to the end. Other engines do not wait for its
-memory.
+Its caller may have stopped to read a stream, for example. Other engines do not wait for its memory.
 """
 
 RECHECK_SECONDS = 0.1
 """Seconds after which a waiting engine checks a full pool again.
 
-Sessions free memory without waking up the engine, and other engines may have been abandoned in the meantime.
+Sessions free memory without waking up the engine, and other engines may be abandoned in the meantime.
 """
 
 
@@ -44,26 +43,22 @@ class PoolOrder:
         self.broken: EngineError | None = None
         """Reason why no engine of the pool can continue, or None."""
         self.reclaimables: list[Reclaimable] = []
-        """Session stores of all engines. They keep KV in memory between requests and can free it."""
+        """Session stores of all engines, whose KV in memory can be freed between requests."""
 
     def join(self, member: PoolMember) -> None:
         with self._mutex:
             self._members.add(member)
 
     def arrival(self) -> int:
-        """Return the arrival number of a new request. An older request has a lower number."""
+        """Return the arrival number of a new request, higher than all earlier ones."""
         return next(self._arrivals)
 
     def members(self) -> list[PoolMember]:
-        """Return all engines that use the pool."""
         with self._mutex:
             return list(self._members)
 
     def freed(self, *, ended: bool) -> None:
-        """Wake up engines that wait for memory, because a request has freed some.
-
-        `ended` tells whether the request has ended; otherwise it was preempted.
-        """
+        """Wake up engines that wait for memory, because a request has ended or was preempted."""
         with self.changed:
             self.times_freed += 1
             self.requests_ended += ended
@@ -85,10 +80,7 @@ class PoolMember(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Mark this engine as in use by the current thread while the body of the `with` statement runs.
-
-        Afterwards, the engine counts as in use for another `PATIENCE` seconds.
-        """
+        """Count this engine as in use by the current thread, until `PATIENCE` seconds after the `with` statement."""
         self._thread, self._in_step, self._seen = threading.get_ident(), True, None
         try:
             yield
@@ -98,25 +90,25 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def uses_memory(self) -> bool:
-        """Whether a request of this engine has started and therefore uses memory of the pool."""
+        """Whether a request of this engine has started."""
 
     @property
     @abstractmethod
     def oldest(self) -> int | None:
-        """The lowest arrival number of this engine's requests, or None if there are none."""
+        """Lowest arrival number of this engine's requests, or None."""
 
     @property
     def claims(self) -> bool:
-        """Whether this engine's oldest request has reserved the pool.
+        """Whether the pool is reserved for this engine's oldest request.
 
-        If so, no other engine admits requests until it ends.
+        No other engine then admits requests until it ends.
         """
         return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
 
     def wait_for_others(self) -> bool:
         """Return whether another engine may free memory. If so, the next `wait` waits for it.
 
-        If this engine has the oldest request of the pool, the pool is reserved for this request (see `claims`).
+        If this engine has the oldest request, the pool is reserved for it (`claims`).
         """
         others = self._active_others()
         older = self._older(others)
@@ -128,17 +120,11 @@ class PoolMember(ABC):
         return True
 
     def give_way(self) -> None:
-        """Admit no requests until a request of the pool has ended.
-
-        A request that is admitted earlier would only be preempted again.
-        """
+        """Admit no requests until a request of the pool has ended, because they would be preempted again."""
         self._gave_way_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
-        """Return whether this engine may admit requests.
-
-        The result is False after `give_way`, and while an older request of another engine has reserved the pool.
-        """
+        """Return False after `give_way`, and while the pool is reserved for an older request of another engine."""
         older = self._older(self._active_others())
         waits = older and self._gave_way_at == self.order.requests_ended
         if waits or any(other.claims for other in older):
@@ -148,7 +134,7 @@ class PoolMember(ABC):
         return True
 
     def describe(self, error: PoolFullError) -> PoolFullError:
-        """Return `error`, with a hint in its message if other engines use memory of the pool."""
+        """Add a hint to the message if other engines use memory of the pool."""
         users = sum(one is not self and one.uses_memory for one in self.order.members())
         if not users:
             return error
@@ -158,9 +144,9 @@ class PoolMember(ABC):
         )
 
     def wait(self) -> None:
-        """Wait until another engine frees memory, or `RECHECK_SECONDS`. Call this without the pool's lock.
+        """After a step ran out of memory, wait up to `RECHECK_SECONDS` until another engine frees some.
 
-        Returns immediately if the last step did not run out of memory.
+        Call this without the pool's lock.
         """
         if (seen := self._seen) is not None:
             with self.order.changed:
@@ -176,6 +162,6 @@ class PoolMember(ABC):
         ]
 
     def _older(self, others: list[PoolMember]) -> list[PoolMember]:
-        """Return the engines in `others` whose oldest request is older than the oldest request of this engine."""
+        """Return the engines in `others` with an older request than this engine's oldest."""
         own = self.oldest
         return [one for one in others if own is not None and one.oldest is not None and one.oldest < own]

@@ -14,9 +14,7 @@ from ..utils.config_fields import check_choice
 class Listed(Protocol):
     """An object with `tolist`, such as a tensor or an array."""
 
-    def tolist(self) -> Any:
-        """Return nested lists of numbers."""
-        ...
+    def tolist(self) -> Any: ...
 
 
 PromptLike = str | Sequence[int] | Listed | Mapping[str, Any]
@@ -64,7 +62,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Return one prompt as token ids. Raise InputError for a text, other types and several prompts."""
+    """Return one prompt as token ids. Raise InputError for other types and for several prompts."""
     found = one_prompt(ids)
     if isinstance(found, str):
         raise InputError(f"a text instead of token ids: {found!r:.80}")
@@ -72,13 +70,12 @@ def token_ids(ids: object) -> list[int]:
 
 
 def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: str) -> list[int]:
-    """Return token ids, cut to `max_tokens` tokens if there are more.
+    """Return token ids, cut to `max_tokens`.
 
     Args:
         ids: Token ids.
         max_tokens: Maximum number of tokens.
-        truncate: Part to remove: "head", "tail" or "middle" ("middle" keeps equal parts of beginning and end). With
-            None, the text is not shortened.
+        truncate: Part to remove: "head", "tail" or "middle"; None removes no tokens.
         what: Name of the text for error messages.
 
     Raises:
@@ -121,7 +118,7 @@ def _unpadded(encoding: Any) -> list[list[int]]:
 
 
 def _rows(values: Any) -> list[list[int]]:
-    """Convert integers `[T]` to a list of one row, and integers `[B, T]` to a list of B rows."""
+    """Convert integers `[T]` or `[B, T]` to a list of rows."""
     plain = _as_list(values)
     if not isinstance(plain, list):
         raise InputError(f"input_ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
@@ -130,7 +127,7 @@ def _rows(values: Any) -> list[list[int]]:
 
 
 def _as_list(values: Any) -> Any:
-    """Convert a tensor or an array to nested lists, and another sequence to a list. Return other values unchanged."""
+    """Convert a tensor or an array to nested lists, and another sequence to a list."""
     if hasattr(values, "tolist"):
         try:
             return values.tolist()
@@ -150,5 +147,4 @@ def _ids(values: Any) -> list[int]:
 
 
 def _is_integer(value: Any) -> bool:
-    """Return whether `value` is an integer, but not a bool."""
     return hasattr(type(value), "__index__") and not isinstance(value, bool)

@@ -34,10 +34,7 @@ from .stats import sequence_stats
 
 
 class StartAgainError(Exception):
-    """Raised if a prefill cannot continue, but its request can start again immediately.
-
-    The engine frees the request's sequences and puts the request at the head of the queue.
-    """
+    """A prefill cannot continue, but its request can start again immediately."""
 
 
 class Request(ABC):
@@ -88,15 +85,12 @@ class Request(ABC):
 
     @property
     def expected_tokens(self) -> int:
-        """Maximum length of each sequence in tokens, including the prompt."""
+        """Maximum length of each sequence, including the prompt."""
         return len(self.prompt.token_ids) + self.params.max_tokens
 
     @property
     def tokens(self) -> list[int] | None:
-        """Prompt and generated tokens, if the request can continue from these tokens alone, else None.
-
-        Beam search, for example, has several sequences.
-        """
+        """Prompt and generated tokens, or None if the request cannot continue from these alone, as with beam search."""
         return None
 
     @abstractmethod
@@ -104,16 +98,12 @@ class Request(ABC):
         """Create the sequence and return its prefill. Raise PoolFullError, InputError or ModelError."""
 
     def next_prefill(self, runner: Runner) -> Prefill | None:
-        """Return the next part of the prefill after one part is complete, or None if it was the last part.
-
-        Raises PoolFullError.
-        """
+        """Return the next part of the prefill, or None after the last part. Raises PoolFullError."""
         return None if self.sequences[0].position == self._stop else self._begin_part(runner)
 
     def _begin_prefill(
         self, runner: Runner, stop: int, every_logits: Callable[[int, torch.Tensor], None] | None = None
     ) -> Prefill:
-        """Begin to prefill the first sequence up to token `stop`. For `every_logits`, see `Runner.begin_prefill`."""
         self._start, self._stop, self._every_logits = self.sequences[0].position, stop, every_logits
         return self._begin_part(runner)
 
@@ -138,32 +128,28 @@ class Request(ABC):
         raise NotImplementedError
 
     def take_pending(self) -> list[SampledRequest]:
-        """Return the completions that must be forked from this one after its prefill. A second call returns none."""
+        """Return, once, the completions that must be forked from this one after its prefill."""
         return []
 
     def reserve(self, runner: Runner) -> None:
-        """Reserve the KV slots that the next decode step needs. Raise PoolFullError."""
+        """Reserve the KV slots for the next decode step. Raise PoolFullError."""
         for sequence in self.sequences:
             runner.retry_after_reclaim(partial(runner.reserve, sequence))
 
     @property
     def max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens that speculative decoding may propose in the next step."""
+        """Maximum number of draft tokens of the next step of speculative decoding."""
         return 0
 
     def draft_sampler(self) -> Sampler:
-        """Return a copy of the request's sampler, which chooses draft tokens.
-
-        Called only if `max_draft_tokens` is positive.
-        """
+        """Return a copy of the sampler, which chooses draft tokens."""
         raise NotImplementedError
 
     @abstractmethod
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Choose the next token of each sequence from float32 logits `[S, V]`, and return the outputs.
 
-        Set `finish_reason` if the request is complete. `best` contains the most likely tokens, from one call of
-        `best_tokens` for all requests of a step.
+        Set `finish_reason` if the request is complete. `best` is the result of `best_tokens`.
         """
 
     def drop(self, runner: Runner) -> None:
@@ -173,7 +159,7 @@ class Request(ABC):
             self.sequences.pop()
 
     def finish(self, runner: Runner, reason: FinishReason) -> None:
-        """End the request and free its sequences. `reason` is used as finish reason if none is set yet."""
+        """End the request, with `reason` unless it has a finish reason, and free its sequences."""
         self.finish_reason = self.finish_reason or reason
         self._final = self.stats(runner)
         self.drop(runner)
@@ -189,8 +175,7 @@ class Request(ABC):
         return sequence_stats(runner, self.sequences[0]) if self.sequences else self._final
 
     @abstractmethod
-    def completions(self) -> list[CompletionOutput]:
-        """Return the completions up to now, in order."""
+    def completions(self) -> list[CompletionOutput]: ...
 
 
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
@@ -219,8 +204,8 @@ def request_output(request: Request, ids: list[int], text: str | None = None, na
 class SampledRequest(Request):
     """One of the `params.n` sampled completions of a prompt.
 
-    The first completion prefills the prompt, and the other completions fork its sequence. Each completion has its own
-    random numbers, and can be preempted and started again independently.
+    The first completion prefills the prompt, and the others fork its sequence. Each has its own random numbers, and can
+    be preempted and started again independently.
     """
 
     def __init__(
@@ -256,7 +241,6 @@ class SampledRequest(Request):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence of the request, or None before the start and after the end."""
         return self.sequences[0] if self.sequences else None
 
     @sequence.setter
@@ -270,7 +254,7 @@ class SampledRequest(Request):
 
     @property
     def width(self) -> int:
-        """Number of sequences: one, plus the number of completions that will still fork from this one."""
+        """One, plus the number of completions that will still fork from this one."""
         return 1 + len(self._pending)
 
     @property
@@ -280,8 +264,8 @@ class SampledRequest(Request):
     def start(self, runner: Runner) -> Prefill:
         """Create the sequence and begin the prefill. Raise PoolFullError, InputError or ModelError.
 
-        After a preemption, the generated tokens are prefilled together with the prompt if this gives the same KV as
-        decoding. Otherwise they are decoded again.
+        After a preemption, generated tokens are prefilled with the prompt if this gives the same KV as decoding.
+        Otherwise they are decoded again.
         """
         assert self.sequence is None
         prompt = len(self.prompt.token_ids)
@@ -312,7 +296,6 @@ class SampledRequest(Request):
         sequence.trace = self._trace
 
     def resume(self, sequence: Sequence) -> None:
-        """Continue with `sequence`, whose KV was restored from disk, and keep the statistics collected so far."""
         assert self.sequence is None and self._trace is not None
         self.sequence = sequence
         sequence.trace = self._trace
@@ -322,15 +305,15 @@ class SampledRequest(Request):
         return pending
 
     def fork_from(self, runner: Runner, first: Sequence) -> None:
-        """Start with a fork of `first`, the prefilled sequence of the first completion. Raise PoolFullError."""
+        """Start with a fork of the first completion's prefilled sequence. Raise PoolFullError."""
         self.sequence = runner.retry_after_reclaim(lambda: runner.fork(first, len(first.tokens) + 1))
 
     @property
     def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens in the next step.
 
-        It is 0 while generated tokens are decoded again after a preemption. It is also 0 with the user's own logits
-        processors: they may keep state, so they must not see draft tokens that may be rejected.
+        It is 0 while generated tokens are decoded again after a preemption, and with the user's own logits processors:
+        they may keep state, so they must not see draft tokens that may be rejected.
         """
         assert self.sequence is not None
         known = self.sequence.position + 1 < len(self.sequence.tokens)
@@ -342,8 +325,7 @@ class SampledRequest(Request):
     def accept(self, runner: Runner, logits: torch.Tensor, best: Seq[int]) -> list[TokenOutput]:
         """Sample the next token from logits `[1, V]`.
 
-        While tokens are decoded again after a preemption, the next token is known, so nothing is sampled and the result
-        is empty.
+        While tokens are decoded again after a preemption, nothing is sampled, and the result is empty.
         """
         sequence, prompt = self.sequence, len(self.prompt.token_ids)
         assert sequence is not None and self.finish_reason is None
@@ -377,13 +359,11 @@ class SampledRequest(Request):
         return found
 
     def drop(self, runner: Runner) -> None:
-        """Free the sequence. The generated tokens and the statistics are kept."""
         if self.sequence is not None:
             self._trace = self.sequence.trace
         super().drop(runner)
 
     def completion(self) -> CompletionOutput:
-        """Return this completion up to now."""
         pairs = zip(self.logprobs or (), self.new_tokens, strict=False)
         return CompletionOutput(
             index=self.sample,

@@ -1,4 +1,4 @@
-"""Runs sequences of one model with one policy: prefill and decode steps.
+"""Prefill and decode steps of one model with one policy.
 
 The engine (`engine.py`) queues requests and samples tokens. The runner only computes logits.
 """
@@ -36,7 +36,7 @@ from .thread_choice import ThreadChoice
 
 
 class Runner(SequenceManager):
-    """Runs prefill and decode steps for the sequences of one model. The runner owns the weights and the CUDA graphs."""
+    """Runs prefill and decode steps for sequences. Owns the weights and the CUDA graphs."""
 
     def __init__(
         self,
@@ -75,10 +75,6 @@ class Runner(SequenceManager):
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence. Its full blocks stay in the prefix tree.
-
-        If this raises an error, call it again to free the remaining memory.
-        """
         if sequence.drafter is not None:
             assert self.draft is not None
             self.draft.free(sequence.drafter)
@@ -159,9 +155,9 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def advance_prefill(self, prefill: Prefill) -> None:
-        """Run the next layer of a prefill.
+        """Run the next layer.
 
-        After the last layer, mark the tokens as computed, and add full blocks to the prefix tree.
+        After the last one, mark the tokens as computed, and add full blocks to the prefix tree.
         """
         began, used = time.perf_counter(), self.weight_use
         with engine_threads(self.adapter.device):
@@ -190,10 +186,11 @@ class Runner(SequenceManager):
         want_logits: bool = False,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
-        """Prefill the tokens [position, stop) of a sequence in one call.
+        """Prefill the tokens [position, stop) in one call.
 
-        With `want_logits`, return the logits `[V]` of the last token, else None. For `every_logits`, see
-        `begin_prefill`.
+        With `want_logits`, return the logits `[V]` of the last token.
+
+        For `every_logits`, see `begin_prefill`.
         """
         while True:
             prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, every_logits=every_logits)
@@ -205,9 +202,9 @@ class Runner(SequenceManager):
     @device_guard
     @torch.inference_mode()
     def decode(self, batch: Seq[Sequence]) -> torch.Tensor:
-        """Run one decode step: compute token `tokens[position]` of each sequence in `batch`, and advance its position.
+        """Compute token `tokens[position]` of each sequence, and advance its position.
 
-        Returns float32 logits `[B, V]` of the next tokens.
+        Return float32 logits `[B, V]`.
         """
         began, used = time.perf_counter(), self.weight_use
         self.cache_manager.rebalance(batch, self.transfer.storage)
@@ -244,7 +241,6 @@ class Runner(SequenceManager):
         return NOTHING_USED if self.weights is None else self.weights.use
 
     def check_integrity(self) -> None:
-        """Assert that the pool, the sequences and the policy states are consistent."""
         super().check_integrity()
         if self.weights is not None:
             self.weights.check_integrity()

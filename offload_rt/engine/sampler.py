@@ -35,9 +35,9 @@ Answer = tuple[torch.Tensor, list[int]]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits `[B, V]`. The host waits for the device only once.
+    """Return the most likely token of each row of logits `[B, V]`, with one wait for the device.
 
-    For rows that `check_logits` would reject, the token is `INVALID`.
+    The token is `INVALID` for rows that `check_logits` would reject.
     """
     highest = logits.max(dim=-1)
     # One copy for both: float32 represents all token ids below 2^24.
@@ -77,7 +77,7 @@ class Sampler:
         self._warpers = LogitsProcessorList() if self._greedy else _warpers(params)
 
     def copy(self) -> Sampler:
-        """Return a copy with the same seed and state. It chooses the same tokens as the original from equal logits."""
+        """Return a copy that chooses the same tokens from equal logits."""
         twin = copy.copy(self)
         twin._guided = None if self._guided is None else self._guided.copy()
         return twin
@@ -120,7 +120,7 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """Whether the structured output is complete. False if the request has no structured output."""
+        """Whether there is a structured output, and it is complete."""
         return self._guided is not None and self._guided.complete
 
     def _draw(self, scores: torch.Tensor, position: int) -> int:
@@ -159,8 +159,8 @@ class Sampler:
 def _seed_at(seed: int, position: int) -> int:
     """Return the seed of the token at `position`.
 
-    torch's CPU generator uses only the lower 32 bits of a seed. Mixing makes these bits differ for neighbouring seeds
-    and positions.
+    torch's CPU generator uses only the lower 32 bits of a seed. Mixing makes them differ for neighbouring seeds and
+    positions.
     """
     return _mixed(_mixed(seed) + position)
 
@@ -229,7 +229,7 @@ class PromptLogprobs:
         self.logprobs: list[Logprobs | None] = [None]
 
     def add(self, first: int, logits: torch.Tensor) -> None:
-        """Add the logits `[n, V]` of positions [first, first + n). Calls must be in the order of the positions."""
+        """Add the logits `[n, V]` of positions [first, first + n), in the order of the positions."""
         assert first == len(self.logprobs) - 1
         check_logits(logits)
         following = self._tokens[first + 1 : first + 1 + len(logits)]

@@ -1,4 +1,4 @@
-"""Queues of waiting, prefilling and decoding requests, and the decisions which of them run, wait or are preempted."""
+"""Queues of requests that wait, prefill or decode, and the decisions which of them run or are preempted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class Scheduler(PoolMember):
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that have not ended, in all queues."""
         return [*self.running, *(self.prefilling or ())[:1], *self.waiting]
 
     @property
@@ -66,16 +65,12 @@ class Scheduler(PoolMember):
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests."""
         return not (self.waiting or self.uses_memory)
 
     def add(self, request: Request, *, swaps: bool = True) -> None:
         """Queue a request. Raises EngineError if an earlier failure left the pool inconsistent.
 
-        Args:
-            request: The request.
-            swaps: Whether the request's KV cache may be swapped to disk if it is preempted. Pass False if a session
-                owns the KV cache.
+        `swaps` is False if a session owns the KV cache, so that it must not be swapped to disk.
         """
         if (broken := self.order.broken) is not None:
             raise broken
@@ -115,10 +110,7 @@ class Scheduler(PoolMember):
             self.prefilling = request, prefill
 
     def _not_started(self, request: Request, error: Exception) -> None:
-        """Handle an `error` that `Request.start` raised.
-
-        If the pool is full and other requests will free memory, the request waits. Otherwise it fails.
-        """
+        """Handle an `error` of `Request.start`: wait if other requests will free memory of the full pool, else fail."""
         try:
             request.drop(self._runner)
         except Exception as other:
@@ -131,10 +123,9 @@ class Scheduler(PoolMember):
             self.fail(request, self.describe(error))
 
     def _swap_in(self, request: Request, width: int) -> bool:
-        """Restore the KV cache of a preempted request from disk. Return whether it was restored.
+        """Restore the KV cache of a preempted request. Return False if it is not on disk or the file is damaged.
 
-        The result is False if the KV cache was not swapped out, or if the file is damaged. `width` is the number of
-        running sequences; the pool must keep one free block for each. Raise PoolFullError if it cannot.
+        The pool must keep a free block for each of `width` running sequences. Raise PoolFullError if it cannot.
         """
         tokens = request.tokens
         if self._swap is None or tokens is None or request not in self._swapped_out:
@@ -152,7 +143,7 @@ class Scheduler(PoolMember):
             self._swap.discard(swapped)
 
     def prefilled(self) -> list[Request]:
-        """Move the request whose prefill is complete to `running`, with the completions that fork from it.
+        """Move the request whose prefill is complete, and the completions that fork from it, to `running`.
 
         A completion goes to `waiting` if there is no memory for its fork. Return all requests that begin to run.
         """
@@ -173,10 +164,7 @@ class Scheduler(PoolMember):
         return started
 
     def allocate(self) -> None:
-        """Reserve slots for the next step of each running request, oldest request first.
-
-        If the pool is full, preempt the youngest request.
-        """
+        """Reserve slots for the next step, oldest request first. If the pool is full, preempt the youngest request."""
         self.stalled = False
         for request in list(self.running):
             while request in self.running and not self.stalled:
@@ -192,15 +180,10 @@ class Scheduler(PoolMember):
                     self.fail(request, error)
 
     def stall(self, request: Request, error: PoolFullError, *, keep: bool = True) -> None:
-        """Let the only request that has started wait until other engines free memory.
+        """Let the only request that has started wait until other engines free memory, or fail with `error` if none can.
 
-        If no other engine has memory to free, the request fails with `error`.
-
-        Args:
-            request: The request.
-            error: The error that the full pool has raised.
-            keep: If True and the request is the oldest of the pool, it keeps its memory while it waits. Otherwise the
-                request is preempted.
+        If `keep` is True and the request is the oldest of the pool, it keeps its memory while it waits. Otherwise it is
+        preempted.
         """
         if not self.wait_for_others():
             self.fail(request, self.describe(error))
@@ -212,14 +195,13 @@ class Scheduler(PoolMember):
                 self.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:
-        """Preempt a request that ran out of memory in the middle of a step (`error`). It starts again later."""
+        """Preempt a request that ran out of memory in the middle of a step."""
         if self.running in ([], [request]):
             self.stall(request, error, keep=False)
         else:
             self.preempt(request)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error and free its memory."""
         self.finish(request)
         self.failed.append((request, failure(request, error)))
 
@@ -228,10 +210,9 @@ class Scheduler(PoolMember):
             self.fail(request, error)
 
     def finish(self, request: Request) -> Exception | None:
-        """End a request: remove it from its queue and free its memory.
+        """Remove a request from its queue and free its memory. Return the error if this fails.
 
-        The request stays in `ended` until its results are on disk. Return the error if freeing its memory fails, else
-        None.
+        The request stays in `ended` until its results are on disk.
         """
         failed = None
         try:
@@ -245,9 +226,9 @@ class Scheduler(PoolMember):
         return failed
 
     def _free(self, request: Request) -> None:
-        """Try again to free the memory of a request, after a first attempt has failed.
+        """Free the memory of a request, after a first attempt has failed.
 
-        If the second attempt fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
+        If this fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
         """
         request.finish_reason = request.finish_reason or "abort"
         try:
@@ -261,10 +242,7 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Free the memory of a request and put it at the head of the queue.
-
-        `swap` tells whether the KV cache of the request may be swapped to disk.
-        """
+        """Free the memory of a request and put it at the head of the queue. `swap` allows to write its KV to disk."""
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             if self._swap is not None and swapped is not None:
@@ -277,10 +255,7 @@ class Scheduler(PoolMember):
         self.order.freed(ended=False)
 
     def _swap_out(self, request: Request) -> SwappedSequence | None:
-        """Write the KV cache of a running request to disk if this is cheaper than computing it again.
-
-        Return None if it was not written.
-        """
+        """Write the KV cache of a running request to disk. Return None if computing it again is cheaper."""
         if self._swap is None or request in self._unswappable or request not in self.running or request.tokens is None:
             return None
         [sequence] = request.sequences
@@ -291,10 +266,7 @@ class Scheduler(PoolMember):
             return None
 
     def restart(self, request: Request) -> bool:
-        """Put a request at the head of the queue to start again.
-
-        Return False if the request failed instead, because its memory could not be freed.
-        """
+        """Put a request at the head of the queue. Return False if it failed, because its memory could not be freed."""
         try:
             self.remove(request)
             request.drop(self._runner)
@@ -305,7 +277,6 @@ class Scheduler(PoolMember):
         return True
 
     def remove(self, request: Request) -> None:
-        """Remove a request from its queue."""
         self._full = False
         if self.prefilling is not None and self.prefilling[0] is request:
             self.prefilling = None
@@ -318,7 +289,6 @@ class Scheduler(PoolMember):
         self._discard_swapped(request)
 
     def check_integrity(self) -> None:
-        """Assert that no request is in two queues and that only started requests have sequences."""
         started = [*self.running, *(self.prefilling or ())[:1]]
         assert len({id(request) for request in self.requests}) == len(self.requests)
         assert all(request.sequences for request in started)
@@ -327,7 +297,7 @@ class Scheduler(PoolMember):
 
 
 def failure(request: Request, error: Exception) -> OffloadError:
-    """Return the error to report for `request`: `error` if it is an OffloadError, else an EngineError caused by it.
+    """Return the error to report for a request: an OffloadError, or an EngineError caused by it.
 
     The traceback of an unexpected error is logged here.
     """

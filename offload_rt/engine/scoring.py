@@ -1,4 +1,4 @@
-"""Compute teacher-forced log-probabilities of continuations that the caller chooses.
+"""Teacher-forced log-probabilities of continuations.
 
 The scored tokens are predicted by decode steps, not by a prefill, so that the policy affects the scores.
 """
@@ -55,7 +55,6 @@ class _Task:
 
     @property
     def computed(self) -> int:
-        """Number of tokens to compute: all but the last one."""
         return len(self.tokens) - 1
 
 
@@ -121,10 +120,7 @@ class _Batches:
         self._origin: tuple[Sequence, _Task] | None = None
 
     def start(self, prefix: tuple[int, ...], members: Seq[_Task]) -> None:
-        """Prefill `prefix` once, and add a sequence for each of the tasks `members`.
-
-        The last task uses the prefilled sequence itself. For all other tasks, this sequence is forked.
-        """
+        """Prefill `prefix` once, and fork the sequence for each task except the last, which uses it."""
         groups, last = self._groups, members[-1]
         origin = self._retry_after_decoding(partial(self._prefilled, prefix, last), groups.blocks(last.computed))
         self._origin = origin, last
@@ -138,10 +134,7 @@ class _Batches:
         self._origin = None
 
     def _retry_after_decoding(self, make: Callable[[], Sequence], blocks: int) -> Sequence:
-        """Call `make`, which needs up to `blocks` blocks, and return its result.
-
-        If the pool is full, decode and free the pending sequences first.
-        """
+        """Call `make`, which needs up to `blocks` blocks. If the pool is full, decode the pending sequences first."""
         pool = self._runner.pool
         available = pool.free_blocks + pool.idle_blocks
         crowded = self._groups.sliding > 0 and self._window_blocks_needed + blocks > available
@@ -157,7 +150,7 @@ class _Batches:
 
     @property
     def _window_blocks_needed(self) -> int:
-        """Number of blocks that sliding windows of pending sequences may still need. These blocks are not reserved."""
+        """Number of blocks, not reserved, that sliding windows of pending sequences may still need."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         windows = {window for sequence, _ in waiting for window in sequence.blocks.windows.values()}
         most = sum(
@@ -188,7 +181,7 @@ class _Batches:
         return fork
 
     def decode(self) -> None:
-        """Decode all pending sequences to the end of their tokens, and free them."""
+        """Decode all pending sequences to their end, and free them."""
         if self._runner.config.exact is not None:
             for sequence, task in self._pending:
                 self._verify(sequence, task)
@@ -202,7 +195,7 @@ class _Batches:
             self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
 
     def _verify(self, sequence: Sequence, task: _Task) -> None:
-        """Compute the remaining tokens of a sequence with full attention, several per pass."""
+        """Compute the remaining tokens with full attention, several per pass."""
         while task.score is None:
             left = task.computed - sequence.position
             [logits] = verify(self._runner, [(sequence, min(VERIFIED_AT_ONCE, left))])
@@ -225,7 +218,6 @@ class _Batches:
             self._on_done()
 
     def close(self) -> None:
-        """Free all sequences that are pending because of an error."""
         waiting = self._pending if self._origin is None else [*self._pending, self._origin]
         for sequence, task in waiting:
             if task.score is None:

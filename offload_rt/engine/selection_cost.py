@@ -41,7 +41,7 @@ from .runner import Runner
 from .thread_choice import ThreadChoice
 
 SHORT = 4 * BLOCK_SIZE
-"""Length of the short context in tokens. Its times show the fixed costs."""
+"""Length of the short context in tokens, whose times show the fixed costs."""
 
 LAYER_BYTES = 4 << 20
 """Approximate size of the KV of the long context in one layer."""
@@ -53,10 +53,10 @@ FLUSHED_BYTES = 4 << 20
 """Number of bytes that are read between two layers, in place of the weights that a decode step reads there."""
 
 REPEATS = 4
-"""Number of steps with full attention, and with selection. The first of each is not counted."""
+"""Number of steps with full attention, and with selection. The first one does not count."""
 
 ROUNDED_TO = 512
-"""The result is a multiple of this number of tokens."""
+"""Number of tokens of which the result is a multiple."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +69,9 @@ def measured_dense_until(
 ) -> int | None:
     """Return the longest context, in tokens, for which full attention is as fast as selection with `options`.
 
-    The value is read from the user's cache. If it is not there, it is measured and stored. The result is None if the
-    value cannot be stored: a value that changes from process to process would change the text.
-
-    The measurement runs within `idle`, if given: a context in which no engine of the process computes.
+    The value is read from the user's cache, or measured and stored. The result is None if it cannot be stored, because
+    a value that changes from process to process would change the text. `idle` is a context in which no engine of the
+    process computes.
     """
     entry = cache_folder() / "selection" / _key(options, geometry, dtype)
     if (stored := _read(entry)) is not None:
@@ -91,7 +90,6 @@ def measured_dense_until(
 
 
 def _key(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> str:
-    """Return a digest of everything that the result depends on."""
     inputs = {
         "versions": [version("offload-rt"), torch.__version__],
         "processor": processor_name(),
@@ -122,8 +120,8 @@ def _measure(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) 
 def crossing(measured: Sequence[tuple[int, float, float]]) -> int:
     """Return the context length at which full attention and selection take equal time, rounded to `ROUNDED_TO`.
 
-    `measured` has two entries, each with a context length, the seconds of full attention and the seconds of selection.
-    If selection never becomes faster, the result is very large.
+    `measured` are two tuples (context length, seconds of full attention, seconds of selection). If selection never
+    becomes faster, the result is very large.
     """
     (short, *short_times), (long, *long_times) = measured
     behind, ahead = short_times[1] - short_times[0], long_times[0] - long_times[1]
@@ -141,7 +139,7 @@ def layer_seconds(
     length: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
-    """Return the seconds that one layer takes with full attention, and with selection, in a context of `length` tokens.
+    """Return the seconds of one layer with full attention, and with selection, in a context of `length` tokens.
 
     Each is the median over the layers of the fastest repeat, so that other processes have little influence.
     """
@@ -174,7 +172,7 @@ def layer_seconds(
 
 
 def _median_over_layers(steps: Sequence[Sequence[float]]) -> float:
-    """Return the median over the layers of each layer's fastest time. `steps` contains one time per layer and step."""
+    """Return the median over the layers of each layer's fastest time. `steps` has one time per layer and step."""
     return float(median(map(min, zip(*steps, strict=True))))
 
 
@@ -227,7 +225,7 @@ class _TimedAdapter(ModelAdapter):
 
 
 def _synthetic(geometry: ModelGeometry, layers: int) -> ModelGeometry:
-    """Return a geometry with `layers` full-attention layers of the same shape, and nothing else."""
+    """Return a geometry of `layers` equal full-attention layers."""
     scales, windows = (geometry.head_dim**-0.5,) * layers, (None,) * layers
     return replace(
         geometry, layers=layers, hidden=1, vocab=1, scales=scales, windows=windows, max_positions=1 << 40, sinks=False,
@@ -236,7 +234,6 @@ def _synthetic(geometry: ModelGeometry, layers: int) -> ModelGeometry:
 
 
 def _identity(geometry: ModelGeometry) -> SkewArtifact:
-    """Return a skew artifact that leaves queries and keys unchanged."""
     shape = geometry.layers, geometry.kv_heads, geometry.head_dim
     basis, mean, right = torch.eye(shape[2]).expand(*shape, -1), torch.zeros(shape), Correction.none(shape[0])
     return SkewArtifact("balanced", basis, basis, mean, mean + 1, right.slope, right.offset, "synthetic", "none")

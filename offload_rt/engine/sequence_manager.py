@@ -1,4 +1,4 @@
-"""Sequences of one model with one policy: create, fork, adopt and free them."""
+"""Sequences of one model with one policy: creating, forking and freeing them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SequenceManager:
         config: EngineConfig,
         plan: DevicePlan | None = None,
     ) -> None:
-        """Create a manager without sequences. `plan` contains limits on device memory. None means no limits."""
+        """Create a manager without sequences. `plan` contains limits on device memory."""
         self.model, self.policy, self.pool, self.transfer, self.config = model, policy, pool, transfer, config
         self.plan, self.adapter = plan, model.adapter
         self.reclaimables: list[Reclaimable] = []
@@ -86,8 +86,8 @@ class SequenceManager:
     def new_sequence(self, tokens: Seq[int], capacity: int, *, reuse: int = 0, provenance: str = "") -> Sequence:
         """Return a sequence of `tokens`, with KV slots for `capacity` tokens.
 
-        The first `reuse` tokens use cached blocks of exact KV with the same `provenance` (`salt_provenance`). The last
-        of the `reuse` tokens is always computed again.
+        The first `reuse` tokens, except the last of them, use cached exact KV with the same `provenance`
+        (`salt_provenance`).
 
         Raises:
             InputError: A token id is not in the vocabulary.
@@ -105,7 +105,7 @@ class SequenceManager:
         return sequence
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ModelError or PoolFullError if `tokens` tokens are too many for the model or for an empty pool."""
+        """Raise ModelError or PoolFullError if the model or an empty pool cannot take `tokens` tokens."""
         check_positions(tokens, self.model)
         if self.plan is not None:
             self.plan.check([tokens])
@@ -113,11 +113,10 @@ class SequenceManager:
             self.pool.check_fits(tokens)
 
     def retry_after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result.
+        """Call `action`. While it raises PoolFullError, reclaim memory (for example of idle sessions) and try again.
 
-        While the call raises PoolFullError, reclaim memory (for example of idle sessions) and try again. `action` must
-        not change any state if it raises. If no more memory can be reclaimed, raise a PoolFullError whose message lists
-        the memory that is still in use.
+        `action` must not change any state if it raises. If no more memory can be reclaimed, the message of the error
+        lists the memory in use.
         """
         while True:
             try:
@@ -133,8 +132,8 @@ class SequenceManager:
     def reserve(self, sequence: Sequence, tokens: int = 1) -> None:
         """Reserve slots for the next `tokens` tokens. Raise PoolFullError.
 
-        With eviction, a sequence overwrites KV of its earlier tokens if the pool is full. PoolFullError then means that
-        the device is full, or that a fork still uses blocks that have left a sliding window.
+        With eviction, a sequence overwrites its earlier tokens if the pool is full. PoolFullError then means that the
+        device is full, or that a fork still uses blocks that have left a sliding window.
         """
         if not self.cache_manager.evicts:
             self.pool.reserve(sequence.blocks, sequence.position + tokens)
@@ -142,7 +141,7 @@ class SequenceManager:
         self._check_device()
 
     def _check_device(self) -> None:
-        """Raise DeviceFullError if the open sequences could need more device memory than the limit allows."""
+        """Raise DeviceFullError if the open sequences could exceed the limit on device memory."""
         if self.plan is not None:
             self.plan.check([sequence.blocks.capacity for sequence in self._open.values()])
 
@@ -150,8 +149,7 @@ class SequenceManager:
     def expect(self, sequence: Sequence, tokens: int, *, forks: int = 0) -> None:
         """Announce that `sequence`, and `forks` future forks of it, may grow to `tokens` tokens.
 
-        The pool allocates and pins host memory for these tokens now, so that no decode step waits for it. No blocks are
-        reserved.
+        Host memory for them is allocated and pinned now, so that no decode step waits for it. No blocks are reserved.
         """
         sequence.expected, sequence.forks = tokens, forks
         self._prepare()
@@ -164,11 +162,8 @@ class SequenceManager:
     def fork(self, sequence: Sequence, capacity: int, *, same_trace: bool = False) -> Sequence:
         """Return a sequence that shares the computed tokens of `sequence`, with KV slots for `capacity` tokens.
 
-        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics of the fork
-        continue those of `sequence`. Otherwise the fork's statistics start at zero and count the shared tokens as
-        reused.
-
-        Raises PoolFullError.
+        Full blocks are shared. A partly filled last block is copied. With `same_trace`, the statistics continue those
+        of `sequence`; otherwise they start at zero and count the shared tokens as reused. Raises PoolFullError.
         """
         self.transfer.storage.settle(sequence.blocks)
         shared, position = self.pool.fork(sequence.blocks), sequence.position
@@ -187,15 +182,13 @@ class SequenceManager:
         return fork
 
     def match(self, tokens: Seq[int], provenance: str = "", floor: int = 0, *, exact_only: bool = False) -> BlockTable:
-        """Return cached blocks of a session's tokens that were computed exactly or with this policy.
-
-        The blocks never cover all of `tokens`: at least one token is left to compute.
+        """Return cached blocks of a session's tokens. At least one token is left to compute.
 
         Args:
             tokens: Tokens of the session.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
             floor: Index of the first token that sliding layers can see.
-            exact_only: Return only blocks that were computed exactly.
+            exact_only: Return only blocks that were computed exactly, not those of this policy.
         """
         if not self.cache_manager.shares:
             return BlockTable(floor=floor)
@@ -239,17 +232,14 @@ class SequenceManager:
         )
 
     def continues(self, sequence: Sequence) -> bool:
-        """Return whether an idle sequence of a session can continue without computing its tokens again.
-
-        Its KV must be readable, and its recurrent state must be on the device.
-        """
+        """Return whether an idle sequence can continue, with readable KV and its recurrent state on the device."""
         return self.pool.readable(sequence.blocks) and (self.states is None or sequence.state_slot >= 0)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Free the device's copy of a sequence's recurrent state at the end of a turn.
+        """Free the recurrent state of a sequence on the device at the end of a turn.
 
-        Its full blocks and their snapshots stay cached. The KV of tokens after the last full block is discarded,
-        because there is no snapshot after these tokens.
+        Full blocks and their snapshots stay cached. The KV of tokens after the last full block is discarded, because
+        there is no snapshot after these tokens.
         """
         assert self.states is not None
         self.transfer.storage.settle(sequence.blocks)
@@ -261,15 +251,12 @@ class SequenceManager:
 
     @device_guard
     def reload(self, sequence: Sequence) -> None:
-        """Copy the resident KV of a sequence to the device again, after the KV in the pool has changed."""
+        """Copy the resident KV to the device again, after the KV in the pool has changed."""
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def relearn(self, sequence: Sequence) -> None:
-        """Copy resident KV to the device again and reset the policy state.
-
-        The next prefill rebuilds the policy state.
-        """
+        """Copy resident KV to the device again, and reset the policy state, which the next prefill rebuilds."""
         self.reload(sequence)
         sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
         sequence.unlearned = sequence.position
@@ -302,9 +289,9 @@ class SequenceManager:
         return sequence
 
     def _register(self, sequence: Sequence, origin: Sequence | None, snapshot: int | None = None) -> None:
-        """Open the device storage of a new sequence. If it is a fork, copy the storage of the sequence `origin`.
+        """Open the device storage of a new sequence, as a copy if it is a fork of `origin`.
 
-        On an error, the storage is closed again.
+        On an error, close it again.
         """
         self._open[sequence.id] = sequence
         try:
@@ -340,9 +327,9 @@ class SequenceManager:
         del self._open[sequence.id]
 
     def _release_state(self, sequence: Sequence) -> None:
-        """Free the recurrent state of a sequence on the device, and its snapshots that are not in the prefix tree.
+        """Free the recurrent state on the device, and snapshots that are not in the prefix tree.
 
-        A second call has no effect.
+        Can be called again.
         """
         if self.snapshots is not None:
             self.snapshots.release(sequence)
@@ -353,10 +340,9 @@ class SequenceManager:
             sequence.state_slot = -1
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add full blocks of a sequence to the prefix tree.
+        """Add full blocks to the prefix tree. All KV of the sequence must already be in the pool.
 
-        If the KV of the whole sequence is exact, the blocks get the exact provenance key, else the policy's key. All KV
-        of the sequence must already be in the pool.
+        If the KV of the whole sequence is exact, the blocks get the exact provenance key, else the policy's key.
         """
         if self.cache_manager.shares:
             provenance_key = EXACT if sequence.position == sequence.exact else self.provenance_key
@@ -366,11 +352,10 @@ class SequenceManager:
 
     @property
     def scoring_bytes(self) -> int:
-        """Size in bytes of the scoring keys and approximate KV of all sequences on the device."""
+        """Size in bytes of scoring keys and approximate KV of all sequences on the device."""
         return sum(one.state.device_bytes for one in self._open.values())
 
     def check_integrity(self) -> None:
-        """Assert that the pool, the sequences and the policy states are consistent."""
         self.pool.check_integrity()
         self.transfer.check_integrity()
         for sequence in self._open.values():

@@ -1,4 +1,4 @@
-"""Take snapshots of the recurrent state of hybrid models, store them with cached blocks, and restore them."""
+"""Snapshots of the recurrent state of hybrid models, which are cached with blocks and restored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ..models.recurrent import StateSlots
 class SnapshotKeeper:
     """Takes snapshots of the recurrent state of sequences, so that hybrid models can reuse cached prefixes.
 
-    The position of a snapshot is the number of tokens before it. `needed_positions` determines at which positions a
-    sequence takes snapshots. It takes another one where its text begins to differ from an earlier text, because further
-    texts may differ there too. When blocks of a sequence are added to the prefix tree, their snapshots are kept with
-    them. All runners of the pool share the snapshots.
+    A sequence takes snapshots at its `needed_positions` (numbers of tokens), and where its text begins to differ from
+    an earlier text, because further texts may differ there too. When its blocks are added to the prefix tree, their
+    snapshots are kept. All runners of the pool share the snapshots.
 
     Args:
         slots: Recurrent state of the runner's sequences on the device.
@@ -29,14 +28,14 @@ class SnapshotKeeper:
         self._slots, self._states, self._table, self._cached = slots, pool.states, pool.cached.snapshots, pool.cached
 
     def note_shared_tokens(self, sequence: Sequence, cached: int) -> None:
-        """Record that the KV of the first `cached` tokens was in the prefix cache when the sequence began."""
+        """Record that the KV of the first `cached` tokens was cached when the sequence began."""
         sequence.shared_tokens = min(cached, len(sequence.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         sequence.trace.recomputed_tokens = max(0, sequence.shared_tokens - sequence.position)
 
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
         """Copy a snapshot to the recurrent state of a new sequence.
 
-        If `snapshot` is None, use the snapshot at the end of the cached blocks of the sequence.
+        None is the snapshot at the end of its cached blocks.
         """
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
@@ -46,14 +45,14 @@ class SnapshotKeeper:
             seen[sequence.state_slot] = sequence.position
 
     def find(self, sequence: Sequence | None, position: int) -> int | None:
-        """Return the slot of a sequence's snapshot at `position` (a multiple of 64), or None if there is none."""
+        """Return the slot of the snapshot at `position` (a multiple of 64), or None."""
         if sequence is None or not 0 < position <= sequence.blocks.length:
             return None
         assert position % BLOCK_SIZE == 0
         return sequence.snapshots.get(position, self._table.slot_of(sequence.blocks.ids[position // BLOCK_SIZE - 1]))
 
     def take(self) -> int | None:
-        """Reserve a slot and page-lock it. Return None if all slots are in use or the slot cannot be page-locked.
+        """Reserve and page-lock a slot. Return None if that is not possible.
 
         The slot is locked now, because an error in the first `save` would be too late: a slot that was never written
         could be published, and the requests of the step would fail although a snapshot is optional.
@@ -70,7 +69,7 @@ class SnapshotKeeper:
         return slot
 
     def copy(self, sequence: Sequence) -> int | None:
-        """Copy the current state of a sequence to a slot and return the slot, or None if no slot can be used."""
+        """Copy the current state of a sequence to a slot. Return the slot, or None if no slot can be used."""
         if (slot := self.take()) is not None:
             try:
                 self._save(sequence, slot)
@@ -84,10 +83,9 @@ class SnapshotKeeper:
         self._table.release(slot)
 
     def capture(self, sequence: Sequence, stop: int) -> StateCapture | None:
-        """Reserve slots for the snapshots that a prefill of tokens [position, stop) must take.
+        """Return an object that takes snapshots during a prefill of tokens [position, stop), or None if it takes none.
 
-        Return an object that takes the snapshots during the prefill, or None if no snapshot is needed or no slot is
-        free. If there are few free slots, the snapshot at the end of the text is reserved first.
+        If there are few free slots, the snapshot at the end of the text is reserved first.
         """
         start, path = sequence.position, self._path(sequence)
         # left by a cancelled prefill
@@ -105,10 +103,7 @@ class SnapshotKeeper:
         return StateCapture(self._slots, sequence.state_slot, self._states, targets) if targets else None
 
     def after_step(self, sequence: Sequence) -> None:
-        """Take a snapshot if the last decode step has filled a block.
-
-        Snapshots of the sequence that are no longer needed are freed.
-        """
+        """If the last decode step has filled a block, take a snapshot, and free those that are no longer needed."""
         position = sequence.position
         if position % BLOCK_SIZE or position != sequence.blocks.length:
             return
@@ -139,7 +134,7 @@ class SnapshotKeeper:
         return sequence.blocks.ids[: sequence.blocks.length // BLOCK_SIZE]
 
     def _touch(self, path: list[int], tokens: int) -> None:
-        """Mark the snapshots that a text of `tokens` tokens (blocks `path`) needs as used, ending with the last one."""
+        """Mark the snapshots that a text of `tokens` tokens needs as used, the last one as the most recent."""
         needed = needed_positions(tokens, self._table.positions(path))
         self._table.touch(path[position // BLOCK_SIZE - 1] for position in reversed(needed))
 

@@ -1,4 +1,4 @@
-"""Compute the statistics (`Stats`) of a sequence from its trace, its model, the KV cache and the transfers."""
+"""Statistics (`Stats`) of a sequence, from its trace, its model, the KV cache and the transfers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from .runner import Runner
 
 
 def _mean(rows: list[list[float]], layers: Seq[int], tokens: int) -> float:
-    """Return the mean of a quantity over `layers` and tokens.
+    """Return the mean over `layers` and `tokens` tokens.
 
-    `rows` `[steps][layers]` contains the sum of the quantity over the tokens of each step, and `tokens` is the total
-    number of tokens.
+    `rows` `[steps][layers]` are sums over the tokens of a step.
     """
     return sum(sum(row[i] for i in layers) for row in rows) / (len(layers) * tokens) if layers and tokens else 0.0
 
 
 def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | None, float | None]:
-    """Return the mean and the largest missed attention mass of the sparse layers.
-
-    Both values are None if the missed attention mass was not measured.
-    """
+    """Return the mean and the largest missed attention mass of the sparse layers, or None if it was not measured."""
     selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
     if not trace.missed or not selecting:
         return None, None
@@ -66,7 +62,7 @@ class Fractions:
 
 
 def _memory(runner: Runner) -> tuple[int, int, int]:
-    """Return three sizes in bytes: all weights, the weights on the device, and the peak use of device memory."""
+    """Return the size in bytes of all weights, of the weights on the device, and of the peak use of device memory."""
     draft, weights, device = runner.draft, runner.weights, runner.adapter.device
     total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
     on_device = total if weights is None else total - weights.host_bytes + weights.device_bytes
@@ -84,7 +80,7 @@ def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
 
 
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
-    """Return the statistics of a sequence up to now. Call this before the sequence is freed."""
+    """Return the statistics of a sequence up to now, before it is freed."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
     trace.settle()
     shares = Fractions.of(trace, dense)

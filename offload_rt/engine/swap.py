@@ -34,7 +34,7 @@ FOLDER = "preempted"  # subfolder of the user's folder, so that no other files o
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence whose KV is on disk, with everything that is needed to restore it, except its tokens.
+    """Everything that is needed to restore a sequence whose KV is on disk, except its tokens.
 
     Attributes:
         names: Names of the sequence's blocks, including blocks of sliding layers.
@@ -43,8 +43,7 @@ class SwappedSequence:
         shift: Number of tokens that were truncated from the start of the text.
         provenance: Part of the KV provenance key that describes the cache salt and truncations.
         floor: Index of the first token that sliding layers can see.
-        snapshot: Slot of a snapshot in host memory with the recurrent state, or None if the model has no recurrent
-            state.
+        snapshot: Slot of a snapshot in host memory with the recurrent state, or None if the model has none.
     """
 
     names: Seq[NamedBlock]
@@ -94,10 +93,9 @@ class Swap:
         return self._disk.bytes_used
 
     def swap_out(self, sequence: Sequence, batch: int) -> SwappedSequence | None:
-        """Write the KV of a sequence to disk if restoring it is estimated to be faster than computing it again.
+        """Write the KV of a sequence to disk. Return None if computing it again is estimated to be faster.
 
-        Return None if the KV was not written. The sequence must then be computed again. `batch` is the number of
-        sequences that decode together, including this one.
+        `batch` is the number of sequences that decode together, including this one.
         """
         if not self._restorable(sequence):
             return None
@@ -134,8 +132,8 @@ class Swap:
     def swap_in(self, swapped: SwappedSequence, tokens: Seq[int], spare: int = 0) -> Sequence | None:
         """Read a sequence's KV from disk. Return the sequence, with a KV slot for one more token.
 
-        Blocks that are still in the prefix cache are not read. Return None if the file is damaged. Raise PoolFullError
-        before reading if fewer than `spare` blocks would remain free.
+        Blocks in the prefix cache are not read. Return None if the file is damaged. Raise PoolFullError before reading
+        if fewer than `spare` blocks would remain free.
         """
         runner, pool = self._runner, self._runner.pool
         blocks = self._known(swapped, tokens)
@@ -163,7 +161,7 @@ class Swap:
         return sequence if restored else None
 
     def discard(self, swapped: SwappedSequence) -> None:
-        """Remove a sequence's blocks from disk, except blocks that other swapped sequences use."""
+        """Remove a sequence's blocks from disk, except those that other swapped sequences use."""
         if swapped.snapshot is not None:
             assert self._runner.snapshots is not None
             self._runner.snapshots.give_back(swapped.snapshot)
@@ -181,7 +179,7 @@ class Swap:
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
     def _recompute_seconds(self, sequence: Sequence, batch: int) -> float:
-        """Return the estimated seconds for computing a sequence again if no block of it is cached."""
+        """Return the estimated seconds for computing a sequence again if none of its blocks is cached."""
         trace, decoded = sequence.trace, sequence.position - sequence.exact
         computed = trace.prompt_tokens - trace.reused_tokens
         if computed > 0:
@@ -194,9 +192,8 @@ class Swap:
     def _swapped(self, sequence: Sequence) -> SwappedSequence:
         """Return the description of a sequence that will be written to disk.
 
-        The description names all blocks of full-attention layers, and the blocks of sliding layers that the next token
-        attends to. Blocks with exact KV are named by their tokens. The names of other blocks are unique to this
-        sequence.
+        It names the blocks of full-attention layers, and the blocks of sliding layers that the next token attends to.
+        Blocks with exact KV are named by their tokens; other names are unique to this sequence.
         """
         groups, position = self._runner.pool.groups, sequence.position
         provenance_key = SessionProvenance(self._disk.root, f"{FOLDER}-{next(self._ids)}", sequence.provenance)
@@ -210,7 +207,7 @@ class Swap:
         )  # fmt: skip
 
     def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
-        """Return the cached blocks of the tokens whose KV was computed by an exact prefill."""
+        """Return the cached blocks of the tokens that an exact prefill computed."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
         provenance_key = EXACT + swapped.provenance
@@ -242,7 +239,7 @@ class Swap:
 
     @torch.inference_mode()
     def _learn(self, sequence: Sequence) -> None:
-        """Rebuild the policy state of a sequence from its KV in the pool."""
+        """Rebuild the policy state from the KV in the pool."""
         runner = self._runner
         for layer in range(runner.adapter.geometry.layers):
             if layer not in runner.policy.dense_layers:

@@ -1,4 +1,4 @@
-"""Measure whether decode steps on a CPU are faster with several threads or with one, and use the faster mode."""
+"""Choice of the number of threads for decode steps on a CPU, by measuring."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class ThreadChoice:
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
-        """Begin with all threads. If `fixed`, always use all threads."""
         self._fixed, self._batch = fixed, 0
         self._begin()
 
@@ -40,7 +39,7 @@ class ThreadChoice:
 
     @contextmanager
     def step(self, device: torch.device, batch: int) -> Iterator[None]:
-        """Run a decode step of `batch` sequences (body of the `with` statement) with the chosen number of threads."""
+        """Run a decode step of `batch` sequences with the chosen number of threads."""
         if device.type != "cpu":
             yield
             return
@@ -55,10 +54,7 @@ class ThreadChoice:
             self.took(several, time.perf_counter() - began)
 
     def took(self, several: bool, seconds: float) -> None:
-        """Record the duration of a step in seconds, and choose the mode of the next step.
-
-        `several` tells whether the step used several threads.
-        """
+        """Record the duration of a step with one or `several` threads, and choose the mode of the next step."""
         if self._cold:
             self._cold = False
             return

@@ -1,4 +1,4 @@
-"""Memory of the KV cache: address space that is reserved once, in slabs that are activated on demand."""
+"""Host memory of the KV cache: one address range, whose slabs are activated on demand."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from .layout import PAGE, ArenaLayout
 
 
 class Arena:
-    """KV storage in host memory. Its one address range has the size of the memory limit.
+    """KV storage in host memory: one address range as large as the memory limit, divided into slabs.
 
-    The operating system allocates memory pages on first write, so an unused pool needs no memory. The range is divided
-    into slabs, which are activated one by one. With `pin`, `activate` page-locks a slab and registers it with CUDA.
-    This allocates all its pages and takes up to a second per gigabyte, so call `activate` when a sequence is admitted,
-    not during decoding. Without `pin`, `activate` only counts slabs.
+    The operating system allocates memory pages on first write, so an unused pool needs no memory. With `pin`,
+    `activate` page-locks the next slab. This allocates all its pages and takes up to a second per gigabyte, so call it
+    when a sequence is admitted, not during decoding. Without `pin`, `activate` only counts slabs.
 
-    The range uses huge pages, for fewer page faults and fewer TLB misses in gathers. A partly used slab may therefore
-    occupy memory of its full size; the memory limit accounts for this. The memory is unregistered and unmapped when the
-    arena and all views of it have been deleted.
+    The range uses huge pages, for fewer page faults and TLB misses. A partly used slab may therefore occupy memory of
+    its full size. The memory is unmapped when the arena and all views of it have been deleted.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, *, pin: bool = False) -> None:
@@ -39,7 +37,7 @@ class Arena:
         start = 0 if pin else layout.slab_rows * layout.head_dim * layout.itemsize
         memory = reserve(layout.bytes, "the KV cache", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
-        """All stored vectors `[R, d]`, by row id."""
+        """All stored vectors `[R, d]`. The index is the row id (`layout`)."""
         shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
@@ -55,16 +53,22 @@ class Arena:
         self.active += 1
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
-        """Return K and V `[Hkv, size, width]` of a storage layer as views: slots [offset, offset + size) of a slab."""
+        """Return views of K and V `[Hkv, size, width]` of one storage layer.
+
+        `offset` is the first token slot of the slab.
+        """
         planes = self.planes[slab, storage_layer].narrow(2, offset, size)
         return KVPart(planes[:, 0], planes[:, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a view `[p, size, width]` of the p planes (`layout`) of `storage_layers`, for slots like `view`."""
+        """Return a view of the p planes (`layout`) of `storage_layers`, `[p, size, width]`.
+
+        `offset` is the first token slot of the slab.
+        """
         return self.planes[slab, storage_layers.start : storage_layers.stop].flatten(0, 2).narrow(1, offset, size)
 
     def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n slots of one storage layer of a slab, from slot `offset` on.
+        """Write encoded k and v `[Hkv, n, width]` to token slots [offset, offset + n).
 
         Return when the copy is complete.
         """
@@ -73,7 +77,7 @@ class Arena:
         planes[:, 1].copy_(v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""
+        """Copy the first `tokens` token slots of a block, in all its layers."""
         (a, i), (b, j) = (divmod(block, self.layout.slab_blocks) for block in (source, target))
         old = self.planes[a, :, :, :, i * BLOCK_SIZE : i * BLOCK_SIZE + tokens]
         self.planes[b, :, :, :, j * BLOCK_SIZE : j * BLOCK_SIZE + tokens].copy_(old)

@@ -46,11 +46,10 @@ class BlockAllocator:
         return self._by_size[-1][0] if self._by_size else 0
 
     def refs(self, block: int) -> int:
-        """Return the reference count of `block`; 0 if it is free."""
         return self._refs[block]
 
     def exclusive(self, blocks: Iterable[int]) -> bool:
-        """Return whether each of `blocks` has exactly one reference."""
+        """Return whether each block has exactly one reference."""
         return all(self._refs[block] == 1 for block in blocks)
 
     def add_slab(self) -> int:
@@ -71,10 +70,7 @@ class BlockAllocator:
         return taken
 
     def extend(self, last: int, count: int) -> list[int]:
-        """Allocate up to `count` blocks whose ids directly follow `last` in its slab, as far as they are free.
-
-        Return their ids.
-        """
+        """Allocate up to `count` blocks whose ids follow `last` in its slab without a gap. Return them."""
         start = last + 1
         if start % self.slab_blocks == 0:
             return []
@@ -83,9 +79,9 @@ class BlockAllocator:
     def worst_fit(self, count: int) -> list[int]:
         """Allocate `count` blocks with free ids after them, for sequences that keep growing.
 
-        The blocks are taken from the middle of the longest free run. They are taken from its start if the run begins at
-        a slab boundary or is too short to be split. Sequences that grow at the same time, one block each, thus get long
-        runs instead of interleaved blocks.
+        The blocks are taken from the middle of the longest free run, or from its start if the run begins at a slab
+        boundary or is too short to be split. Sequences that grow at the same time thus get long runs instead of
+        interleaved blocks.
         """
         assert 0 <= count <= self.free
         taken: list[int] = []
@@ -97,13 +93,12 @@ class BlockAllocator:
         return taken
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of `blocks`. They must be allocated."""
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is free"
             self._refs[block] += 1
 
     def decref(self, blocks: Sequence[int]) -> list[int]:
-        """Drop one reference to each of `blocks`. Return the blocks that became free, in ascending order."""
+        """Drop one reference to each block. Return the blocks that became free, in ascending order."""
         freed = []
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is released twice"
@@ -121,7 +116,6 @@ class BlockAllocator:
         return freed
 
     def check_integrity(self) -> None:
-        """Assert that free runs and reference counts are consistent and that adjacent runs are merged."""
         assert self._starts == sorted(self._size)
         assert self._by_size == sorted((size, start) for start, size in self._size.items())
         free = {block for start, size in self._size.items() for block in range(start, start + size)}

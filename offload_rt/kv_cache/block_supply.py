@@ -1,4 +1,4 @@
-"""Supply of blocks for the KV pool: activates memory of the arena, evicts cached blocks, and checks the capacity."""
+"""Blocks of the KV pool: activates memory of the arena, evicts cached blocks, and checks the capacity."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ class BlockSupply(StoredRows):
         super().__init__(arena, LayerGroups.from_geometry(geometry), formats)
         self.bytes_peak = 0
         self.pins = pin and disk is None
-        """Whether the slabs are page-locked."""
         on_free = () if self.file is None else (self.file.discard,)
         self._memory_blocks = BlockAllocator(self.layout.slab_blocks, *on_free)
         # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
@@ -145,14 +144,14 @@ class BlockSupply(StoredRows):
 
     @property
     def sequence_bytes(self) -> int:
-        """Size in bytes of all blocks that sequences use. Each shared block counts once."""
+        """Size in bytes of all blocks that sequences use. Shared blocks count once."""
         return (self._memory_blocks.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Return the largest size in bytes that the KV of a sequence of `tokens` tokens can have."""
+        """Return the largest size in bytes that a sequence of `tokens` tokens can take."""
         return self.groups.blocks(tokens) * self.block_bytes
 
     def prepare(self, tokens: int) -> None:
@@ -165,16 +164,16 @@ class BlockSupply(StoredRows):
             self._activate(self.groups.blocks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise PoolFullError if a sequence of `tokens` tokens does not fit even in an empty pool."""
+        """Raise PoolFullError if `tokens` tokens do not fit even in an empty pool."""
         if (count := self.groups.blocks(tokens)) > self.block_count:
             raise self._full(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
-        """Raise PoolFullError unless there is space for `blocks` times 64 additional tokens."""
+        """Raise PoolFullError unless there is space for `blocks` times 64 more tokens."""
         self._check_free(blocks * self.groups.blocks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
-        """Raise PoolFullError if `blocks` cannot grow to `tokens` tokens.
+        """Raise PoolFullError if the sequence cannot grow to `tokens` tokens.
 
         The pool must also have space left for `spare` times 64 more tokens.
         """
@@ -186,7 +185,7 @@ class BlockSupply(StoredRows):
             raise self._full(count, missing)
 
     def _provide(self, count: int) -> None:
-        """Provide `count` free block ids of group 0 (`LayerGroups`), in one run if possible. Raises PoolFullError."""
+        """Make `count` block ids free, in one run if possible. Raise PoolFullError otherwise."""
         if self.groups.full:
             self._provide_memory_blocks(count)
             self._activate(count, run=min(count, self.layout.slab_blocks))
@@ -197,14 +196,17 @@ class BlockSupply(StoredRows):
                 self._blocks.add_slab()
 
     def _provide_memory_blocks(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free. If there are too few, evict none and raise PoolFullError."""
+        """Evict idle blocks until `count` blocks are free.
+
+        Raise PoolFullError, without evicting any, if there are too few.
+        """
         self._check_free(count)
         while (missing := count - self.free_blocks) > 0:
             if not (self.groups.full and self.cached.evict(missing)):
                 self.cached.windows.evict(missing)
 
     def _activate(self, count: int, run: int) -> None:
-        """Activate slabs until `count` blocks are free, `run` of them contiguous, or no slab is left."""
+        """Activate slabs until `count` blocks are free, of which `run` are contiguous, or until no slab is left."""
         blocks = self._memory_blocks
         while self._arena.active < self.layout.slabs and (blocks.free < count or blocks.largest_run < run):
             try:

@@ -1,7 +1,4 @@
-"""Eviction of tokens from a full KV cache (InfiniGen §4.4): state of each slot, and the order of eviction.
-
-The module uses only tensor operations on the state's device, without synchronisation and without a loop over slots.
-"""
+"""Eviction of tokens from a full KV cache (InfiniGen §4.4): usage of each slot, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ _NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class SlotState:
-    """Eviction state of one sequence: tensors `[L, slots]`, modified in place. A slot stores the KV of one token.
+    """Usage of the token slots of one sequence: tensors `[L, slots]`, modified in place.
 
-    After evictions, the same slot may contain different tokens in different layers.
+    A slot stores the KV of one token. After evictions, it may contain different tokens in different layers. All
+    operations are tensor operations on the state's device, without synchronisation.
 
     Attributes:
         position: int64, position in the text of the slot's token; -1 if the slot is empty.
-        since: int64, first decode step in which the token could be selected. In earlier steps, the token was in the
-            recent window.
+        since: int64, first decode step after the token left the recent window, so that it could be selected.
         last_used: int64, last decode step in which the slot was written, or selected by any head.
         counter: uint8, number of decode steps in which any head selected the slot. If a counter saturates, all counters
             of its layer are halved.
@@ -51,11 +48,11 @@ class SlotState:
         return grown
 
     def cut(self, slots: int) -> SlotState:
-        """Return an independent copy of the state of the first `slots` slots."""
+        """Return a copy of the state of the first `slots` slots."""
         return SlotState(*(table[:, :slots].clone() for table in self._tables()))
 
     def follow(self, layer: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Update the state of a layer after tokens have been moved. A move is a pair (source slot, target slot)."""
+        """Update a layer's state after tokens have been moved, as pairs (source slot, target slot)."""
         for table in self._tables():
             for slot, target in moves:
                 table[layer, target] = table[layer, slot]
@@ -69,7 +66,7 @@ class SlotState:
     def fill(self, tokens: range, step: int, recent: int) -> None:
         """Record that token t of `tokens` was written to slot t in every layer.
 
-        A token can be selected from decode step `step` on, but not while it is in the window of `recent` newest tokens.
+        A token can be selected from decode step `step` on, when it has left the window of `recent` newest tokens.
         """
         at = torch.arange(tokens.start, tokens.stop, device=self.position.device)
         self.position[:, tokens.start : tokens.stop] = at
@@ -78,14 +75,14 @@ class SlotState:
         self.counter[:, tokens.start : tokens.stop] = 0
 
     def move(self, source: int, targets: torch.Tensor) -> None:
-        """Copy the state of slot `source` to slot `targets[l]` in each layer l. `targets` is int64 `[L]`."""
+        """Copy the state of slot `source` to slot `targets[l]` of each layer l. `targets` is int64 `[L]`."""
         for table in self._tables():
             table.scatter_(1, targets[:, None], table[:, source : source + 1].clone())
 
     def record_write(self, slots: torch.Tensor, position: int, step: int, recent: int) -> None:
         """Record that the token at `position` was written in decode step `step`, to slot `slots[l]` of each layer l.
 
-        `slots` is int64 `[L]`. The token can be selected `recent` steps later, when it has left the recent window.
+        `slots` is int64 `[L]`. The token leaves the recent window `recent` steps later.
         """
         index = slots[:, None]
         self.position.scatter_(1, index, position)
@@ -94,7 +91,7 @@ class SlotState:
         self.counter.scatter_(1, index, 0)
 
     def touch(self, layer: int, slots: torch.Tensor, step: int) -> None:
-        """Record that a layer selected `slots` (int64 of any shape; duplicates count once) in decode step `step`."""
+        """Record that a layer selected `slots` (int64 of any shape; duplicates count once)."""
         used = torch.zeros_like(self.counter[layer], dtype=torch.bool).index_fill_(0, slots.flatten(), True)
         self.last_used[layer].masked_fill_(used, step)
         counter = self.counter[layer] + used
@@ -102,7 +99,7 @@ class SlotState:
 
 
 def _used_share(state: SlotState, step: int) -> torch.Tensor:
-    """Return the selections of each token per decode step since the token left the recent window, in units of 2^-16.
+    """Return how often each token was selected per decode step since it left the recent window, in units of 2^-16.
 
     As a prior, each token gets one more selection and `PRIOR_STEPS` more steps.
     """
@@ -117,8 +114,9 @@ RANKINGS: dict[str, Callable[[SlotState, int], torch.Tensor]] = {
     "lru": lambda state, step: state.last_used,
     "counter": _used_share,
 }
-"""Functions (state, step) -> sort keys `[L, slots]`, by eviction policy. The token with the smallest key is evicted
-first. Among equal keys, the token with the lowest position is evicted first.
+"""Functions (state, step) -> sort keys `[L, slots]`, by eviction policy.
+
+The token with the smallest key is evicted first. Among equal keys, the token with the lowest position is evicted first.
 
 "counter" divides the selection count by the number of steps. If the counts themselves were compared, as in the paper, a
 token that leaves the recent window would have the count zero and be evicted before it can be selected. Perplexity:

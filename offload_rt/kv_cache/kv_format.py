@@ -21,7 +21,7 @@ GROUP = 64  # maximum number of elements that share a scale
 
 @dataclass(frozen=True)
 class Native:
-    """Format that stores vectors in the model's dtype. `encode` and `decode` return their argument."""
+    """Format that stores vectors unchanged in the model's dtype."""
 
     dtype: torch.dtype
     head_dim: int
@@ -34,7 +34,6 @@ class Native:
 
     @property
     def storage(self) -> torch.dtype:
-        """Data type of the stored elements."""
         return self.dtype
 
     @property
@@ -139,7 +138,7 @@ KVFormat = Native | Quantised
 
 
 def _resize(codes: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first `count` codes of each vector. If there are fewer codes, append zeros."""
+    """Return the first `count` codes of each vector, padded with zeros."""
     missing = count - codes.shape[-1]
     return torch.nn.functional.pad(codes, (0, missing)) if missing > 0 else codes[..., :count]
 

@@ -65,38 +65,36 @@ class LayerGroups:
         return [layer for layer, own in enumerate(self.group) if own == group]
 
     def storage_layers(self, layer: int) -> range:
-        """Return the storage layers of a layer."""
         first = self.storage_layer[layer]
         return range(first, first + (self.window_storage_layers if self.group[layer] else 1))
 
     def used_storage_layers(self, group: int) -> int:
-        """Return how many storage layers of a block of `group` are used. The unused ones come last."""
+        """Return how many storage layers of a block of `group` are used. Unused ones come last."""
         return max(self.storage_layers(layer).stop for layer in self.layers_of(group))
 
     def first_seen(self, position: int, floor: int = 0) -> int:
-        """Return the first token that the token at `position` attends to in sliding layers, but at least `floor`."""
+        """Return the first token, but at least `floor`, that the token at `position` attends to in sliding layers."""
         return max(floor, 0, position + 1 - self.window)
 
     @property
     def window_blocks(self) -> int:
-        """Maximum number of consecutive 64-token blocks that a sliding window overlaps."""
+        """Maximum number of 64-token blocks that a sliding window overlaps."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
     def window_indices(self, start: int, stop: int, floor: int = 0) -> set[int]:
-        """Return the indices of the window blocks that a sequence needs while it computes the tokens [start, stop).
+        """Return the block indices for which a sequence needs window blocks while it computes the tokens [start, stop).
 
-        These are the blocks that the first token sees, and the blocks of new tokens that the token at `stop` sees.
+        These are the blocks that the first token attends to, and the new blocks that the token at `stop` attends to.
         """
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
         return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
 
     def prefill_ends(self, start: int, stop: int, floor: int = 0, *, slice_tokens: int = BLOCK_SIZE) -> Iterator[int]:
-        """Yield token positions at which the first part of a prefill of [start, stop) may end, beginning with `stop`.
+        """Yield tokens at which the first part of a prefill of [start, stop) may end, beginning with `stop`.
 
-        A part after earlier tokens needs the windows at both of its ends at once, so a part that is shorter than a
-        window needs fewer window blocks. Each yielded end needs fewer of them than the previous one. Ends after
-        complete slices of `slice_tokens` tokens are preferred. The part up to the last end, and the parts after it,
-        need no more window blocks than decode steps need.
+        A part after earlier tokens needs the windows at both of its ends at once. Each yielded end needs fewer window
+        blocks than the previous one, and ends after complete slices of `slice_tokens` tokens are preferred. The part up
+        to the last end, and the parts after it, need no more window blocks than decode steps need.
         """
         yield stop
         fewest, limit = len(self.window_indices(start, stop, floor)), min(stop, start + self.window + BLOCK_SIZE)
@@ -110,18 +108,18 @@ class LayerGroups:
                 yield end
 
     def blocks(self, tokens: int) -> int:
-        """Return the largest number of blocks that a sequence of `tokens` tokens can need, summed over all groups."""
+        """Return the largest number of blocks, over all groups, that `tokens` tokens can need."""
         count = -(-tokens // BLOCK_SIZE)
         return self.full * count + self.sliding * min(count, self.window_blocks)
 
     @property
     def blocks_at_once(self) -> int:
-        """Number of blocks that 64 additional tokens of a sequence need, summed over all groups."""
+        """Number of blocks, over all groups, that 64 more tokens of a sequence need."""
         return self.full + self.sliding
 
 
 def _window_storage_layers(geometry: ModelGeometry) -> int:
-    """Return how many storage layers a sliding-window layer takes (see `ArenaLayout.window_part`)."""
+    """Return the number of storage layers of a sliding-window layer (`ArenaLayout.window_part`)."""
     if (own := geometry.window_rows) is None:
         return 1
     planes = own.kv_heads if own.head_dim < geometry.head_dim else 2 * own.kv_heads

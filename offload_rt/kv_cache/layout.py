@@ -95,20 +95,17 @@ class ArenaLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of a row: K or V of one token, layer and head."""
+        """Size in bytes of K or V of one token, layer and head."""
         return self.head_dim * self.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Size in bytes of a block: K and V of 64 tokens in all its layers."""
+        """Size in bytes of K and V of 64 tokens in all layers of a block."""
         return 2 * self.layers * self.kv_heads * BLOCK_SIZE * self.row_bytes
 
     @cached_property
     def plane_rows(self) -> int:
-        """Number of rows of a plane: K or V of one layer and head in a slab.
-
-        This is also the distance from a K row to its V row.
-        """
+        """Number of rows of a plane, which is also the distance from a K row to its V row."""
         return self.slab_blocks * BLOCK_SIZE
 
     @cached_property
@@ -121,28 +118,22 @@ class ArenaLayout:
 
     @property
     def slab_rows(self) -> int:
-        """Distance in rows from one slab to the next. A slab has all its blocks, padded to whole pages."""
+        """Number of rows of a slab, padded to whole pages."""
         unit = math.lcm(PAGE, self.row_bytes) // self.row_bytes
         return math.ceil(self.layers * self.layer_rows / unit) * unit
 
     @property
     def rows(self) -> int:
-        """R, the number of rows of the whole arena, including padding."""
+        """Number of rows of the arena, including padding (R)."""
         return self.slabs * self.slab_rows
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the arena's address space, including the padding of each slab.
-
-        The padding of a slab is less than a page plus a row.
-        """
+        """Size in bytes of the arena's address space, including padding."""
         return self.rows * self.row_bytes
 
     def row(self, storage_layer: int, head: int, kv: int, offset: int = 0) -> int:
-        """Return the row of token slot `offset` for one KV head, counted from the first row of its slab.
-
-        `kv` is 0 for K and 1 for V.
-        """
+        """Return a row id relative to the slab: token slot `offset` of a KV head, for K (`kv` 0) or V (`kv` 1)."""
         return storage_layer * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
 
     @cached_property
@@ -151,7 +142,7 @@ class ArenaLayout:
         return 1 if self.window_rows is None else self.head_dim // self.window_rows.head_dim
 
     def window_part(self, planes: torch.Tensor) -> KVPart:
-        """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with a row shape of its own.
+        """Return views of K and V `[Hkv, n, width]` of a sliding-window layer with another row shape.
 
         `planes` `[p, n, d]` are the planes of its storage layers, in the order of their rows.
         """

@@ -36,10 +36,11 @@ class HostPool(BlockSupply):
     """
 
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
-        """Create a block table of length 0 with slots for `tokens` tokens, contiguous if possible.
+        """Create an empty block table with token slots for `tokens` tokens, contiguous if possible.
 
-        The slots are those of full-attention layers. Sliding-window layers do not see tokens before `floor`. Raises
-        PoolFullError.
+        Raise PoolFullError.
+
+        The slots are those of full-attention layers. Sliding-window layers do not see tokens before `floor`.
         """
         count = blocks_for(tokens)
         self._provide(count)
@@ -48,11 +49,10 @@ class HostPool(BlockSupply):
         return blocks
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
-        """Allocate slots for `tokens` tokens in total.
+        """Allocate token slots for `tokens` tokens in total, and make all blocks from `blocks.length` on exclusive.
 
-        Make all blocks from `blocks.length` on exclusive to the block table. If the last block is shared and partly
-        filled, its filled slots are copied to a new block. If the pool is full, PoolFullError is raised and the block
-        table is unchanged.
+        If the last block is shared and partly filled, its filled slots are copied to a new block. If the pool is full,
+        PoolFullError is raised and the block table is unchanged.
         """
         rewritten = range(blocks.length // BLOCK_SIZE, len(blocks.ids))
         shared = [i for i in rewritten if self._blocks.refs(blocks.ids[i]) > 1]
@@ -71,9 +71,9 @@ class HostPool(BlockSupply):
         self._record_peak()
 
     def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
-        """Return whether `slide` with these arguments would change the block table.
+        """Return whether `slide` would change the block table.
 
-        If so, the caller must first copy the KV of all appended tokens to the pool.
+        KV that is still being appended must then be copied first.
         """
         if not self.groups.sliding:
             return False
@@ -122,7 +122,7 @@ class HostPool(BlockSupply):
         self._record_peak()
 
     def _window_indices(self, blocks: BlockTable, start: int, stop: int, next_window: bool) -> set[int]:
-        """Return the indices of the window blocks that the block table would have after `slide`."""
+        """Return the block indices that have window blocks after `slide`."""
         indices = self.groups.window_indices(start, stop, blocks.floor)
         if next_window:
             last = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE
@@ -130,9 +130,9 @@ class HostPool(BlockSupply):
         return indices
 
     def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
-        """Allocate window blocks with the indices `indices`, contiguous within each layer group.
+        """Allocate window blocks for the block indices `indices`, contiguous within each layer group.
 
-        A shared block at one of them is replaced by a copy of its first `filled` slots.
+        A shared block is replaced by a copy of its first `filled` slots.
         """
         self._activate(len(indices) * self.groups.sliding, run=len(indices))
         columns = [self._memory_blocks.best_fit(len(indices)) for _ in range(self.groups.sliding)]
@@ -144,9 +144,11 @@ class HostPool(BlockSupply):
             blocks.windows[index] = window
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n) in one layer.
+        """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n).
 
-        The blocks must be exclusive to this block table. Return when the copy is complete.
+        Return when they are copied.
+
+        The blocks must be exclusive to this block table.
         """
         stop, done = start + k.shape[1], 0
         block_ids = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
@@ -159,7 +161,7 @@ class HostPool(BlockSupply):
             done += span.size
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy KV from token slot `source` to `target`, which must be in a block that only this block table uses."""
+        """Copy the KV of a token slot to slot `target`, whose block must be exclusive to this block table."""
         assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
         super().move(blocks, layer, source, target)
 
@@ -169,12 +171,12 @@ class HostPool(BlockSupply):
         blocks.length = length
 
     def rewind(self, blocks: BlockTable, length: int) -> None:
-        """Mark the tokens [length, blocks.length) as incomplete: drafts were rejected, or tokens will be recomputed."""
+        """Mark the tokens [length, blocks.length) as incomplete: rejected drafts, or tokens to be recomputed."""
         assert length <= blocks.length
         blocks.length = length
 
     def fork(self, blocks: BlockTable) -> BlockTable:
-        """Return a new block table that shares all blocks with tokens below `blocks.length`."""
+        """Return a new block table that shares the blocks of the tokens below `blocks.length`."""
         shared = blocks.ids[: blocks_for(blocks.length)]
         self._blocks.incref(shared)
         for window in blocks.windows.values():
@@ -234,8 +236,8 @@ class HostPool(BlockSupply):
     def claim(self, blocks: BlockTable, index: int) -> bool:
         """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
 
-        The block and its descendants leave the prefix tree, and the block is never published again. Return False,
-        without any change, if another sequence uses the block.
+        The block and its descendants leave the prefix tree for good. Return False, without a change, if another
+        sequence uses it.
         """
         block = blocks.ids[index]
         if block in self.cached and self._blocks.refs(block) == 2:
@@ -253,7 +255,7 @@ class HostPool(BlockSupply):
             self.cached.windows.release(blocks.windows.pop(index))
 
     def shrink(self, blocks: BlockTable, length: int) -> None:
-        """Free the full-attention slots from `length` on, after eviction has moved their tokens to other slots."""
+        """Free the full-attention token slots from `length` on, whose tokens have been moved or evicted."""
         blocks.length = length
         count = blocks_for(length)
         self._drop(blocks.ids[count:])

@@ -43,11 +43,11 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """Number of blocks that only the cache references, without ids that have no memory (`LayerGroups`)."""
+        """Number of blocks that only the cache references."""
         return self.tree.idle * self._groups.full + self.windows.idle
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
-        """Return a block table with the longest cached prefix of `tokens` (see `HostPool.match`)."""
+        """Return a block table with the longest cached prefix. For the arguments, see `HostPool.match`."""
         blocks = self.tree.match(tokens, *provenance_keys, usable=lambda path: self._usable(path, floor))
         self._blocks.incref(blocks)
         if self.snapshots is not None:
@@ -55,7 +55,7 @@ class PrefixCache:
         return BlockTable(blocks, len(blocks) * BLOCK_SIZE, self.windows.take(blocks, floor), floor)
 
     def _usable(self, path: Sequence[int], floor: int) -> int:
-        """Return how many blocks of `path`, from the first on, a new sequence can reuse as its prefix."""
+        """Return how many of the first blocks of `path` a new sequence can reuse."""
         count = self.windows.usable(path, floor)
         if self.snapshots is None:
             return count
@@ -88,21 +88,19 @@ class PrefixCache:
                 self.windows.keep(blocks.ids[i], blocks.windows[i])
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Mark the published blocks among `blocks` as idle if no sequence references them any more."""
+        """Mark published blocks as idle if no sequence references them any more."""
         self.tree.release(filter(self._has_one_user, blocks))
 
     def evict(self, count: int) -> bool:
-        """Evict up to `count` idle blocks. Return whether any block was evicted."""
         gone = self.tree.evict(count)
         self._forget(gone)
         return bool(gone)
 
     def remove(self, block: int) -> None:
-        """Remove a block and its descendants from the tree, because its content changes or is lost."""
         self._forget(self.tree.remove(block))
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Drop the references to `blocks`, which were removed from the tree. Free their window blocks and snapshots."""
+        """Drop the references to blocks that left the tree. Free their window blocks and snapshots."""
         self.windows.forget(blocks)
         if self.snapshots is not None:
             self.snapshots.forget(blocks)

@@ -40,24 +40,19 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
-    """Return the token ids [0, stop) as one bytes object per block (little-endian int64).
-
-    The last block may be partial.
-    """
+    """Return the token ids [0, stop) as one bytes object (little-endian int64) per block; the last may be partial."""
     data = np.asarray(tokens[:stop], dtype="<i8").tobytes()
     size = BLOCK_SIZE * TOKEN_BYTES
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _same_tokens(block: bytes, other: bytes) -> int:
-    """Return how many leading tokens are equal in both blocks. `other` must not be longer than `block`."""
+    """Return how many leading tokens are equal. `other` must not be longer than `block`."""
     return next((i for i in range(0, len(other), 8) if block[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
 
 @dataclass(eq=False)
 class _Node:
-    """A block in the tree."""
-
     key: bytes
     parent: _Node | None
     provenance_key: str
@@ -206,10 +201,7 @@ class PrefixTree:
         return fresh, instead
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Mark `blocks` as idle, because no sequence references them any more.
-
-        Blocks that are not in the tree are ignored.
-        """
+        """Mark blocks that no sequence references any more as idle. Blocks that are not in the tree are ignored."""
         self._clock += 1
         for block in blocks:
             node = self._of.get(block)
@@ -220,7 +212,7 @@ class PrefixTree:
                 self._queue(node)
 
     def evict(self, count: int) -> list[int]:
-        """Remove up to `count` idle blocks from the tree, leaves with the lowest rank first. Return their ids."""
+        """Remove up to `count` idle blocks, leaves with the lowest rank first. Return their ids."""
         gone: list[int] = []
         while len(gone) < count and self._leaves:
             rank, _, node = heapq.heappop(self._leaves)
@@ -234,10 +226,7 @@ class PrefixTree:
         return gone
 
     def remove(self, block: int) -> list[int]:
-        """Remove `block` and its descendants, because its content changes or is lost.
-
-        Return the ids of all removed blocks.
-        """
+        """Remove `block` and its descendants. Return the ids of all removed blocks."""
         return self._remove(self._of[block])
 
     def check_integrity(self, refs: Callable[[int], int]) -> None:
@@ -274,7 +263,7 @@ class PrefixTree:
         return self._tops if parent is None else parent.children
 
     def _queue(self, node: _Node) -> None:
-        """Add a node to the eviction queue if it is an idle leaf and has no entry yet."""
+        """Add a node to the eviction queue if it is an idle leaf and not in the queue."""
         if node.idle and not node.children and not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.rank, node.key, node))

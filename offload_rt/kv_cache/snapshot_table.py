@@ -24,7 +24,7 @@ class SnapshotTable:
         self._kept: dict[int, int] = {}  # slot of each block's snapshot, least recently used first
 
     def __len__(self) -> int:
-        """Return the number of slots in use, pending or kept."""
+        """Return the number of slots in use."""
         return self.slots - len(self._free)
 
     def take(self) -> int | None:
@@ -50,34 +50,31 @@ class SnapshotTable:
         self._free.append(slot)
 
     def slot_of(self, block: int) -> int | None:
-        """Return the slot with the snapshot of a block, or None if the block has no snapshot."""
         return self._kept.get(block)
 
     def positions(self, blocks: Sequence[int]) -> list[int]:
-        """Return the numbers of tokens after which `blocks` have snapshots, in ascending order.
+        """Return the numbers of tokens after which `blocks` have snapshots.
 
         `blocks` is a path from the root of the prefix tree.
         """
         return [i * BLOCK_SIZE for i, block in enumerate(blocks, start=1) if block in self._kept]
 
     def usable(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks`, from the first on, form the longest prefix that ends with a snapshot."""
+        """Return the length in blocks of the longest prefix of `blocks` that ends with a snapshot."""
         return next((n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._kept), 0)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Mark the snapshots of `blocks` as used now, the last one as the most recently used."""
+        """Mark the snapshots of `blocks` as used now, the last one as the most recent."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._kept[block] = slot
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Free the snapshots of `blocks`, which are evicted or were removed from the prefix tree."""
         for block in blocks:
             if (slot := self._kept.pop(block, None)) is not None:
                 self._free.append(slot)
 
     def check_integrity(self, published: Iterable[int]) -> None:
-        """Assert that each slot has one use, and that only `published` blocks have snapshots."""
         uses = [*self._free, *self._pending, *self._kept.values()]
         assert sorted(uses) == list(range(self.slots))
         assert self._kept.keys() <= set(published)

@@ -14,7 +14,7 @@ ALIGNED = 64  # alignment of each tensor in bytes
 HUGE_PAGE = 1 << 21
 
 _Part = tuple[slice, tuple[int, ...], torch.dtype]
-"""A tensor in a slot: its bytes, its shape (empty if there is no such tensor), and its data type."""
+"""A tensor in a slot: its bytes, shape and dtype. The shape is empty if there is no such tensor."""
 
 
 class StatePool:
@@ -40,41 +40,40 @@ class StatePool:
 
     @property
     def limit_bytes(self) -> int:
-        """Size in bytes of all slots."""
         return self.slots * self.slot_bytes
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the recurrent state and the convolution state of one decoder layer from the arguments to a slot."""
+        """Copy the states of one decoder layer to a slot."""
         self.lock(slot)
         for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def restore(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the recurrent state and the convolution state of one decoder layer from a slot to the arguments."""
+        """Copy the states of one decoder layer from a slot to the arguments."""
         for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if target is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def read(self, slot: int) -> bytes:
-        """Return the bytes of a slot. Waits for pending copies from the device."""
+        """Wait for pending copies from the device. Return the bytes of a slot."""
         self._settle()
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
-        """Replace the bytes of a slot. Waits for pending copies from and to the device."""
+        """Wait for pending copies. Replace the bytes of a slot."""
         self.lock(slot)
         self._settle()  # a queued copy may still read the slot, or overwrite it later
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def lock(self, slot: int) -> None:
-        """Page-lock a slot on its first use, if the device is a CUDA device. Raises MemoryLimitError."""
+        """Page-lock a slot on its first use, if the model is on a CUDA device. Raise MemoryLimitError."""
         if self._pin and slot not in self._locked:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)
 
     def _settle(self) -> None:
-        """Wait for pending copies from and to the model's device, which need not be the current CUDA device."""
+        """Wait for pending copies of the model's device, which need not be the current CUDA device."""
         if self._pin:
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -88,7 +87,7 @@ def slot_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
 
 
 def _layout(geometry: ModelGeometry, dtype: torch.dtype) -> tuple[dict[int, list[_Part]], int]:
-    """Return the tensors of each decoder layer in a slot, and the size of a slot in bytes (whole pages)."""
+    """Return the tensors of each decoder layer in a slot, and the size in bytes of a slot (whole pages)."""
     parts, at = dict[int, list[_Part]](), 0
     for shape in geometry.states:
         parts[shape.layer] = []

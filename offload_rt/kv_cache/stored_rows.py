@@ -1,4 +1,4 @@
-"""Read and write KV in the arena, addressed by block table, layer and token. `pool.py` allocates the blocks."""
+"""Read and write KV in the arena by block table, layer and token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .layer_groups import LayerGroups
 
 
 class SlotSpan(NamedTuple):
-    """Contiguous token slots of one slab: `size` slots from slot `offset` on."""
+    """The `size` token slots of a slab from slot `offset` on."""
 
     slab: int
     offset: int
@@ -24,10 +24,7 @@ class SlotSpan(NamedTuple):
 
 
 class StoredRows:
-    """Reads and writes the KV of an arena by block table, layer and token.
-
-    The class neither allocates blocks nor counts references. `format` is the storage format of full-attention layers.
-    """
+    """Reads and writes KV by block table, layer and token. `format` is the storage format of full-attention layers."""
 
     def __init__(self, arena: Arena | FileArena, groups: LayerGroups, formats: tuple[KVFormat, KVFormat]) -> None:
         self._arena, self.groups, self.layout = arena, groups, arena.layout
@@ -35,29 +32,25 @@ class StoredRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """All stored vectors `[R, width]` by row id (`ArenaLayout`). Only for a pool in memory."""
+        """All stored vectors `[R, width]` by row id (`ArenaLayout`), for a pool in memory."""
         assert isinstance(self._arena, Arena)
         return self._arena.rows
 
     def format_of(self, layer: int) -> KVFormat:
-        """Return the storage format of a layer."""
         return self._window_format if self.groups.group[layer] else self.format
 
     def token_bytes(self, layer: int) -> int:
-        """Return the size in bytes of the stored K and V of one token in a layer."""
+        """Return the stored size in bytes of K and V of one token in a layer."""
         own = self.layout.window_rows if self.groups.group[layer] else None
         return 2 * self.layout.kv_heads * self.layout.row_bytes if own is None else own.bytes(self.format.storage)
 
     def vectors(self, layer: int) -> torch.Tensor:
-        """Return `rows` as a view `[vectors, width]`.
-
-        `width` is the number of stored elements per vector of `layer`.
-        """
+        """Return `rows` as a view `[vectors, width]` with the vector width of `layer`."""
         return self.rows.view(-1, self.format_of(layer).width)
 
     @property
     def file(self) -> FileArena | None:
-        """The file arena of a pool on disk; None for a pool in memory."""
+        """File of a pool on disk; None for a pool in memory."""
         return self._arena if isinstance(self._arena, FileArena) else None
 
     @property
@@ -69,7 +62,7 @@ class StoredRows:
         return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n) in one layer."""
+        """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n)."""
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
             own = slice(done, done + span.size)
@@ -77,8 +70,8 @@ class StoredRows:
             done += span.size
 
     def fill_span(self, layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, size, width]` to the slots of `span` in one layer."""
-        if not self._packed(layer):
+        """Write encoded k and v `[Hkv, size, width]` to the token slots of `span`."""
+        if not self._has_own_row_shape(layer):
             self.fill_storage_layer(self.groups.storage_layer[layer], span, k, v)
             return
         if self.file is None:
@@ -90,21 +83,21 @@ class StoredRows:
             self.fill_storage_layer(storage_layer, span, part.k, part.v)
 
     def fill_storage_layer(self, storage_layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[Hkv, size, width]`, in the row shape of full-attention layers, to one storage layer."""
+        """Write K and V `[Hkv, size, width]`, in the row shape of full-attention layers."""
         self._arena.fill(span.slab, storage_layer, span.offset, k, v)
 
     def view_storage_layers(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:
         """Yield each storage layer of a layer, with its K and V `[Hkv, size, width]`.
 
-        All have the row shape of full-attention layers. Unused parts of a storage layer are zero.
+        They have the row shape of full-attention layers. Unused parts are zero.
         """
         part = self.view(layer, span)
-        if self._packed(layer):
+        if self._has_own_row_shape(layer):
             return self._divided(layer, part.k, part.v)
         return iter([(self.groups.storage_layer[layer], part)])
 
     def _divided(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, KVPart]]:
-        """Like `view_storage_layers`, for given k and v `[Hkv, n, width]` of a `_packed` layer."""
+        """Yield the storage layers of a layer like `view_storage_layers`, filled with k and v `[Hkv, n, width]`."""
         storage_layers, layout = self.groups.storage_layers(layer), self.layout
         shape = (len(storage_layers), layout.kv_heads, 2, k.shape[1], layout.head_dim)
         planes = torch.zeros(shape, dtype=self.format.storage)
@@ -114,8 +107,7 @@ class StoredRows:
         for storage_layer, own in zip(storage_layers, planes, strict=True):
             yield storage_layer, KVPart(own[:, 0], own[:, 1])
 
-    def _packed(self, layer: int) -> bool:
-        """Return whether a layer has a row shape of its own, so that it may take several storage layers."""
+    def _has_own_row_shape(self, layer: int) -> bool:
         return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -123,7 +115,7 @@ class StoredRows:
         self.fill(blocks, layer, target, row.k, row.v)
 
     def blocks_of(self, blocks: BlockTable, group: int, indices: range) -> list[int]:
-        """Return the ids of a layer group's blocks at `indices` of the block table, without missing window blocks."""
+        """Return a layer group's block ids at `indices` of the block table. Missing window blocks are left out."""
         if group == 0:
             return blocks.ids[indices.start : indices.stop]
         return [blocks.windows[index][group - 1] for index in indices if index in blocks.windows]
@@ -135,17 +127,14 @@ class StoredRows:
             index -= 1
         return min(index * BLOCK_SIZE, stop)
 
-    def kept(self, blocks: BlockTable, layer: int, tokens: range) -> range:
-        """Return the part of `tokens` that has slots in `layer`.
-
-        In a full-attention layer, these are all tokens. In a sliding-window layer, these are the last tokens.
-        """
+    def stored_range(self, blocks: BlockTable, layer: int, tokens: range) -> range:
+        """Return the part of `tokens` whose KV is stored: in a sliding-window layer, only the last tokens."""
         if self.groups.group[layer] == 0:
             return tokens
         return range(max(tokens.start, self.window_start(blocks, tokens.stop)), tokens.stop)
 
     def spans(self, blocks: BlockTable, group: int, tokens: range) -> list[SlotSpan]:
-        """Return the slots of `tokens` in a layer group, in token order, as the smallest number of contiguous spans."""
+        """Return the token slots of `tokens` in a layer group, in token order, as few contiguous spans."""
         assert tokens.step == 1 and tokens.start >= 0
         if not tokens:  # a sliding-window layer may have no slots for the requested tokens
             return []
@@ -153,7 +142,7 @@ class StoredRows:
         return self.spans_of(self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop))), tokens)
 
     def spans_of(self, block_ids: list[int], tokens: range) -> list[SlotSpan]:
-        """Return the slots of `tokens`, which are in the blocks with the ids `block_ids`."""
+        """Return the token slots of `tokens`, given the ids of the blocks that contain them."""
         first = tokens.start // BLOCK_SIZE
         assert len(block_ids) == -(-tokens.stop // BLOCK_SIZE) - first
         spans = []
@@ -168,14 +157,14 @@ class StoredRows:
         return spans
 
     def view(self, layer: int, span: SlotSpan) -> KVPart:
-        """Return the stored K and V `[Hkv, size, width]` of one layer and span: views in memory, copies from a disk."""
-        if not self._packed(layer):
+        """Return the stored K and V `[Hkv, size, width]`: views of memory, or copies from a disk."""
+        if not self._has_own_row_shape(layer):
             return self._arena.view(span.slab, self.groups.storage_layer[layer], span.offset, span.size)
         planes = self._arena.planes_of(span.slab, self.groups.storage_layers(layer), span.offset, span.size)
         return self.layout.window_part(planes)
 
     def stored(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """Return the stored K and V `[Hkv, n, width]` of `tokens` in one layer, one part per contiguous run of slots.
+        """Return the stored K and V `[Hkv, n, width]` of `tokens`, one part per contiguous span of slots.
 
         In memory, the vectors `[n, width]` of each head are contiguous, unless `shares_rows`. For several layers of a
         group, it is faster to call `spans` once and `view` for each layer.
@@ -183,8 +172,8 @@ class StoredRows:
         return [self.view(layer, span) for span in self.spans(blocks, self.groups.group[layer], tokens)]
 
     def shares_rows(self, layer: int) -> bool:
-        """Return whether K and V of a token and head share a row of the arena (`ArenaLayout.window_part`)."""
-        return self._packed(layer) and self.layout.window_ratio > 1
+        """Return whether K and V of a token share a row of the arena (`ArenaLayout.window_part`)."""
+        return self._has_own_row_shape(layer) and self.layout.window_ratio > 1
 
     def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
         """Return the parts of `stored` as tensors whose heads are contiguous in memory.
@@ -205,7 +194,7 @@ class StoredRows:
         return (F.pad(torch.cat((k, v), dim=-1), (0, self.layout.head_dim - 2 * k.shape[-1])),)
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
-        """Return K and V `[Hkv, n, d]` of `tokens` in one layer, one part per contiguous run of slots.
+        """Return K and V `[Hkv, n, d]` of `tokens`, one part per contiguous span of slots.
 
         The parts are views if vectors are stored in the model's dtype, else decoded copies.
         """
@@ -216,10 +205,10 @@ class StoredRows:
         return [KVPart(decode(part.k), decode(part.v)) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
-        """Return the id of the row that contains K of `token` for head 0, in the first layer of a layer group.
+        """Return the row id of K of `token` for head 0 in the first layer of a layer group.
 
-        Rows of other heads and layers, and rows of V, are at fixed distances from this row (`ArenaLayout`). In groups
-        of sliding-window layers with a row shape of their own, ids count their vectors (`ArenaLayout.vectors`).
+        Rows of other heads and layers, and of V, are at fixed distances from it (`ArenaLayout`). In groups of
+        sliding-window layers with another row shape, ids count their vectors (`ArenaLayout.vectors`).
         """
         [block] = self.blocks_of(blocks, group, range(token // BLOCK_SIZE, token // BLOCK_SIZE + 1))
         slab, slot = divmod(block, self.layout.slab_blocks)
@@ -242,7 +231,7 @@ def blocks_for(tokens: int) -> int:
 
 
 def _run_length(blocks: list[int]) -> int:
-    """Return how many of the leading ids in `blocks` are consecutive numbers."""
+    """Return how many leading ids are consecutive numbers."""
     first = blocks[0]
     # Usually all ids are consecutive, and comparing lists runs in C.
     if blocks == list(range(first, first + len(blocks))):

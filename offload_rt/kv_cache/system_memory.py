@@ -13,23 +13,16 @@ from ..utils.units import format_size
 
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _SECOND = ("memory.max", "memory.current", "inactive_file")
-"""Names in cgroup v1 and v2: the file with the limit, the file with the usage, and the field of memory.stat.
-
-The field of memory.stat counts reclaimable page cache.
-"""
+"""Names in cgroup v1 and v2: file with the limit, file with the usage, and reclaimable page cache in memory.stat."""
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated without swapping.
-
-    This is the available system memory, or less if a control group of this process (a container, for example) has less
-    memory left.
-    """
+    """Return the bytes that can be allocated without swapping, in the system and in this process's control group."""
     return int(min([psutil.virtual_memory().available, *_cgroup_headroom(ROOT, MEMBERSHIP)]))
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Return `wanted`. If it is None, return half of the available memory, but at most `at_most` bytes.
+    """Return `wanted`, or by default half of the available memory, but at most `at_most` bytes.
 
     Raises MemoryLimitError if `wanted` exceeds the available memory.
     """
@@ -53,7 +46,7 @@ def pool_full(
         count: Number of blocks needed.
         missing: Number of blocks that cannot be provided.
         usable: Number of blocks that are free or can be evicted.
-        capacity: Capacity of the pool: number of blocks, and bytes per block.
+        capacity: Number of blocks of the pool, and bytes per block.
         limit: Limit of the pool in bytes.
         disk: Whether the pool is on a disk.
     """
@@ -72,7 +65,7 @@ def pool_full(
 
 
 def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the remaining bytes of each control group of this process that has a limit (versions 1 and 2)."""
+    """Yield the remaining bytes of each control group (cgroup v1 or v2) of this process that has a limit."""
     for folder, two in groups("memory", root, membership):
         headroom = _headroom(folder, *(_SECOND if two else _FIRST))
         if headroom is not None:
@@ -80,10 +73,7 @@ def _cgroup_headroom(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _headroom(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Return the remaining bytes of a control group, or None if it has no limit or cannot be read.
-
-    In a container, only its own group can be read, at the root.
-    """
+    """Return the remaining bytes of a control group, or None if it has no limit or cannot be read."""
     try:
         most = (folder / limit).read_text().strip()
         if most == "max":

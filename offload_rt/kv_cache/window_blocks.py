@@ -1,4 +1,4 @@
-"""Cache of window blocks, which contain the KV of sliding-window layers, for published blocks in the prefix tree."""
+"""Cache of window blocks (KV of sliding-window layers) for published blocks of the prefix tree."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class WindowBlocks:
         return len(self._idle) * self._groups.sliding
 
     def keep(self, block: int, window: tuple[int, ...]) -> None:
-        """Cache the window blocks `window` of a published block, unless the cache already has window blocks for it."""
+        """Cache the window blocks of a published block, unless it already has some."""
         if block not in self._kept:
             self._table.incref(window)
             self._kept[block] = window
             self._of[window[0]] = block
 
     def usable(self, blocks: Sequence[int], floor: int) -> int:
-        """Return how many of `blocks`, a path from the root of the tree, a new sequence can reuse as its prefix.
+        """Return how many of `blocks`, a path from the root of the tree, a new sequence can reuse.
 
         All window blocks that the next token attends to must be cached. No token attends to tokens before `floor`.
         """
@@ -56,7 +56,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        A reference to each is added for the sequence. No token attends to tokens before `floor`.
+        They are referenced for the sequence. No token attends to tokens before `floor`.
         """
         if not self._groups.sliding or not blocks:
             return {}
@@ -68,11 +68,11 @@ class WindowBlocks:
         return found
 
     def has_one_user(self, window: tuple[int, ...]) -> bool:
-        """Return whether only one sequence references `window`, besides this cache."""
+        """Return whether only one sequence references `window`."""
         return self._table.refs(window[0]) == 1 + (window[0] in self._of)
 
     def release(self, window: tuple[int, ...]) -> None:
-        """Drop a sequence's references to `window`, its window blocks at one block index."""
+        """Drop a sequence's references to its window blocks at one block index."""
         self._table.decref(window)
         block = self._of.get(window[0])
         if block is not None and self._table.refs(window[0]) == 1:
@@ -89,13 +89,12 @@ class WindowBlocks:
         self.forget([block for block, window in self._kept.items() if not lost.isdisjoint(window)])
 
     def evict(self, count: int) -> None:
-        """Evict idle window blocks, oldest first, until `count` blocks are free or no idle window block is left."""
+        """Evict idle window blocks, oldest first, until `count` blocks are free or none is left."""
         while count > 0 and self._idle:
             self.forget([next(iter(self._idle))])
             count -= self._groups.sliding
 
     def check_integrity(self, known: Callable[[int], bool]) -> None:
-        """Assert that all entries belong to `known` blocks, and that no sequence references idle window blocks."""
         assert self._of == {window[0]: block for block, window in self._kept.items()}
         for block, window in self._kept.items():
             refs = {self._table.refs(one) for one in window}

@@ -1,8 +1,7 @@
 """The sequences of a decode step, with everything that does not change during the step.
 
-Sequences may share prefixes (ChunkAttention, Hydragen). The block lists of the sequences, in sorted order, form a trie.
-A *segment* is a maximal run of blocks that the same sequences share. `kernels.segments.attend_runs` attends to the
-segments and to the unshared rest of each sequence. It reads shared KV once.
+Sequences may share prefixes (ChunkAttention, Hydragen). A *shared run* is a maximal run of blocks that the same
+sequences share. `kernels.kv_runs.attend_runs` reads the KV of each run once, for all of its sequences.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from ..transfer.base import Transfer
 from .sequence import Sequence
 
 Attend = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of one layer, whose KV is being fetched.
+"""Attention of one layer whose KV is being fetched, after its newest KV has been appended.
 
-Takes the true queries q `[H, B, d]` and returns the attention output `[B, H * d]`. The newest KV of the layer must have
-been appended before.
+Takes the true queries q `[H, B, d]` and returns the attention output `[B, H * d]`.
 """
 
 
@@ -70,17 +68,16 @@ class DecodeBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Positions of the newest tokens in `tokens`."""
         return [s.position + s.shift for s in self.sequences]
 
     def query_source(self, layer: int) -> QuerySource | None:
-        """Return the source of the query with which `layer` selects tokens, or None if it selects none in this step."""
+        """Return which query `layer` uses to select tokens, or None if it selects none in this step."""
         if layer not in self.selecting:
             return None
         return source_between(self.policy.query_source, self.geometry.between(layer))
 
     def state(self) -> RecurrentState | None:
-        """Return the recurrent state of the sequences for this step, or None if the model has none."""
+        """Return the recurrent state of the sequences, or None if the model has none."""
         slots = self.sequences[0].state_slots
         return None if slots is None else slots.view([s.state_slot for s in self.sequences])
 
@@ -100,20 +97,20 @@ class DecodeBatch:
 
 
 PAYS_FROM_BYTES = 2 << 20
-"""Smallest number of bytes a segment must save to be computed separately.
+"""Number of bytes that a shared run must save to be computed separately from the rest of its sequences.
 
-Each segment costs an additional matrix product and a merge (measured on one CPU thread).
+A shared run costs an additional matrix product and a merge (measured on one CPU thread).
 """
 
 NEVER_PAYS = 1 << 62
-"""Value of `pays_from` that disables segments."""
+"""Value of `pays_from` that disables shared runs."""
 
 
 @dataclass(frozen=True)
-class Segment:
+class SharedRun:
     """Token slots, in whole blocks, that the sequences [first, stop) of the batch share.
 
-    The slots are fetched through the block table of sequence `first`.
+    Their KV is fetched through the block table of sequence `first`.
     """
 
     first: int
@@ -123,19 +120,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Shared prefixes of a batch. Sequences are in tree order.
+    """Shared prefixes of a batch.
 
     Attributes:
-        order: Tree order: a permutation of the batch in which sequences with a common block are adjacent. `restore`
-            inverts it.
-        segments: Segments that are large enough for a separate product, parents before children. The segments of each
-            sequence are contiguous and begin at slot 0.
-        private: First slot of the private part of each sequence, in tree order.
-        overlapping: Whether any two sequences share a block, even if no segment is large enough.
+        order: *Tree order*: a permutation of the batch in which sequences with a common block are adjacent.
+        runs: Shared runs that are large enough for a separate product. A run precedes the runs that continue it. The
+            runs of a sequence are contiguous and begin at slot 0.
+        private: First slot after the runs of each sequence, in tree order.
+        overlapping: Whether any two sequences share a block, even if no shared run is large enough.
     """
 
     order: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    runs: tuple[SharedRun, ...]
     private: tuple[int, ...]
     overlapping: bool
 
@@ -150,24 +146,24 @@ class Sharing:
     def find(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
         """Compute the shared prefixes from block ids.
 
-        `token_bytes` is the size of K and V of one token in one layer. Segments that save fewer than `pays_from` bytes
-        become part of their children, or of the unshared rest.
+        `token_bytes` is the size of K and V of one token in one layer. Runs that save less than `pays_from` bytes are
+        not computed separately.
         """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
         tables = [block_tables[i].ids for i in order]
-        segments: list[Segment] = []
+        runs: list[SharedRun] = []
         tops = _branches(tables, 0, len(tables), 0)
         for first, stop in tops:
-            _descend(tables, first, stop, 0, 0, -(-pays_from // token_bytes), segments)
+            _descend(tables, first, stop, 0, 0, -(-pays_from // token_bytes), runs)
         private = [0] * len(order)
-        for segment in segments:
-            private[segment.first : segment.stop] = [segment.tokens.stop] * (segment.stop - segment.first)
-        return cls(tuple(order), tuple(segments), tuple(private), bool(tops))
+        for run in runs:
+            private[run.first : run.stop] = [run.tokens.stop] * (run.stop - run.first)
+        return cls(tuple(order), tuple(runs), tuple(private), bool(tops))
 
     def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
-        """Return the tokens of `visible` that are in no segment, for the sequence at index `b` in tree order.
+        """Return the tokens of `visible`, which begins at slot 0, that are in no shared run.
 
-        `visible` must begin at slot 0.
+        `b` is the index of the sequence in tree order.
         """
         start = self.private[b]
         recent = range(max(start, visible.recent.start), visible.recent.stop)
@@ -175,20 +171,19 @@ class Sharing:
 
 
 def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list[tuple[int, int]]:
-    """Return the ranges [i, j) within [first, stop) of at least two sequences with the same block at index `depth`."""
+    """Return the ranges of at least two sequences, within [first, stop), with the same block at index `depth`."""
     groups = groupby(range(first, stop), key=lambda i: blocks[i][depth] if depth < len(blocks[i]) else ~i)
     slices = [(members[0], members[-1] + 1) for members in (list(group) for _, group in groups)]
     return [(a, b) for a, b in slices if b - a > 1]
 
 
 def _descend(
-    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, segments: list[Segment]
+    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, runs: list[SharedRun]
 ) -> None:
-    """Append the segments that all or some of the sequences [first, stop) share, parents before children.
+    """Append the shared runs of the sequences [first, stop), which share the block at index `depth`.
 
-    All these sequences share the block at index `depth`. Blocks before index `start` are already in segments. A segment
-    is only appended if it saves at least `pays_from` token reads. Otherwise its blocks become part of its children
-    (segments of smaller groups of the sequences) or of the unshared rest.
+    Blocks before index `start` are already in runs. If a run would save fewer than `pays_from` token reads, its blocks
+    become part of runs of fewer sequences, or stay private.
     """
     low, high = blocks[first], blocks[stop - 1]
     # Sequences are in lexicographic order. A prefix that the first and the last share is therefore shared by all.
@@ -196,14 +191,14 @@ def _descend(
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
     if _saved(stop - first, (end - start) * BLOCK_SIZE) >= pays_from:
-        segments.append(Segment(first, stop, range(start * BLOCK_SIZE, end * BLOCK_SIZE)))
+        runs.append(SharedRun(first, stop, range(start * BLOCK_SIZE, end * BLOCK_SIZE)))
         start = end
     for a, b in _branches(blocks, first, stop, end):
-        _descend(blocks, a, b, start, end, pays_from, segments)
+        _descend(blocks, a, b, start, end, pays_from, runs)
 
 
 def _saved(sequences: int, tokens: int) -> int:
-    """Return how many token reads a segment of `tokens` tokens saves.
+    """Return how many token reads a shared run saves.
 
     For two or three sequences, only a quarter counts, because the joint product is less efficient.
     """
@@ -219,7 +214,6 @@ class SharedPrefixes:
         self._sharing = Sharing.find([], token_bytes)
 
     def find(self, block_tables: Seq[BlockTable]) -> Sharing:
-        """Return the shared prefixes of a batch with these block tables."""
         blocks = [blocks.ids for blocks in block_tables]
         if blocks != self._tables:
             self._sharing = Sharing.find(block_tables, self._token_bytes, self._pays_from)

@@ -19,7 +19,7 @@ import torch
 from ..core import KVPart, bucket
 from ..kernels.decode_attention import give_to_sinks, scores_lse
 from ..kernels.dispatch import attend_resident
-from ..transfer.residency import places
+from ..transfer.residency import resident_range
 from ..transfer.row_lists import PendingBatchFetch
 from .batch import Attend, DecodeBatch
 from .decode import DecodeStep
@@ -31,8 +31,8 @@ from .trace import TransferUse
 def selects_together(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    The result is False for models with soft-capped scores, which attend sequence by sequence. It is also False if the
-    resident KV that a sequence sees in a sliding-window layer is not contiguous.
+    Models with soft-capped scores attend sequence by sequence. So do batches in which a sequence sees resident KV of a
+    sliding-window layer that is not contiguous.
     """
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
@@ -41,17 +41,16 @@ def selects_together(batch: DecodeBatch) -> bool:
         return False
     sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
     sizes = {layer: geometry.resident(layer, policy.sinks, policy.recent) for layer in sliding}
-    return all(places(seen, *sizes[layer]) is not None for layer in sliding for seen in batch.visible[layer])
+    return all(resident_range(seen, *sizes[layer]) is not None for layer in sliding for seen in batch.visible[layer])
 
 
 class BatchedMode(PerSequenceMode):
     """Selects tokens for the whole batch at once. The launches of a step depend only on its inputs and the model."""
 
     def __init__(self, batch: DecodeBatch, inputs: StepInputs, *, dense: bool = False) -> None:
-        """Create the mode for one step of `batch`.
+        """Create the mode for one step.
 
-        If `dense`, the KV of dense layers (layers that attend to all tokens) is also fetched with one gather for the
-        batch.
+        If `dense`, layers that attend to all tokens fetch KV for the whole batch at once.
         """
         super().__init__(batch)
         self._inputs, self._dense = inputs, dense
@@ -69,12 +68,12 @@ class BatchedMode(PerSequenceMode):
         if group not in self._newest:
             # A copy, because the next `load` does not wait for the write-back stream, which reads the rows.
             self._newest[group] = inputs.newest_rows[group].clone()
-        inputs.rows.append(layer, k, v, inputs.resident[window].places, self._newest[group])
+        inputs.rows.append(layer, k, v, inputs.resident[window].newest, self._newest[group])
         if layer in self._batch.selecting:
             inputs.keys.append(layer, k, v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
-        """Select tokens with q `[H, B, d]` and start one gather of their KV. The counts stay on the device."""
+        """Select tokens with q `[H, B, d]`, and start one gather of their KV. The counts stay on the device."""
         inputs = self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
         fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
@@ -82,10 +81,10 @@ class BatchedMode(PerSequenceMode):
         return partial(self._attend_batch, layer, counts, fetch, tokens)
 
     def fetch_all(self, layer: int) -> Attend:
-        """Start one gather of all candidates of a layer that attends to all tokens, padded to the capacity.
+        """Start one gather of all candidates of a layer, padded to the capacity.
 
         If `dense` is False, fetch the tokens of each sequence separately. In sliding-window layers, all visible KV is
-        resident, so no KV is fetched.
+        resident.
         """
         inputs = self._inputs
         if self._batch.geometry.windows[layer] is not None:
@@ -97,13 +96,13 @@ class BatchedMode(PerSequenceMode):
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.joined, cached=False)
+        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.has_shared_runs, cached=False)
         if fetch.tally is not None:
             self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, None)
 
     def finish(self) -> None:
-        """Record the step in the traces. If eviction or a recorder needs the selected tokens, wait for the device."""
+        """Record the step in the traces. Wait for the device if eviction or a recorder needs the selected tokens."""
         batch, rows = self._batch, self._inputs.rows
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in range(batch.geometry.layers))
@@ -122,7 +121,7 @@ class BatchedMode(PerSequenceMode):
         counts = selection.counts[: len(batch.sequences)].unbind()
         each = zip(batch.sequences, batch.visible[layer], counts, strict=True)
         for b, (sequence, visible, count) in enumerate(each):
-            use = TransferUse(rows.heads, rows.pair_bytes, None if tallies is None else tallies[b])
+            use = TransferUse(rows.heads, rows.entry_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
             if sequence.slots.records_selected or recorder is not None:
@@ -149,7 +148,8 @@ class BatchedMode(PerSequenceMode):
             q: The true queries.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
-        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2])
+        # With one KV head, the shape does not change, and `reshape` returns a transposed view.
+        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2]).contiguous()
         if fetch is None:
             k = v = grouped.new_empty(len(grouped), 0, q.shape[2])
         else:
@@ -170,10 +170,7 @@ class BatchedMode(PerSequenceMode):
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-        """Record the missed attention mass of sequences that measure it.
-
-        lse `[P, G]` is the log-sum-exp over the attended tokens.
-        """
+        """Record the missed attention mass of sequences that measure it. lse `[P, G]` covers the attended tokens."""
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed:
@@ -186,7 +183,7 @@ class BatchedMode(PerSequenceMode):
 class LayerSelection:
     """The tokens that a layer selected in a step, in P = B * Hkv lists.
 
-    If a layer that attends to all tokens fetches shared tokens only once, all candidates count as selected.
+    All candidates count as selected if a layer that attends to all tokens fetches shared tokens once.
 
     Attributes:
         tokens: Token indices int64 `[P, n]`, padded.
@@ -204,10 +201,7 @@ MAX_CACHED = 8  # maximum number of combinations of batch size and bucket whose 
 
 
 class EagerSteps:
-    """Runs decode steps eagerly: the host launches every kernel.
-
-    The inputs of the latest batch sizes and context buckets are cached.
-    """
+    """Runs decode steps eagerly: the host launches every kernel. Inputs of recent batch sizes are cached."""
 
     def __init__(self) -> None:
         self.inputs: dict[StepShape, StepInputs] = {}
@@ -222,17 +216,16 @@ class EagerSteps:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Load the batch into inputs for `size` sequences and return them.
+        """Return inputs with the values of the batch, or None if policy or transfer do not support batched selection.
 
-        None means the number of sequences in the batch. Return None if the policy or the transfer does not support
-        batched selection.
+        `size` is the number of sequences including padding; None means no padding.
         """
         rule, transfer = batch.policy.rule, batch.transfer.batched
         if rule is None or transfer is None or not selects_together(batch):
             return None
         size = len(batch.sequences) if size is None else size
         capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing
-        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.segments))
+        shape = StepShape(size, capacity, sharing.overlapping, bool(sharing.runs))
         if shape not in self.inputs:
             rows = transfer.row_lists(size, capacity)
             self.inputs[shape] = StepInputs(batch.policy, rows, rule, batch.geometry, shape)

@@ -34,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
-    """A recorded sequence of kernel launches. The graph owns the memory that its kernels allocate."""
+    """A recorded sequence of kernel launches, with the memory that the kernels allocate."""
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture the launches of `body`. Return its results, which are valid after `replay`."""
+        """Record the launches of `body`. Return its results, which are valid after `replay`."""
         ...
 
     def replay(self) -> None:
-        """Run all recorded launches on the compute stream. This overwrites the results of the previous replay."""
+        """Run all recorded launches on the compute stream. They overwrite the results of the previous replay."""
         ...
 
 
@@ -53,23 +53,18 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, body: Body) -> tuple[torch.Tensor, ...]:
-        """Capture `body`, without launches of other threads.
-
-        The saver thread may wait for write-backs during the capture.
-        """
+        """Capture `body`, without launches of other threads. The saver thread may wait for write-backs in this time."""
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return body()
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
         self._graph.replay()
 
 
 class _Captured:
-    """A captured step and its results.
+    """A captured step.
 
-    The results are the logits `[B, V]`, and the number of tokens that each selecting layer selected per sequence,
-    `[B]`.
+    Its results are the logits `[B, V]` and, for each selecting layer, the number of selected tokens per sequence `[B]`.
     """
 
     def __init__(self, graph: Graph, batch: DecodeBatch, inputs: StepInputs) -> None:
@@ -79,7 +74,7 @@ class _Captured:
             self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
 
     def _body(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
-        """Launch a step. All streams are joined at its end."""
+        """Launch a step, and join all streams at its end."""
         mode = BatchedMode(batch, inputs, dense=True)
         logits = DecodeStep(batch, mode).compute()
         inputs.rows.join()
@@ -89,7 +84,7 @@ class _Captured:
         return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]` and set `mode.selected`."""
+        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]`, and set `mode.selected`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.replayed()
@@ -102,10 +97,7 @@ class _Captured:
 
 
 class GraphSteps:
-    """Runs decode steps by replaying CUDA graphs if possible.
-
-    At most `most` graphs are kept, because each uses memory.
-    """
+    """Runs decode steps by replaying CUDA graphs if possible. Keeps at most `most` graphs, because each uses memory."""
 
     def __init__(self, eager: EagerSteps, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
         self._eager, self._make, self._most, self._refused = eager, make, most, False
@@ -139,7 +131,7 @@ class GraphSteps:
         return logits[:sequences]
 
     def _try_capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured | None:
-        """Call `_capture`. If it fails, return None.
+        """Capture a step. Return None if that fails.
 
         If memory is exhausted, the other graphs are dropped, so that the next step can capture this one. If there are
         no other graphs, steps of this shape stay eager. Any other error disables captures if these inputs have run
@@ -163,14 +155,14 @@ class GraphSteps:
             return None
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
-        """Capture a step with `inputs`. If there are too many graphs, drop the oldest."""
+        """Capture a step, and drop the oldest graph if there are too many."""
         for oldest in list(self._captured)[: max(0, len(self._captured) + 1 - self._most)]:
             del self._captured[oldest]
         self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
         return captured
 
     def _make_room(self, inputs: StepInputs) -> None:
-        """Drop all graphs and keep fewer from now on. If there are no graphs, never capture `inputs` again."""
+        """Drop all graphs, and keep fewer from now on. If there are none, never capture `inputs` again."""
         if self._captured:
             self._most = len(self._captured)
             self._captured.clear()
@@ -192,7 +184,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 
 def _capturable(batch: DecodeBatch) -> bool:
-    """Return whether the launches of a step depend only on its inputs and the host reads no values during the step."""
+    """Return whether the launches of a step depend only on its inputs, and the host reads no values during the step."""
     own = batch.policy.rule is not None and batch.policy.rule.own_bases
     watched = any(s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
     # Slots of recurrent state may move.
@@ -202,12 +194,9 @@ def _capturable(batch: DecodeBatch) -> bool:
 def steps_for(
     config: EngineConfig, device: torch.device, eager: EagerSteps, *, streams: bool
 ) -> EagerSteps | GraphSteps:
-    """Return the object that runs decode steps for a configuration.
+    """Return the object that runs decode steps. Raises ConfigError if graphs are requested but not supported.
 
-    `streams` is True if the host copies weights to the device in every step. Then all steps are eager.
-
-    Raises:
-        ConfigError: If graphs are requested on a device that does not support them.
+    `streams` is True if the host copies weights to the device in every step, which graphs cannot do.
     """
     most = max_graphs(config, device, streams=streams)
     if not most:
@@ -218,9 +207,9 @@ def steps_for(
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:
-    """Return the maximum number of CUDA graphs; 0 if all steps are eager. Raise ConfigError like `steps_for`.
+    """Return the maximum number of CUDA graphs; 0 if all steps are eager. For arguments and errors, see `steps_for`.
 
-    With `device_memory`, only one graph is kept, and its memory is part of the memory plan (`DeviceCosts.graphs`).
+    With `device_memory`, one graph is kept, and its memory is part of the memory plan (`DeviceCosts.graphs`).
     """
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(f"cuda_graphs=True needs a CUDA device, and this is {str(device)!r}: remove the option")

@@ -28,7 +28,6 @@ class DecodeStep:
         self.tokens, self.positions = mode.inputs()
 
     def run(self) -> torch.Tensor:
-        """Run the step. Return float32 logits `[B, V]`."""
         self.begin()
         logits = self.compute()
         self.mode.finish()
@@ -37,8 +36,7 @@ class DecodeStep:
     def begin(self) -> None:
         """Record the start of the step in the traces, and make room for the newest token if the pool is full.
 
-        Called before the first launch. The KV in the slot of the newest token moves to the slot of the evicted token,
-        in all layers before any layer selects.
+        The KV in the slot of the newest token moves to the slot of the evicted token, before the first layer selects.
         """
         batch = self.batch
         for sequence in batch.sequences:
@@ -83,9 +81,6 @@ class DecodeStep:
         return adapter.logits(x)
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Attend:
-        """Start fetching the tokens that `layer` selects with its predicted query.
-
-        The query is computed from the predicted `attention_input` `[B, D]`.
-        """
+        """Start fetching the tokens that `layer` selects with the query of the predicted `attention_input` `[B, D]`."""
         guess = self.batch.policy.correct_guess(layer, attention_input)
         return self.mode.fetch(layer, self.adapter.query(layer, guess, self.positions))

@@ -1,4 +1,4 @@
-"""Selection sequence by sequence, without padding: on a CPU, and for policies without batched selection."""
+"""Selection for one sequence after the other: on a CPU, and for policies without batched selection."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from ..core import KVPart, Selection, VisibleTokens
 from ..kernels.decode_attention import attend, give_to_sinks, group_weights, scores_lse
 from ..kernels.dispatch import attend_runs
 from ..kernels.h2d_copy import to_device
-from ..kernels.segments import Run
+from ..kernels.kv_runs import Run
 from ..transfer.base import PendingFetch
 from ..transfer.plan import attended_tokens
-from .batch import Attend, DecodeBatch, Segment
+from .batch import Attend, DecodeBatch, SharedRun
 from .sequence import Sequence
 
 
 class PerSequenceMode:
-    """Stores new KV and selects tokens in each layer of a step: one sequence after the other.
-
-    Each sequence selects with its own policy state. KV in blocks that sequences share is fetched once.
-    """
+    """Stores new KV and selects tokens for one sequence after the other. KV in shared blocks is fetched once."""
 
     def __init__(self, batch: DecodeBatch) -> None:
         self._batch = batch
@@ -33,7 +30,7 @@ class PerSequenceMode:
         return to_device(torch.tensor(batch.tokens), device), to_device(torch.tensor(batch.positions), device)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the KV pool, and in the policy's state."""
+        """Store k and v `[Hkv, B, d]` of the newest tokens on the device, in the pool, and in the policy states."""
         batch, slots = self._batch, self._batch.slots[layer]
         for b, sequence in enumerate(batch.sequences):
             slot, key, value = slots[b], k[:, b : b + 1], v[:, b : b + 1]
@@ -42,7 +39,7 @@ class PerSequenceMode:
                 sequence.state.on_kv(layer, key, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
-        """Select tokens with the predicted or true queries q `[H, B, d]` of `layer`, and start fetching their KV."""
+        """Select tokens with the predicted or true queries q `[H, B, d]`, and start fetching their KV."""
         batch, rows = self._batch, self._batch.transfer.rows
         visible, selections, chosen = batch.visible[layer], list[Selection | None](), list[Selection]()
         for b, sequence in enumerate(batch.sequences):
@@ -62,28 +59,27 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, self._start(layer, visible, selections, shared_fetches))
 
     def fetch_all(self, layer: int) -> Attend:
-        """Start fetching all visible tokens of `layer`: shared segments first, then the private part of each sequence.
+        """Start fetching all visible tokens of `layer`: shared runs first, then the private part of each sequence.
 
-        In layers with a sliding window, which differs between sequences, and with soft-capped scores, which segments do
-        not support, each sequence fetches all its tokens.
+        In layers with a sliding window or soft-capped scores, each sequence fetches all its tokens.
         """
         batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
-        segments = batch.sharing.segments
+        shared_runs = batch.sharing.runs
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
-            segments = ()
-        shared = [rows.fetch_range(batch.block_tables[s.first], layer, s.tokens) for s in segments]
-        for segment, pending in zip(segments, shared, strict=True):
-            batch.sequences[segment.first].trace.bytes_requested += pending.bytes
-        if segments:
+            shared_runs = ()
+        shared = [rows.fetch_range(batch.block_tables[s.first], layer, s.tokens) for s in shared_runs]
+        for run, pending in zip(shared_runs, shared, strict=True):
+            batch.sequences[run.first].trace.bytes_requested += pending.bytes
+        if shared_runs:
             visible = [batch.sharing.private_part(b, seen) for b, seen in enumerate(visible)]
         selections = [None] * len(visible)
         fetches = self._start(layer, visible, selections)
-        if segments:
-            return partial(self._attend_segments, layer, segments, shared, fetches)
+        if shared_runs:
+            return partial(self._attend_shared_runs, layer, shared_runs, shared, fetches)
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Record the step in the traces after the last layer. Here a no-op: fetches are recorded when they start."""
+        """Record the step in the traces after the last layer. Here, fetches are recorded when they start."""
 
     def _start(
         self,
@@ -92,10 +88,7 @@ class PerSequenceMode:
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch of `visible` or `selections` per sequence, unless they have been `started`.
-
-        Record the attended tokens and transferred bytes in the trace of each sequence.
-        """
+        """Start one fetch of `visible` or `selections` per sequence, unless `started`. Record them in the traces."""
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):
             fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]
@@ -112,14 +105,13 @@ class PerSequenceMode:
     def _attend_each(
         self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor
     ) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`, sequence by sequence."""
         outs = [self._attend(layer, b, q[:, b], selections[b], fetch) for b, fetch in enumerate(fetches)]
         return torch.stack(outs).flatten(1).to(q.dtype)
 
     def _attend(
         self, layer: int, b: int, q: torch.Tensor, selection: Selection | None, fetch: PendingFetch
     ) -> torch.Tensor:
-        """Return the attention output `[H, d]` of one sequence for its query q `[H, d]`, in float32 or wider."""
+        """Return the attention output `[H, d]` of one sequence, in float32 or wider."""
         batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
         scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
         sinks = batch.adapter.sinks[layer]
@@ -153,20 +145,20 @@ class PerSequenceMode:
             sequence.trace.record_savings(layer, visible, extra.count, fetch.savings, fetch.bytes)
         return parts
 
-    def _attend_segments(
+    def _attend_shared_runs(
         self,
         layer: int,
-        segments: Seq[Segment],
+        shared_runs: Seq[SharedRun],
         shared: Seq[PendingFetch],
         own: Seq[PendingFetch],
         q: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the attention output `[B, H * d]` of q `[H, B, d]`. The KV of shared segments is read once.
+        """Return the attention output `[B, H * d]` of q `[H, B, d]`, reading the KV of shared runs once.
 
         `own` are the fetches of each sequence's private part.
         """
         geometry, adapter = self._batch.geometry, self._batch.adapter
-        fetches = [(s.first, s.stop, fetch) for s, fetch in zip(segments, shared, strict=True)]
+        fetches = [(s.first, s.stop, fetch) for s, fetch in zip(shared_runs, shared, strict=True)]
         fetches += [(b, b + 1, fetch) for b, fetch in enumerate(own)]
         runs = [
             Run(first, stop, run.k, run.v)

@@ -27,23 +27,21 @@ LOGITS_AT_ONCE = 64  # maximum number of tokens whose logits are in memory at th
 
 
 class StateCapture:
-    """Copies the recurrent state of one sequence to snapshots at certain places of a prefill, layer by layer.
-
-    A place is a number of tokens. A snapshot is complete when every layer has processed the tokens before its place.
+    """Copies the recurrent state of one sequence to snapshots at given positions of a prefill, layer by layer.
 
     Args:
         slots: Recurrent state of all sequences on the device.
         slot: Slot of the sequence in `slots`.
         pool: Memory of the snapshots.
-        targets: Slot of `pool` for the snapshot at each place. Places are counted from the start of the sequence.
+        targets: Slot of `pool` for the snapshot at each position, the number of tokens before the snapshot.
     """
 
     def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
         self._slots, self._slot, self._pool, self._targets = slots, slot, pool, dict(targets)
-        self.places = sorted(targets)
+        self.positions = sorted(targets)
 
     def finished(self, layer: int) -> None:
-        """Copy the state of a decoder layer if the layer has just processed the last token before a place."""
+        """Copy the state of a decoder layer if it has just processed the last token before a snapshot."""
         if (target := self._targets.get(self._slots.seen[layer][self._slot])) is not None:
             self._pool.save(target, layer, *self._slots.of_layer(layer, self._slot))
 
@@ -91,14 +89,14 @@ class Prefill:
                 tokens have been committed. This class only stores it.
             every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
                 `[m, V]` of the m tokens from t on. Each call covers a few tokens.
-            capture: Object that takes snapshots of the recurrent state, or None. Slices end at the places of snapshots.
+            capture: Object that takes snapshots of the recurrent state, or None. Slices end at its positions.
         """
         assert sequence.blocks.length < stop <= len(sequence.tokens)
         self.sequence, self.stop = sequence, stop
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         slots = sequence.state_slots
-        self._cuts: Seq[int] = [] if capture is None else capture.places
+        self._cuts: Seq[int] = [] if capture is None else capture.positions
         finished = [] if capture is None else [capture.finished]
         self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *finished))
         self._storage = storage
@@ -113,7 +111,7 @@ class Prefill:
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
-        bounds = [start, *(place for place in self._cuts if start < place < stop), stop]
+        bounds = [start, *(cut for cut in self._cuts if start < cut < stop), stop]
         self._slices = [
             slice(first - start + s.start, first - start + s.stop)
             for first, end in pairwise(bounds)
@@ -136,12 +134,10 @@ class Prefill:
 
     @property
     def untouched(self) -> bool:
-        """Whether no layer has been computed yet."""
         return not self._began
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model."""
         return self._adapter.geometry.layers
 
     @property
@@ -151,7 +147,6 @@ class Prefill:
 
     @property
     def done(self) -> bool:
-        """Whether every layer has run."""
         return self.layer == self.layers
 
     def run_layer(self) -> None:
@@ -186,10 +181,9 @@ class Prefill:
         return keys_and_values(self._adapter, self._layer, inputs, self._positions)
 
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
-        """Compute attention and MLP of a layer, one slice of tokens at a time.
+        """Compute attention and MLP of a layer, slice by slice.
 
-        In the last layer, only the needed slices are computed (`_computed`). KV of sliding-window layers is not passed
-        to the policy, which does not select in them.
+        KV of sliding-window layers is not passed to the policy, which does not select in them.
         """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
@@ -218,19 +212,15 @@ class Prefill:
         return geometry.keeps_state(geometry.layers - 1)
 
     def _computed(self, last: bool) -> list[slice]:
-        """Return the slices whose output is needed.
-
-        These are all slices, except in the last layer. There, they are the slices with requested logits, often only the
-        last slice.
-        """
+        """Return the slices whose output is needed. In the last layer, these are the slices with requested logits."""
         if not last or self._every_logits is not None or self._keeps_state:
             return self._slices
         return self._slices[-1:] if self._logits_of and self._last else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`. Earlier KV is read once for all slices, block by block.
+        """Compute attention and MLP of `slices`. Earlier KV is read once for all of them, block by block.
 
-        Earlier KV that is not in the policy's state yet is passed to the state.
+        Earlier KV that the policy does not know yet is passed to its state.
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
         attending = []
@@ -252,7 +242,7 @@ class Prefill:
 def attend_past_kv(
     parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Attend to each part of a layer's KV with every accumulator in `attending`. `parts` can be iterated only once.
+    """Attend to each part of a layer's KV with each of `attending`. `parts` can be iterated only once.
 
     KV of tokens from `start` on is also passed to the policy's state.
     """
@@ -265,7 +255,7 @@ def attend_past_kv(
 
 
 def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
-    """Pass the KV in `rows` to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
+    """Pass KV to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
     if (known := max(0, start - at)) < rows.k.shape[1]:
         state.on_kv(layer, rows.k[:, known:], rows.v[:, known:], at + known)
 
@@ -276,10 +266,10 @@ SEGMENT_BYTES = {"cpu": 32 << 20, "device": 512 << 20}
 
 
 def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_tokens: int) -> int | None:
-    """Return the number of prompt tokens that pass through all layers together. None means the whole prompt.
+    """Return the number of prompt tokens per segment, or None for the whole prompt.
 
-    The result is None if KV is in memory. It is also None for policies that observe queries, because they need all keys
-    at once. For models with sliding-window layers, it is None because these layers keep only recent KV.
+    The result is None if KV is in memory, if the policy observes queries and needs all keys at once, or if the model
+    has sliding-window layers, which keep only recent KV.
     """
     geometry = adapter.geometry
     if pool.file is None or policy.wants_queries or geometry.sliding:

@@ -86,8 +86,8 @@ class Sequence:
     def share_state(self, others: Iterable[Sequence]) -> None:
         """Copy policy state, such as approximate KV, of cached tokens from a sequence that uses the same blocks.
 
-        The state of a token depends only on its key and value, which are equal in shared blocks. Of `others`, the
-        sequence whose state covers the most `unlearned` tokens is used. Only tokens that a prefill computed count.
+        The state of a token depends only on its key and value, which are equal in shared blocks. The sequence of
+        `others` whose prefill covers the most `unlearned` tokens is used.
         """
         known = ((self._tokens_known_to(other), -other.id, other) for other in others if other is not self)
         tokens, _, best = max(known, default=(0, 0, self))
@@ -95,7 +95,7 @@ class Sequence:
             self.state, self.learned = state, tokens
 
     def _tokens_known_to(self, other: Sequence) -> int:
-        """Return how many of the `unlearned` tokens are in the policy state of `other` with the same blocks."""
+        """Return how many `unlearned` tokens are in the policy state of `other` with the same blocks."""
         if other.unlearned or other.interrupted:
             return 0
         pairs = zip(other.blocks.ids, self.blocks.ids, strict=False)
@@ -103,7 +103,6 @@ class Sequence:
         return min(common * BLOCK_SIZE, other.exact, self.unlearned)
 
     def check_integrity(self) -> None:
-        """Assert that tokens, block table and policy state agree."""
         assert self.blocks.length <= self.position <= len(self.tokens)
         assert self.blocks.length == min(self.position, self.blocks.capacity)
         self.state.check_integrity()
@@ -116,9 +115,9 @@ class Sequence:
 
 
 def key_reader(pool: HostPool, storage: KVStorage, blocks: BlockTable) -> KeyReader:
-    """Return a function that reads keys `[Hkv, n, d]` of a sequence from the pool, after pending write-backs.
+    """Return a function that reads keys `[Hkv, n, d]` from the pool, after pending write-backs.
 
-    The function returns a view if the blocks are contiguous, else a copy.
+    It returns a view if the blocks are contiguous, else a copy.
     """
 
     def read(layer: int, tokens: range) -> torch.Tensor:

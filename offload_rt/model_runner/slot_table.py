@@ -1,9 +1,9 @@
-"""Assignment of a sequence's tokens to slots in its block table, and token eviction in a full pool (InfiniGen §4.4).
+"""Slots of a sequence's tokens in its block table, and token eviction in a full pool (InfiniGen §4.4).
 
 Slots [0, sinks) contain the first tokens, and the last `recent` slots contain the most recent tokens. A policy selects
 from the slots between them. In a full pool, the last `recent` slots are a ring buffer: in each layer, the token that
-leaves the recent window moves to the slot of an evicted token (the victim). The newest token is then written to the
-slot that has become free.
+leaves the recent window moves to the slot of an evicted token (the victim), and the newest token is written to its
+slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..kv_cache.pool import HostPool
 from ..utils.units import format_size
 
 Moves = list[tuple[int, int]]
-"""Moves of KV in one layer. A pair (slot, target) means to copy the KV in `slot` to slot `target`."""
+"""Moves of KV in one layer, as pairs (source slot, target slot)."""
 
 
 class SlotTable:
@@ -46,23 +46,23 @@ class SlotTable:
         self.newest, self.context = position, position + 1
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Remove the last block from the slot table, between steps.
+        """Give up the last block, between steps.
 
         Returns:
-            The KV moves of each layer. The caller applies them in order and then frees the block. If the block cannot
-            be removed, None is returned and the slot table is unchanged.
+            The KV moves of each layer. The caller applies them in order and then frees the block. None if the block
+            cannot be given
+            up.
         """
         return None
 
     def record_selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Record that the current step selected `slots`, int64 `[Hkv, n]`, in `layer`."""
+        """Record that the current step selected `slots`, int64 `[Hkv, n]`."""
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions in the text of the tokens in `slots` (any shape) of a layer, in the current step."""
+        """Return the positions in the text of the tokens in `slots` (any shape), in the current step."""
         return slots
 
     def fork(self) -> SlotTable:
-        """Return an independent copy."""
         twin = SlotTable(self._pool)
         twin.newest, twin.context = self.newest, self.context
         return twin
@@ -94,12 +94,12 @@ class InPlaceEviction(SlotTable):
         self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Use the next slot if the pool has a free one.
+        """Use the next slot if the pool has one.
 
         Otherwise choose a victim in every layer and a slot in the ring buffer.
 
         Raises:
-            PoolFullError: If no token can be overwritten.
+            PoolFullError: No token can be overwritten.
         """
         if self.grows and not self._grow(blocks, position):
             self._need(blocks.capacity > self._sinks + self._recent, blocks)
@@ -112,8 +112,8 @@ class InPlaceEviction(SlotTable):
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
         """Evict as many tokens in every layer as the last block has slots.
 
-        The other tokens of the last block are moved to the freed slots, and the ring buffer is moved to the new end of
-        the slots.
+        The other tokens of the last block move to the freed slots, and the ring buffer moves to the new end of the
+        slots.
         """
         remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining
@@ -126,28 +126,26 @@ class InPlaceEviction(SlotTable):
             return None
         ring = [(slot, slot - dropped) for slot in range(used - self._recent, used)]
         moves: list[Moves] = [[] for _ in range(self._all_layers)]
-        for place, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
+        for index, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
             moves[layer] = _filled(set(evicted), range(first, used - self._recent)) + ring
-            state.follow(place, moves[layer])
+            state.follow(index, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
         if self.grows:
             self.grows, self._ring_start = False, self._known
         return moves
 
     def _owns(self, blocks: BlockTable, first: int) -> bool:
-        """Return whether all blocks from slot `first` on are exclusive to this sequence. Claims them if possible."""
+        """Make all blocks from slot `first` on exclusive to this sequence. Return False if others use one."""
         return all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids)))
 
     def record_selected(self, layer: int, slots: torch.Tensor) -> None:
-        """Record the use of `slots`, int64 `[Hkv, n]`, for the ranking of victims."""
         self._state.touch(self._storage_layer[layer], slots.to(self._state.position.device), self._known - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions int64 of the tokens in `slots` (any shape) of a layer."""
         return self._state.position[self._storage_layer[layer]][slots.to(self._state.position.device)]
 
     def fork(self) -> InPlaceEviction:
-        """Return an independent copy. A sequence that overwrites tokens cannot be forked."""
+        """Return a copy. A sequence that overwrites tokens cannot be forked."""
         assert self.grows
         twin = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
         twin._state = self._state.clone()
@@ -180,10 +178,10 @@ class InPlaceEviction(SlotTable):
         self.moves = {layer: (self.newest, victim) for layer, victim in each}
 
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
-        """Return which slots must not be overwritten, bool `[slots]`.
+        """Return which slots must not be overwritten, bool `[slots]`: sinks, ring buffer and shared blocks.
 
-        These are the sinks, the ring buffer from slot `first` on, and blocks shared with other sequences. Blocks of the
-        ring buffer must be exclusive to this sequence, because it writes to them.
+        The ring buffer begins at slot `first`. Its blocks must be exclusive to this sequence, because it writes to
+        them.
         """
         protected = torch.zeros(blocks.capacity, dtype=torch.bool)
         protected[: self._sinks] = True
@@ -205,6 +203,6 @@ class InPlaceEviction(SlotTable):
 
 
 def _filled(gone: set[int], vacated: range) -> Moves:
-    """Return moves from `vacated` slots whose tokens remain to the slots of the victims `gone`."""
+    """Return moves of the tokens in `vacated` slots that remain to the slots of the victims `gone`."""
     holes = sorted(gone - set(vacated))
     return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))

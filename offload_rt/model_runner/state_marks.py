@@ -1,4 +1,4 @@
-"""Marks of recurrent state: return a sequence of a hybrid model to the state before tokens that were rejected."""
+"""Copies of recurrent state, to return a hybrid model's sequence to the state before rejected tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .sequence import Sequence
 
 
 class StateMarks:
-    """Copies of the recurrent state of sequences, made before tokens that may be rejected.
+    """Copies (*marks*) of the recurrent state of sequences, made before tokens that may be rejected.
 
-    To accept only some tokens of a verification pass, the state returns to the mark, and the recurrent mixers compute
+    To accept only some tokens of a verification pass, the state returns to the mark, and the recurrent layers compute
     the accepted tokens again from the inputs that the pass recorded. A sequence therefore needs two states, however
     many tokens are drafted.
     """
@@ -27,7 +27,10 @@ class StateMarks:
 
     @torch.inference_mode()
     def set(self, sequence: Sequence, *, record: bool) -> None:
-        """Copy the state of a sequence. With `record`, the next verification pass records the mixer inputs."""
+        """Copy the state of a sequence.
+
+        With `record`, the next verification pass records the inputs of recurrent layers.
+        """
         if sequence.mark is None:
             sequence.mark = StateMark(self._marks.take())
         mark = sequence.mark
@@ -36,13 +39,12 @@ class StateMarks:
 
     @torch.inference_mode()
     def restore(self, sequence: Sequence) -> None:
-        """Return the state of a sequence to its mark."""
         assert sequence.mark is not None
         self._states.copy(sequence.state_slot, self._marks, sequence.mark.slot)
 
     @torch.inference_mode()
     def replay(self, sequences: Seq[Sequence]) -> None:
-        """Compute the states of `sequences` after their tokens up to `position`, from the marks and recorded inputs."""
+        """Compute the states after the tokens up to `position`, from the marks and recorded inputs."""
         ordered = sorted(sequences, key=_replayed)
         for sequence in ordered:
             self.restore(sequence)
@@ -54,13 +56,11 @@ class StateMarks:
             adapter.replay_mixer(layer, torch.cat([own[layer][:n] for own, n in zip(inputs, counts, strict=True)]))
 
     def release(self, sequence: Sequence) -> None:
-        """Free the mark of a sequence, if it has one."""
         if sequence.mark is not None:
             self._marks.release(sequence.mark.slot)
             sequence.mark = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that each mark belongs to one of `sequences`, and that its layers have seen the same tokens."""
         self._marks.check_integrity()
         marks = [one.mark for one in sequences if one.mark is not None]
         assert self._marks.used == len(marks) == len({mark.slot for mark in marks})
@@ -69,7 +69,6 @@ class StateMarks:
 
 
 def _replayed(sequence: Sequence) -> int:
-    """Return the number of accepted tokens after the mark."""
     assert sequence.mark is not None and sequence.position > sequence.mark.tokens
     return sequence.position - sequence.mark.tokens
 

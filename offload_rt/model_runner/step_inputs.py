@@ -1,4 +1,4 @@
-"""Inputs of the kernels of a batched decode step: tensors at fixed addresses that the host writes before the step."""
+"""Inputs of a batched decode step: tensors at fixed addresses, which the host writes before the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kernels.pointer_table import PointerTable
 from ..policies.base import Policy
 from ..policies.infinigen.key_lists import KeyLists
 from ..policies.rule import Rule, Spans
-from ..transfer.residency import place, places
+from ..transfer.residency import resident_index, resident_range
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
 
@@ -26,46 +26,43 @@ NOTHING = VisibleTokens(range(0), range(0), range(0))
 
 
 class StepShape(NamedTuple):
-    """Properties of a batch on which the launches of a step depend.
+    """Properties of a batch on which the kernel launches of a step depend.
 
     Attributes:
         size: Number of sequences, including padding.
         capacity: Upper bound of a sequence's length in tokens.
         overlapping: Whether sequences share blocks. Selected tokens of shared blocks are then fetched once.
-        joined: Whether sequences share a segment (`Sharing.segments`). Layers that attend to all tokens then also fetch
-            shared tokens only once.
+        has_shared_runs: Whether there are shared runs. Layers that attend to all tokens then fetch shared tokens only
+            once.
     """
 
     size: int
     capacity: int
     overlapping: bool = False
-    joined: bool = False
+    has_shared_runs: bool = False
 
 
 @dataclass(frozen=True)
 class ResidentSpans:
-    """Visible range of the resident KV, for all layers whose sliding windows have the same length.
-
-    A list is one KV head of one sequence; P = B * Hkv.
+    """Visible range of the resident KV, for all layers whose sliding windows have the same length. P = B * Hkv.
 
     Attributes:
-        places: Index of the newest token in the resident KV, int64 `[B]`.
-        starts: First visible index in the resident KV of each list, int32 `[P]`.
-        stops: End (exclusive) of the visible indices of each list, int32 `[P]`.
+        newest: Index of the newest token in the resident KV, int64 `[B]`.
+        starts: First visible index in the resident KV of each KV head, int32 `[P]`.
+        stops: End (exclusive) of the visible indices of each KV head, int32 `[P]`.
         no_counts: Counts of a fetch without tokens, int32 `[P]`.
     """
 
-    places: torch.Tensor
+    newest: torch.Tensor
     starts: torch.Tensor
     stops: torch.Tensor
     no_counts: torch.Tensor
 
 
 class StepInputs:
-    """Kernel inputs of the steps of one shape, at fixed addresses.
+    """Inputs of all steps of one shape. `load` writes them before a step.
 
-    `load` writes the values before a step. A batch with fewer sequences is padded with rows that see no tokens and
-    whose KV is not stored.
+    A batch with fewer sequences is padded with rows that see no tokens and whose KV is not stored.
     """
 
     def __init__(self, policy: Policy, rows: RowLists, rule: Rule, geometry: ModelGeometry, shape: StepShape) -> None:
@@ -99,7 +96,7 @@ class StepInputs:
         self.resident = {w: ResidentSpans(at, first, stop, torch.zeros_like(stop)) for w, at, first, stop in each}
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write the inputs of a step: addresses of KV and scoring keys, and visible tokens, of each sequence."""
+        """Write addresses of KV and scoring keys, and visible tokens, of each sequence."""
         padding, heads = self.size - len(batch.sequences), self._heads
         padded = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in padded]
@@ -116,14 +113,14 @@ class StepInputs:
         bounds = Spans.numbers(visible, heads, self._rule)
         for window, layer in self._by_window.items():
             seen = batch.visible[layer] + padding * [NOTHING]
-            numbers.append([_place(slot, *self._sizes[window]) for slot in newest[layer]])
+            numbers.append([_resident_index(slot, *self._sizes[window]) for slot in newest[layer]])
             bounds += self._resident(seen, *self._sizes[window], self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
     def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
-        """Return start and end of the visible indices of each list in the resident KV, `[P]` each. P = B * Hkv."""
-        spans = [span for seen in visible if (span := places(seen, sinks, recent)) is not None]
+        """Return start and end of the visible resident KV of each KV head, `[P]` each. P = B * Hkv."""
+        spans = [span for seen in visible if (span := resident_range(seen, sinks, recent)) is not None]
         assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`selects_together`)"
         each = [span for span in spans for _ in range(heads)]
         return [[span.start for span in each], [span.stop for span in each]]
@@ -133,10 +130,8 @@ class StepInputs:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's attention weights by token index, `[P, capacity]`, and whether each token was attended.
 
-        A list belongs to one KV head of one sequence; P = B * Hkv.
-
         Args:
-            q: Scaled queries `[P, G, d]`.
+            q: Scaled queries `[P, G, d]`. P = B * Hkv.
             resident: KV entries that stay on the device.
             fetched: Fetched KV `[P, n, d]` with its counts.
             tokens: Token indices of the fetched KV `[P, n]`.
@@ -149,9 +144,9 @@ class StepInputs:
         newest = self.slots_by_head.unsqueeze(1)
         # Slot `at` of the ring buffer has the last token t <= newest with t = at (mod recent).
         there = torch.where(at < sinks, at, newest - (newest - at) % recent)
-        place = torch.arange(tokens.shape[1], device=q.device)
+        at_fetched = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
-        valid = torch.cat(((at >= first) & (at < stop), place < fetched.counts.unsqueeze(1)), dim=1)
+        valid = torch.cat(((at >= first) & (at < stop), at_fetched < fetched.counts.unsqueeze(1)), dim=1)
         own = kept.unflatten(0, (-1, 2, self._heads))[:, 0].flatten(0, 1)
         keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
         weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
@@ -160,18 +155,15 @@ class StepInputs:
         return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
 
     def release(self) -> None:
-        """Drop all references to sequences. `load` must be called before the next use."""
+        """Drop all references to sequences, until the next `load`."""
         self.rows.release()
         self.keys.release()
 
     @property
     def static(self) -> bool:
-        """Whether kernel launches depend only on the tensors of this object, so that they can be captured.
-
-        This requires that the host copies no KV.
-        """
+        """Whether launches depend only on these tensors, so that a graph can capture them: the host copies no KV."""
         return self.rows.in_place
 
 
-def _place(slot: int, sinks: int, recent: int) -> int:
-    return NOWHERE if slot == NOWHERE else place(slot, sinks, recent)
+def _resident_index(slot: int, sinks: int, recent: int) -> int:
+    return NOWHERE if slot == NOWHERE else resident_index(slot, sinks, recent)

@@ -22,7 +22,7 @@ class Recorder(Protocol):
     """Receiver of the tokens that one sequence selects."""
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Record that the token at `position` selected the tokens at positions `tokens`, int64 `[Hkv, n]`, in `layer`.
+        """Record which tokens the token at `position` selected: positions int64 `[Hkv, n]`.
 
         Layers come in ascending order.
         """
@@ -35,22 +35,19 @@ class TransferUse:
 
     Attributes:
         heads: Number of KV heads.
-        pair_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
+        entry_bytes: Size in bytes of a KV entry (K and V of one token and KV head).
         tally: int64 `[2]` on the device: number of transferred entries, and number of working-set hits. None if every
             selected entry is transferred.
     """
 
     heads: int
-    pair_bytes: int
+    entry_bytes: int
     tally: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _PendingCount:
-    """A number of selected tokens that is still on the device.
-
-    `count` is the number of tokens per KV head that a layer selected in a step, as a scalar tensor.
-    """
+    """Number of tokens per KV head that a layer selected in a step, as a scalar tensor on the device."""
 
     step: int
     layer: int
@@ -116,7 +113,7 @@ class Trace:
 
     @property
     def draft_speedup(self) -> float | None:
-        """Estimated decode time without drafts, divided by the measured decode time. None if unknown."""
+        """Estimated decode time without drafts, divided by the measured time. None if unknown."""
         known = self.decode_seconds and 0 < self.alone_seconds < math.inf
         return self.alone_seconds / self.decode_seconds if known else None
 
@@ -127,7 +124,7 @@ class Trace:
 
     @property
     def bytes_to_device(self) -> int:
-        """Bytes of KV transferred to the device. Reading them may wait for the device."""
+        """Bytes of KV transferred to the device. Reading the property may wait for the device."""
         self.settle()
         return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
@@ -140,7 +137,7 @@ class Trace:
         return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
 
     def hit_shares(self) -> list[float]:
-        """Return working-set hits per KV head divided by the context length, averaged over steps, for each layer."""
+        """Return working-set hits per KV head as a fraction of the context, averaged over steps, for each layer."""
         self.settle()
         if self.savings is None or not self.fetched:
             return [0.0] * self.layers
@@ -149,18 +146,17 @@ class Trace:
 
     @property
     def measures_missed_next(self) -> bool:
-        """Whether the next step will measure the missed attention mass."""
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
     def settle(self) -> None:
-        """Read pending counts from the device and add them to the counters. The host waits for the device."""
+        """Add the counts on the device to the counters. The host waits for the device."""
         if not self.pending:
             return
         counts = torch.stack([one.count for one in self.pending]).tolist()
         for one, count in zip(self.pending, counts, strict=True):
             self._add_fractions(one.step, one.layer, one.resident, one.context, count)
             if one.transfer_use is not None and one.transfer_use.tally is None:
-                self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.pair_bytes
+                self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.entry_bytes
         self._settle_savings(counts)
         self.pending.clear()
 
@@ -172,17 +168,14 @@ class Trace:
         tallies = torch.stack([use.tally for _, use, _ in partial if use.tally is not None])
         sums = torch.zeros(4, self.layers, dtype=torch.float64)
         for (one, use, count), (rows, hits) in zip(partial, tallies.tolist(), strict=True):
-            self.bytes_requested += rows * use.pair_bytes
+            self.bytes_requested += rows * use.entry_bytes
             shares = [hits, hits / use.heads / one.context, count * use.heads]
             sums[1:, one.layer] += torch.tensor(shares, dtype=torch.float64)
         sums = sums.to(tallies.device)
         self.savings = sums if self.savings is None else self.savings + sums
 
     def take_transferred_bytes(self, other: Trace) -> None:
-        """Move the counts of transferred bytes from `other` to this trace.
-
-        `other` computed tokens for this sequence.
-        """
+        """Move the counts of transferred bytes from `other`, which computed tokens for this sequence."""
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
 
@@ -193,14 +186,13 @@ class Trace:
         return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
-        """Return a new trace for a sequence that starts with the first `reused` tokens of this sequence."""
+        """Return a new trace for a sequence that starts with the first `reused` tokens of this one."""
         before = self.disk_before
         return Trace(
             self.layers, self.missed_every, prompt_tokens=self.prompt_tokens, reused_tokens=reused, disk_before=before
         )
 
     def begin_step(self) -> None:
-        """Record the start of a decode step."""
         if len(self.pending) >= MAX_PENDING:
             self.settle()
         self.measures_missed = self.measures_missed_next
@@ -212,8 +204,7 @@ class Trace:
     def record_verification(self, windows: Sequence[int | None], fetched: float) -> None:
         """Record a verification pass.
 
-        `fetched` is the fraction of tokens fetched in layers without a sliding window. Sliding-window layers fetch no
-        tokens.
+        In layers without a sliding window, it fetched the fraction `fetched` of the tokens.
         """
         self.attended.append([1.0] * self.layers)
         self.fetched.append([fetched if window is None else 0.0 for window in windows])
@@ -244,15 +235,12 @@ class Trace:
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
-        """Record which part of a fetch of `rows` tokens per KV head, in total `size` bytes, needed no transfer.
-
-        Does not wait for the device.
-        """
+        """Record which part of a fetch of `rows` tokens per KV head, in total `size` bytes, needed no transfer."""
         if not rows:
             return
         if self.savings is None:
             self.savings = torch.zeros(4, self.layers, dtype=torch.float64, device=savings.hits.device)
-        self.savings[0, layer] += savings.rows * (size // savings.requested)
+        self.savings[0, layer] += savings.not_transferred * (size // savings.requested)
         self.savings[1, layer] += savings.hits
         self.savings[2, layer] += savings.hits.double() * (rows / savings.requested / len(visible.all))
         self.savings[3, layer] += savings.selected
@@ -260,7 +248,7 @@ class Trace:
     def record_missed_mass(self, layer: int, attended_lse: torch.Tensor, full_lse: torch.Tensor) -> None:
         """Record the missed attention mass of a layer: 1 - exp(attended_lse - full_lse), averaged over heads.
 
-        `attended_lse` `[H]` is the log-sum-exp over the attended tokens, `full_lse` `[H]` over all visible tokens.
+        The log-sum-exps `[H]` are over the attended tokens and over all visible tokens.
         """
         mass = 1.0 - (attended_lse.to(full_lse) - full_lse).exp()
         self.missed[-1][1][layer] = max(0.0, float(mass.mean()))

@@ -18,10 +18,10 @@ from .sequence import Sequence
 
 
 class VerificationPass:
-    """Computes the next `counts[b]` tokens of each sequence b with full attention. Their slots must be reserved.
+    """Computes the next `counts[b]` tokens of each sequence b with full attention, but commits none of them.
 
-    The pass writes KV, scoring keys, the recent window and recurrent state, but commits no tokens. In hybrid models,
-    recurrent layers compute adjacent sequences with equal counts together, and other groups one after the other.
+    Their slots must be reserved. In hybrid models, recurrent layers compute adjacent sequences with equal counts
+    together.
     """
 
     def __init__(
@@ -33,7 +33,6 @@ class VerificationPass:
         self._adapter = adapter.with_state(self._state)
 
     def run(self) -> list[torch.Tensor]:
-        """Return float32 logits `[counts[b], V]` of each sequence."""
         adapter = self._adapter
         spans = [
             (one, range(one.position, one.position + n))
@@ -53,7 +52,7 @@ class VerificationPass:
         return list(adapter.logits(hidden).split(self._token_counts))
 
     def _recurrent_state(self) -> RecurrentState | None:
-        """Return the recurrent state of the sequences, which records mixer inputs if a sequence needs them."""
+        """Return the recurrent state. It records the inputs of recurrent layers if a sequence needs them."""
         slots = self._sequences[0].state_slots
         if slots is None:
             return None
@@ -63,12 +62,12 @@ class VerificationPass:
         return state
 
     def _recorded(self, sequence: Sequence) -> StateMark | None:
-        """Return the mark of a sequence if the pass begins at it and mixer inputs are needed, else None."""
+        """Return the mark at which the pass begins if it needs recorded inputs, else None."""
         mark = sequence.mark
         return None if mark is None or mark.inputs is None or mark.tokens != sequence.position else mark
 
     def _keep_mixer_inputs(self) -> None:
-        """Divide the recorded mixer inputs between the marks of the sequences."""
+        """Divide the recorded inputs of recurrent layers between the marks of the sequences."""
         if self._state is None or self._state.inputs is None:
             return
         parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
@@ -78,10 +77,9 @@ class VerificationPass:
                 mark.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
-        """Store the new KV `[Hkv, m, d]` of a sequence.
+        """Store the new KV `[Hkv, m, d]`. Return the attention output `[m, H * d]` of q `[H, m, d]`.
 
-        Return the attention output `[m, H * d]` of its queries q `[H, m, d]`. KV of sliding-window layers is not passed
-        to the policy, which does not select in them.
+        KV of sliding-window layers is not passed to the policy, which does not select in them.
         """
         start, window = sequence.position, self._adapter.geometry.windows[layer]
         rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
@@ -102,7 +100,7 @@ class VerificationPass:
     def _attend_past(
         self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
     ) -> torch.Tensor:
-        """Return the attention output `[H, m, d]` of q over earlier KV, part by part, and over the KV in `rows.kv`.
+        """Return the attention output `[H, m, d]` of q over earlier KV, part by part, and over `rows.kv`.
 
         The first `known` tokens are already in the policy's state.
         """

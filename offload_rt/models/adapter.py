@@ -45,16 +45,15 @@ class ModelAdapter(ABC):
     def with_state(self, state: RecurrentState | None) -> ModelAdapter:
         """Return an adapter whose calls read and update the recurrent state of the sequences in `state`, in its order.
 
-        For hybrid models, this must be called before any layer is computed. In each call, every sequence has the number
-        of consecutive tokens that `state` expects, and every token must pass through each layer exactly once. Adapters
-        of other models return themselves.
+        Required for hybrid models (layers with and without attention). Every token must then pass through each layer
+        exactly once, in order. Adapters of other models return themselves.
         """
         return self
 
     def for_new_sequence(self) -> ModelAdapter:
-        """Return an adapter for one new sequence that is not managed by the engine.
+        """Return an adapter for one sequence from its first token on.
 
-        For hybrid models, it has its own recurrent state (see `with_state`).
+        For hybrid models, it has an empty recurrent state.
         """
         if not self.geometry.states:
             return self
@@ -64,20 +63,23 @@ class ModelAdapter(ABC):
     def stages(self, layer: int) -> Sequence[Stage]:
         """Return the decoder layers without attention that follow attention layer `layer` (-1: before the first one).
 
-        The caller runs them after `mlp` (or after `embed`), each for all tokens.
+        The caller runs them on all tokens after `mlp` (or after `embed`).
         """
         return ()
 
     def run_stages(self, layer: int, hidden: torch.Tensor, slices: Sequence[slice]) -> None:
-        """Run the stages that follow attention layer `layer` on its outputs `[T, D]`, in place, slice by slice."""
+        """Replace `hidden` `[T, D]`, the output of attention layer `layer`, by the output of the stages after it.
+
+        Tokens are computed slice by slice, to save memory.
+        """
         for stage in self.stages(layer):
             for s in slices:
                 hidden[s] = stage.run(hidden[s])
 
     def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
-        """Update the recurrent state of a decoder layer from recorded inputs `[T, D]` of its mixer.
+        """Update a decoder layer's recurrent state from recorded inputs `[T, D]` of its recurrent mixer.
 
-        Used to compute the state again without rejected draft tokens.
+        Speculative decoding uses it to compute the state without the rejected draft tokens.
         """
         raise NotImplementedError
 
@@ -103,7 +105,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Like `qkv`, but return only q, `[H, T, d]`. Used for prefill slices and predicted queries (paper §4.3)."""
+        """Like `qkv`, but return only q, `[H, T, d]`."""
 
     @abstractmethod
     def key_value(

@@ -62,7 +62,6 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
-    """Return the configuration in the header of a GGUF file. Raise ModelError if it is not supported."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -83,7 +82,6 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 
 def _classes_of(config: PreTrainedConfig) -> list[type[Any]]:
-    """Return the language model classes registered for this type of configuration, including multimodal ones."""
     from transformers.models.auto import modeling_auto as auto
 
     mappings: tuple[Any, ...] = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
@@ -91,7 +89,6 @@ def _classes_of(config: PreTrainedConfig) -> list[type[Any]]:
 
 
 def _names_of_classes() -> set[str]:
-    """Return the names of all language model classes of transformers, including multimodal ones."""
     from transformers.models.auto import modeling_auto as auto
 
     return {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
@@ -122,7 +119,7 @@ def read_weights(
         config: Its configuration (`read_config`).
         device: Device of the weights.
         dtype: Dtype of the weights. None keeps the dtype of the file.
-        moved: Whether the caller will move weights between host and device memory.
+        moved: Whether weights will be copied between host and device memory later.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
@@ -180,7 +177,6 @@ def _check_report(source: ModelSource, model: PreTrainedModel, report: Mapping[s
 
 
 def _format_options(source: ModelSource) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that depend on the format of the weights."""
     if source.gguf is None:
         return {"use_safetensors": True}
     import transformers
@@ -223,7 +219,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device for a name ("auto": CUDA if available). Raise ConfigError if the device does not exist."""
+    """Return the torch device. "auto" is CUDA if available. Raise ConfigError if the device does not exist."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -243,12 +239,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, source: ModelSource, config: PreTrainedConfig, device: torch.device
 ) -> torch.dtype | None:
-    """Return the dtype for a name. None means the dtype of the weights, if the configuration does not state one.
+    """Return the torch dtype, or None to use the dtype of the weights if the configuration states none.
 
-    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
-    checkpoints, because decoding is limited by reading weights. There are two exceptions, which use float32: CPUs on
-    which bfloat16 is slow (`computes_bfloat16`), and models that ship with the package, so that their results are the
-    same on every machine. Other checkpoints use at least float32 on a CPU. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU it is bfloat16 for half-precision
+    checkpoints, because reading weights limits decoding, and otherwise at least float32. Float32 is also used on CPUs
+    on which bfloat16 is slow, and for models that ship with the package, so that their results are the same on every
+    machine. Raises ConfigError for an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
@@ -283,7 +279,6 @@ def one_error(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' report of missing weights, and the GGUF progress bar if progress bars are disabled."""
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
@@ -306,6 +301,5 @@ def _one_line(error: BaseException) -> str:
 
 
 def _list_some(keys: list[str]) -> str:
-    """Return up to three of `keys` as text, with the number of the remaining keys."""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(keys[:3]) + more

@@ -19,10 +19,9 @@ from .source import ModelSource
 from .stored_tensors import INDEX
 
 SETTLED_SECONDS = 2.0
-"""Minimum age of a file, in seconds, before results are cached.
+"""Results are cached only for files of at least this age in seconds.
 
-File systems may store times with a resolution of a second or more. A later change of a younger file could then leave
-its times unchanged.
+A change of a younger file might leave its times as they are, because file systems may store times in seconds.
 """
 
 LARGEST = 1 << 20  # bytes of a cached result
@@ -32,12 +31,11 @@ T = TypeVar("T")
 
 
 class CheckpointCache:
-    """Caches small results on disk that were computed from the files of one checkpoint.
+    """A cache on disk for small results that are computed from the files of one checkpoint.
 
-    Create the object before the files are read. The key of a result is a digest of everything that determines it: name,
-    device, inode, size, mtime and ctime of each file, the versions of the libraries that read the files, and the
-    arguments. A result is read or written only if no file has changed since this object was created. Results of hub
-    checkpoints and checkpoints with remote code are not cached.
+    Create the object before the files are read. Results are looked up by the files (name, device, inode, size, mtime,
+    ctime), the versions of the libraries that read them, and the arguments. If a file has changed since the object was
+    created, nothing is read or written. Results of hub checkpoints and checkpoints with remote code are not cached.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -101,7 +99,7 @@ def _identities(source: ModelSource) -> list[tuple[Any, ...]] | None:
 
 
 def file_identity(path: Path) -> tuple[Any, ...]:
-    """Return name, device, inode, size, mtime and ctime of a file, which change with its contents.
+    """Return name, device, inode, size, mtime and ctime of a file. A change of its contents changes one of them.
 
     Raises:
         OSError: If the file cannot be accessed.
@@ -112,6 +110,5 @@ def file_identity(path: Path) -> tuple[Any, ...]:
 
 
 def _settled(files: list[tuple[Any, ...]]) -> bool:
-    """Return whether all files are old enough that any later change would alter their times."""
     newest = max(int(changed) for each in files for changed in each[-2:])
     return newest < time.time_ns() - SETTLED_SECONDS * 1e9

@@ -34,8 +34,7 @@ _ROTARY = ("rotary_emb", "pos_emb")
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 _CAPPED_AS_TEXT = ("Gemma4ForConditionalGeneration",)
-"""Multimodal model classes that cap logits as their language model does. Others ignore that part of its configuration.
-"""
+"""Multimodal classes that use `final_logit_softcapping` of their language model's configuration. Others ignore it."""
 
 _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
 """Model classes whose full-attention layers have no rotary positions."""
@@ -43,7 +42,7 @@ _ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Attention temperature scaling of one layer, which keeps attention as sharp over long texts as over short ones.
+    """Attention temperature scaling of one layer: keeps the softmax sharp over long texts.
 
     Queries are multiplied by 1 + rate log(1 + floor((position + first) / step)).
     """
@@ -62,11 +61,10 @@ class AttentionTemperature:
         return None if rate is None else cls(float(rate), float(rope["original_max_position_embeddings"]), 0)
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the factors of the queries, float32 `[T]`, at positions `[T]`."""
+        """Return the factors `[T]` (float32) of queries at positions `[T]`."""
         return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.first) / self.step))
 
     def sharpen(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Multiply queries `[H, T, d]` at positions `[T]` by their factors."""
         return q * self.at(positions).to(q.dtype)[:, None]
 
 
@@ -154,7 +152,6 @@ class DecoderAdapter(ModelAdapter):
         return [Stage(i, partial(self._run, i, self._decoder_layers[i])) for i in between] if between else ()
 
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a decoder layer without attention, or a mixer parallel to the attention, with the recurrent state."""
         return run_layer(module, decoder_layer, hidden, self._state)
 
     def replay_mixer(self, decoder_layer: int, inputs: torch.Tensor) -> None:
@@ -200,7 +197,6 @@ class DecoderAdapter(ModelAdapter):
         return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
 
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output gate of tokens with the layer input `hidden`."""
         if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
             return known  # In a decode step, `qkv` has already computed the gate.
         # The query is not used, so it need not be rotated.
@@ -219,7 +215,6 @@ class DecoderAdapter(ModelAdapter):
 
 
 def _rotary_module(decoder: Any) -> Any:
-    """Return the module of a decoder that computes rotary tables, or None."""
     return next((each for name in _ROTARY if (each := getattr(decoder, name, None)) is not None), None)
 
 
@@ -264,7 +259,6 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
 
 
 def _projections(config: Any, attention: Any) -> Projections | LatentProjections:
-    """Return the projections of an attention module."""
     return LatentProjections(attention) if is_latent(attention) else Projections(attention, *_heads(config, attention))
 
 
@@ -291,10 +285,10 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
 def _row_shapes(
     name: str, projections: Sequence[Projections | LatentProjections], windows: tuple[int | None, ...]
 ) -> tuple[RowShape, RowShape | None]:
-    """Return the row shape of full-attention layers, and that of sliding-window layers if it differs (else None).
+    """Return the shape of KV entries in full-attention layers, and that in sliding-window layers if it differs.
 
-    If the head dimension of full-attention layers is not a multiple of that of sliding-window layers, all vectors are
-    padded to the larger one. Raise ModelError if either type of layer has several row shapes.
+    If the larger head dimension is not a multiple of the smaller one, all vectors are padded to the larger one. Raise
+    ModelError if layers of the same type have different shapes.
     """
     found: dict[bool, set[RowShape]] = {False: set(), True: set()}
     for own, length in zip(projections, windows, strict=True):
@@ -330,7 +324,7 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a configuration entry, or None if its class does not define it (transformers ignores it then)."""
+    """Return an entry of `config`. None if its class does not define it."""
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 
@@ -341,12 +335,11 @@ def _layer_types(config: Any, at: list[int]) -> list[str] | None:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return the RoPE parameters; empty for a model without RoPE."""
     return getattr(config, "rope_parameters", None) or {}
 
 
 def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]:
-    """Return the length of the sliding window of each attention layer, or None for full attention."""
+    """Return the sliding window of each attention layer in tokens, or None for full attention."""
     # Llama's configuration may state a window, but its module does not build a sliding-window mask.
     slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
     window: int | None = getattr(config, "sliding_window", None) if slides else None
@@ -356,7 +349,7 @@ def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]
 
 
 def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
-    """Return the name of each attention layer's set of frequencies (`Rotary`), or None for layers without RoPE."""
+    """Return the RoPE frequencies that each attention layer uses (see `Rotary`), or None for layers without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     several = isinstance(getattr(rotary, "rope_type", None), dict)
@@ -381,7 +374,7 @@ def _logit_factor(config: Any) -> float:
 def _max_positions(config: Any) -> int:
     """Return the maximum number of positions.
 
-    YaRN checkpoints often state only the training length before YaRN, which is then multiplied by YaRN's factor.
+    Some YaRN checkpoints state only the length before YaRN. It is multiplied by YaRN's factor.
     """
     trained: int = config.max_position_embeddings
     rope = _rope(config)

@@ -62,7 +62,7 @@ _PLACEMENTS = (
     Norms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
     Norms("norm", None, None, None),
 )
-"""Known norm placements. A layer's placement is identified by its set of norm names."""
+"""Known combinations of norms. A layer is recognised by the names of its norms."""
 
 
 class DecoderLayer:
@@ -111,8 +111,8 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Return the residual stream `[T, D]`: the sum of the layer's input and its projected attention, both `[T, D]`.
 
-        If attention and MLP run in parallel, the output of the MLP is included. If the layer has a recurrent mixer in
-        parallel to the attention, `mix` runs it on the layer's normed input.
+        If attention and MLP run in parallel, it includes the output of the MLP. If the layer also has a Mamba mixer in
+        parallel to the attention (Falcon-H1), `mix` runs it on the normed input.
         """
         if self._mixer is not None:
             beside = mix(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
@@ -128,7 +128,6 @@ class DecoderLayer:
         return out if self._scaled_by is None else out * self._scaled_by.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the MLP that is added to the residual stream, `[T, D]`."""
         normed = self._before_mlp(x)
         if not self.of_experts:
             out = self._mlp(normed)
@@ -142,7 +141,7 @@ class DecoderLayer:
 
 
 class ExpertsBesideMlp:
-    """Experts of a layer that run beside its dense MLP, with their own norms and router (Gemma 4)."""
+    """Experts of a layer that run in parallel to its dense MLP, with their own norms and router (Gemma 4)."""
 
     MODULES = (
         "router", "experts", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
@@ -177,7 +176,7 @@ def _norm_of(module: nn.Module, name: str | None, multiplier: float = 1.0) -> No
 
 
 def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes the norm `module`, with one kernel on CUDA if it is a copy of `LlamaRMSNorm`."""
+    """Return a function that applies the norm `module`. On CUDA, copies of `LlamaRMSNorm` run as one kernel."""
     if not _is_llama_norm(module):
         return module
     known: Any = module
@@ -202,14 +201,14 @@ def _is_llama_norm(module: nn.Module) -> bool:
 
 
 _BY_HEAD: Norm = partial(torch.transpose, dim0=0, dim1=1)
-"""Function from `[T, heads, d]` to `[heads, T, d]`."""
+"""Change `[T, heads, d]` to `[heads, T, d]`."""
 
 
 class Projections:
-    """Projections of one layer. Queries, keys and values are `[heads, T, d]`. Queries and keys are rotated.
+    """The q, k, v and output projections of one layer. Queries, keys and values are `[heads, T, d]`, after RoPE.
 
-    If keys and values have different widths, d is the larger width, and the narrower vectors are padded with zeros.
-    Zeros do not change scores, and `output` removes them from attention outputs. `widen` makes d larger.
+    If keys and values have different widths, the narrower vectors are padded with zeros. Zeros do not change scores,
+    and `output` removes them from attention outputs.
 
     Some models multiply attention outputs by an output gate before the output projection. The gate is computed by
     `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
@@ -225,7 +224,6 @@ class Projections:
         self._key_dim = int(getattr(attention, "head_dim", None) or attention.head_size)
         self._value_dim = int(getattr(attention, "v_head_dim", None) or self._key_dim)
         self.default_scale = self._key_dim**-0.5
-        """Attention scale of an attention module that does not state one."""
         self._output: nn.Module = first_of(attention, ("o_proj", "dense", "out_proj"))
         used = {"o_proj", "dense", "out_proj", "sinks", "g_proj"}
         self._gate: nn.Module | None = getattr(attention, "g_proj", None)
@@ -248,7 +246,6 @@ class Projections:
                 f"{type(attention).__name__} has none of q_proj, qkv_proj and query_key_value", reason="modules"
             )
         self.gated = self.gated_queries or self._gate is not None
-        """Whether attention outputs are multiplied by an output gate."""
         self._norms = (
             self._norm(attention, ("q_norm", "q_layernorm"), heads, used),
             self._norm(attention, ("k_norm", "k_layernorm"), kv_heads, used),
@@ -265,7 +262,6 @@ class Projections:
         self._query_norm, self._key_norm, self._value_norm = (self._padded(norm) for norm in self._norms)
 
     def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q `[H, T, d]`, k and v `[Hkv, T, d]`, computed from attention inputs `[T, D]`."""
         if self._split is None:
             return self.query(x, rotate), *self.key_value(x, rotate)
         q, k, v = self._split(self._q(x))
@@ -279,7 +275,7 @@ class Projections:
         return rotate(self._query_norm(rows[..., : self._key_dim]))
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `query` and the output gate, `[T, H, d]` or `[T, H, 1]`, computed from attention inputs `[T, D]`."""
+        """Return q `[H, T, d]` and the output gate, `[T, H, d]` or `[T, H, 1]`, for attention inputs `[T, D]`."""
         if self._gate is not None:
             return self.query(x, rotate), torch.sigmoid(self._gate(x)).unsqueeze(-1)
         q, gate = self._q(x).view(len(x), self.heads, -1).chunk(2, dim=-1)
@@ -297,7 +293,7 @@ class Projections:
         return rotate(self._key_norm(k)), self._value_norm(v)
 
     def rotate_cached(self, k: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return cached keys `[Hkv, n, d]` rotated again."""
+        """Return cached keys `[Hkv, n, d]` with RoPE at other positions."""
         return rotate(k)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -310,7 +306,7 @@ class Projections:
         return out
 
     def _padded(self, by_head: Norm) -> Norm:
-        """Return a function that applies `by_head` and pads vectors with zeros to `head_dim`."""
+        """Return a function that calls `by_head` and then pads the last axis with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
             return by_head
 
@@ -356,7 +352,6 @@ class Projections:
         )
 
     def _check_widths(self, attention: Any) -> None:
-        """Raise ModelError if the width of a projection does not match the number of heads."""
         q, k, v = (self.heads, self._key_dim), (self.kv_heads, self._key_dim), (self.kv_heads, self._value_dim)
         q = (q[0], 2 * q[1]) if self.gated_queries else q
         for name, (heads, dim) in {"q_proj": q, "k_proj": k, "v_proj": v}.items():

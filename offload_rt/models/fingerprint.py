@@ -22,13 +22,12 @@ from .multimodal import belongs_to, text_config, unused_modules
 
 VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
-"""Number of elements that are digested at a time, so that copies stay in the CPU cache."""
 
 _SAMPLES = 16
-"""Maximum number of elements per weight that `LiveWeights` compares.
+"""Number of elements per weight that `LiveWeights` compares.
 
-They detect changes through `.data`, such as merges of PEFT adapters, which do not increase torch's version counter. A
-merge changes the whole matrix, so a few elements suffice.
+torch's version counter does not show changes through `.data`, such as merges of PEFT adapters. A merge changes the
+whole matrix, so a few elements suffice to detect it.
 """
 
 _NEUTRAL = frozenset(
@@ -39,7 +38,7 @@ _NEUTRAL = frozenset(
         "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
-"""Configuration entries that cannot change results. Entries whose names begin with "_" are ignored as well."""
+"""Configuration entries that cannot change results, in addition to entries whose names begin with "_"."""
 
 
 def fingerprint(model: Any) -> str:
@@ -75,7 +74,6 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _architecture(model: nn.Module) -> str:
-    """Return the model's class and configuration as canonical JSON."""
     config: Any = text_config(model.config)
     stated = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
     if packing_of(model) is None:  # irrelevant if the weights have been dequantised
@@ -114,7 +112,7 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements of `weight` as flat blocks on the CPU, in order, each with the index of its first row."""
+    """Yield the elements of `weight` as flat blocks on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), at_once):
@@ -126,10 +124,7 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
-    """Return the fingerprint of `model`, from `cache` if it is there.
-
-    `model` must have been read from the checkpoint to which `cache` belongs.
-    """
+    """Return the fingerprint of a model that was read from the checkpoint of `cache`. Use the cache if possible."""
     weights = _weights(model).items()
     arguments = {
         "version": (VERSION, "with buffers"),
@@ -178,7 +173,6 @@ class LiveWeights:
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of up to `_SAMPLES` elements, evenly spread over the tensor."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     step_down, step_right = (max(1, -(-length // 4)) for length in (len(rows), rows.shape[-1]))
     return rows[::step_down, ..., ::step_right].reshape(-1)[:_SAMPLES].contiguous().view(torch.uint8)

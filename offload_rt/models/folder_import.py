@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _UNUSED = "rotary_emb.inv_freq"
-"""Name of a buffer that old checkpoints contain. It is skipped, because transformers computes it."""
+"""A buffer of old checkpoints. It is skipped, because transformers computes it."""
 
 
 @dataclass(frozen=True)
 class FolderImport:
-    """The conversion of a checkpoint folder with packed weights to a packed checkpoint (`importing.Conversion`)."""
+    """Converts a checkpoint folder in GPTQ, AWQ, compressed-tensors or MXFP4 format to a packed checkpoint."""
 
     source: ModelSource
     config: PreTrainedConfig
@@ -103,7 +103,7 @@ class _Layers:
     """The tensors of a checkpoint, grouped by module.
 
     Attributes:
-        modules: Tensors by module name, and by the last part of the tensor's name.
+        modules: For each module name, its tensors by the last part of their names, such as "qweight".
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
@@ -138,7 +138,7 @@ class _Layers:
             raise CannotPackError(f"{name} lacks {error}") from error
 
     def _shape(self, name: str) -> tuple[int, int] | None:
-        """Return (outputs, inputs) of a linear layer, or of one of the stacked experts. None for other modules."""
+        """Return (outputs, inputs) of a linear layer or of one expert. None for other modules."""
         parent, _, own = name.rpartition(".")
         experts = self._skeleton.get_submodule(parent)
         if is_stacked(experts, own):

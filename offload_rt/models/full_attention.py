@@ -21,7 +21,7 @@ def keys_and_values(
 ) -> Iterator[KVPart]:
     """Yield k and v `[Hkv, m, d]` of each slice of m tokens.
 
-    `inputs` has the attention inputs `[m, D]` of each slice, and `positions` its positions `[m]`.
+    `inputs` has the normed layer inputs `[m, D]` of each slice, and `positions` its positions `[m]`.
     """
     for attention_input, at in zip(inputs, positions, strict=True):
         yield KVPart(*adapter.key_value(layer, attention_input, at))
@@ -30,7 +30,7 @@ def keys_and_values(
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
     """Return exact causal attention `[H, m, d]` of the last m of n tokens, with queries q `[H, m, d]`.
 
-    `kv` has K and V of the n tokens, and `position` is the position of the first query.
+    `kv` has K and V of all n tokens. `position` is the position of the first query token.
     """
     geometry, window, sinks = adapter.geometry, adapter.geometry.windows[layer], adapter.sinks[layer]
     scale, cap = geometry.scales[layer], geometry.softcap

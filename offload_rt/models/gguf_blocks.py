@@ -13,11 +13,10 @@ import torch
 from ..kernels.packed_format import PackedFormat
 
 Parts = tuple[torch.Tensor, ...]
-"""Codes uint8 `[n, values]` of n blocks, followed by the other parts of a packed row (`PackedFormat.pack`)."""
+"""Codes of n blocks, uint8 `[n, values]`, followed by their scales, minima and factors as in `PackedFormat.pack`."""
 
 
 def _float16_at(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 number at byte `at` of each block, `[n, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
@@ -61,7 +60,7 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 def _sub_scales(blocks: torch.Tensor) -> Parts:
     """Return the scales and minima of Q4_K and Q5_K blocks, `[n, 8]` each, and their factors, `[n, 1]` each.
 
-    Scales and minima are 6-bit numbers in bytes 4 to 16.
+    They are 6-bit numbers in bytes 4 to 16.
     """
     low, high, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 63, both & 15 | low >> 2 & 48), dim=1)
@@ -94,7 +93,7 @@ _TYPES: dict[str, tuple[int, int, int, int | None, Callable[[torch.Tensor], Part
 }
 """Supported GGUF types: (block size in bytes, bits per code, group size, offset, conversion function).
 
-The offset is None for types with minima.
+With an offset, a weight is scale * (code - offset). Types without one store a minimum per group.
 """
 
 _WEIGHTS_AT_ONCE = 1 << 22  # limits the memory of intermediate results
@@ -105,7 +104,7 @@ def can_pack(kind: str) -> bool:
 
 
 def packed_format(kind: str, ins: int) -> PackedFormat | None:
-    """Return the packed format of rows with `ins` weights of the GGUF type `kind`, or None if it is not supported."""
+    """Return the packed format for a weight with `ins` inputs of the GGUF type `kind`, or None if unsupported."""
     if not can_pack(kind):
         return None
     _, bits, group, offset, _ = _TYPES[kind]
@@ -115,7 +114,7 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
 
 
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
-    """Convert a GGUF tensor, uint8 `[out, bytes]`, to packed rows. Return None if scales are not finite."""
+    """Convert a GGUF tensor, uint8 `[out, bytes]`, to packed rows. Return None if a scale is infinite or NaN."""
     size, *_, convert = _TYPES[kind]
     found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
     step = max(1, _WEIGHTS_AT_ONCE // form.ins)

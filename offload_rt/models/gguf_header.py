@@ -31,7 +31,7 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 _LONGEST = 1 << 30
 _PATCHING = threading.RLock()
-"""Held while functions of the module gguf are replaced, because all threads share the module."""
+"""Lock for replacing functions of the module gguf, which all threads share."""
 
 
 class _EarlyEndError(Exception):
@@ -39,7 +39,7 @@ class _EarlyEndError(Exception):
 
 
 class GGUFField(NamedTuple):
-    """A metadata value in the layout of `gguf.ReaderField`.
+    """A metadata value. It has the attributes of `gguf.ReaderField` that transformers reads.
 
     Attributes:
         types: The GGUF value type. For arrays, the array type and the type of the elements.
@@ -83,7 +83,7 @@ class GGUFTensor:
 
     @property
     def data(self) -> npt.NDArray[Any]:
-        """The data, mapped from the file, in the layout of `gguf.ReaderTensor`: numbers, or bytes of packed blocks."""
+        """The tensor's data, mapped from the file: an array of numbers, or of bytes for quantised types."""
         dtype = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
         mapped = np.memmap(self.path, np.uint8, "r", self.start, (self.size,))
         return mapped.view(dtype.get(self.kind, np.uint8)).reshape(*self.shape[:0:-1], -1)

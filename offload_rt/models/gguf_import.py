@@ -29,7 +29,7 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class GGUFImport:
-    """The conversion of a GGUF file to a packed checkpoint (`importing.Conversion`)."""
+    """Converts a GGUF file to a packed checkpoint."""
 
     source: ModelSource
 
@@ -82,7 +82,7 @@ class GGUFImport:
 
 
 class _Layout:
-    """Mapping between the tensors of a GGUF file and the weights of a transformers model.
+    """Which tensor of a GGUF file becomes which weight of a transformers model.
 
     Attributes:
         tensors: Tensors of the file, by the name of the weight in transformers.
@@ -107,9 +107,9 @@ class _Layout:
             raise CannotPackError("several tensors of the file make one of the model")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Convert the weights of a tensor as transformers does when it loads the file.
+        """Apply transformers' changes of a tensor, such as reordered rows.
 
-        Return None if the result is not exactly one weight.
+        None if one tensor becomes several weights.
         """
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
@@ -151,7 +151,6 @@ class _Layout:
         return rows[torch.from_numpy(order)] if moved else rows, form
 
     def dense(self, tensor: GGUFTensor) -> torch.Tensor:
-        """Return the dequantised weight of a tensor in float32, computed by transformers."""
         from gguf import dequantize
 
         weights = self._process(tensor, dequantize(tensor.data, tensor.tensor_type))

@@ -66,13 +66,13 @@ class Importer(ABC):
     def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
 
-        The size of its rows is final. `pack` may still change the exponent, and whether the inputs are permuted,
-        because these depend on the values.
+        Only the size of its rows is final. `pack` may still change the exponent and `permuted`, which depend on the
+        values.
         """
 
     @abstractmethod
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
-        """Return the packed layer. `form` is the result of the method `form` for this layer."""
+        """Return the packed layer. `form` is the format that the method `form` returned for it."""
 
 
 class GPTQ(Importer):
@@ -215,8 +215,7 @@ class MXFP4Experts(Importer):
     _doubled = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the number of each code without its sign, the highest of 4 bits
     _zero = 12
 
-    def check(self, options: Options) -> None:
-        """There is only one variant."""
+    def check(self, options: Options) -> None: ...
 
     def split(self, name: str) -> tuple[str, str]:
         module, separator, part = name.rpartition("_")
@@ -254,11 +253,10 @@ class MXFP4Experts(Importer):
 IMPORTERS: dict[str, Importer] = {
     importer.method: importer for importer in (GPTQ(), AWQ(), CompressedTensors(), MXFP4Experts())
 }
-"""Importers by `quant_method`."""
 
 
 def _format(ins: int, bits: int, groups: int, *, permuted: bool) -> PackedFormat:
-    """Return the packed format, with zeros, of a layer with `ins` inputs, `bits`-bit codes and `groups` groups per row.
+    """Return the format of a layer with `ins` inputs, `bits`-bit codes, and scale and zero for `groups` groups per row.
 
     `permuted` tells whether the inputs are stored in another order. Raise CannotPackError if no format fits.
     """

@@ -33,14 +33,16 @@ _log = logging.getLogger(__name__)
 
 
 class Conversion(Protocol):
-    """The conversion of a quantised checkpoint to a packed checkpoint (`packed_checkpoint`)."""
+    """Converts one quantised checkpoint to a packed checkpoint: a folder with weights in this package's format."""
 
     @property
-    def source(self) -> ModelSource:
-        """The original checkpoint."""
+    def source(self) -> ModelSource: ...
 
     def files(self) -> list[Path]:
-        """Return the files that the result depends on. Files on the hub are downloaded. Raise ModelError."""
+        """Return the files that determine the result. Download those on the hub.
+
+        Raise ModelError if a file is missing.
+        """
 
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
         """Return the formats of the weights that stay packed, by module name. Only the headers of files are read.
@@ -49,8 +51,7 @@ class Conversion(Protocol):
         transformers must load this checkpoint, or ModelError if it is damaged.
         """
 
-    def write(self, folder: Path) -> None:
-        """Write the packed checkpoint to an empty folder. For errors, see `formats`."""
+    def write(self, folder: Path) -> None: ...
 
 
 def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
@@ -77,7 +78,7 @@ def _folder(conversion: Conversion) -> Path:
 
 
 def ready_source(conversion: Conversion) -> ModelSource | None:
-    """Return the result of a conversion if it is in the cache, else None."""
+    """Return the packed checkpoint if an earlier conversion is in the cache, else None."""
     folder = _folder(conversion)
     return replace(conversion.source, name_or_path=str(folder), gguf=None) if is_complete(folder) else None
 

@@ -24,16 +24,14 @@ from .linear import absorbable_weight
 from .rotary import Rotate
 
 _QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
-"""Modules of a low-rank query projection."""
 
 
 def is_latent(attention: Any) -> bool:
-    """Return whether an attention module uses multi-head latent attention."""
     return hasattr(attention, "kv_a_proj_with_mqa")
 
 
 class LatentProjections:
-    """Projections of one layer with latent attention. The interface is that of `decoder_layer.Projections`."""
+    """Projections of one layer with latent attention, with the methods of `decoder_layer.Projections`."""
 
     kv_heads = 1
     gated = False
@@ -62,7 +60,7 @@ class LatentProjections:
         return self.query(x, rotate), *self.key_value(x, rotate)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return absorbed queries `[H, T, d]`."""
+        """Return queries `[H, T, d]` multiplied by W_UK^T."""
         for project in self._query:
             x = project(x)
         own, turned = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._key_dim, self._rotated], dim=-1)
@@ -91,8 +89,8 @@ class LatentProjections:
     def _expansions(self, like: torch.Tensor) -> torch.Tensor:
         """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`.
 
-        A plain weight is read in each call, because it may be streamed or changed. A packed weight or one of another
-        dtype cannot be absorbed, so a copy is unpacked in the first call (`weights.unpacked_bytes`).
+        A plain weight is read in each call, because it may be streamed or changed. If the weight is packed or has
+        another dtype, the first call makes an unpacked copy, which is kept.
         """
         weight: torch.Tensor | None = absorbable_weight(self._expansion, like.dtype)
         if weight is None:
@@ -100,7 +98,7 @@ class LatentProjections:
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the weight of a layer of any format: the transposed output for the identity matrix."""
+        """Return the weight of a linear layer of any format, computed as its output for the identity matrix."""
         identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
         expanded: torch.Tensor = self._expansion(identity)
         return expanded.T.contiguous()

@@ -15,7 +15,7 @@ from .linear import refuse_packed
 
 
 class LearnedPositionsAdapter(ModelAdapter):
-    """Base class of adapters for models with learned positions, H = Hkv, and no sliding window."""
+    """Base class for models with learned positions, as many KV heads as query heads, and no sliding window."""
 
     def __init__(self, model: Any, embedding: nn.Module, layers: Sequence[Any], attentions: Sequence[Any]) -> None:
         config, weight = model.config, embedding.weight
@@ -38,7 +38,6 @@ class LearnedPositionsAdapter(ModelAdapter):
         super().__init__(geometry, weight.dtype, weight.device)
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return `[T, heads * d]` as a view `[heads, T, d]`."""
         return projected.view(projected.shape[0], -1, self.geometry.head_dim).transpose(0, 1)
 
     def _head_logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -137,7 +136,10 @@ class GPT2Adapter(LearnedPositionsAdapter):
         return self._split_heads(k), self._split_heads(v)
 
     def _fused(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Compute `columns` of the output of Conv1D `c_attn` for inputs `[T, D]`, without copying its weight."""
+        """Return the given columns of q, k and v, which one Conv1D computes, for inputs `[T, D]`.
+
+        Its weight is not copied.
+        """
         c_attn = self._attentions[layer].c_attn
         return torch.addmm(c_attn.bias[columns], attention_input, c_attn.weight[:, columns])
 

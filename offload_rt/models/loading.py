@@ -52,7 +52,7 @@ _SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Sampling parameters: names in transformers' generation configuration, and in `SamplingParams`.
+"""Sampling parameters of transformers' generation configuration, and their names in `SamplingParams`.
 
 As in vLLM, `do_sample` is ignored.
 """
@@ -65,15 +65,14 @@ class LoadedModel:
     Attributes:
         adapter: Computes the layers.
         tokenizer: The tokenizer, or None.
-        fingerprint: Fingerprint of configuration and weights (`fingerprint`).
+        fingerprint: Digest of configuration and weights.
         name: Name for messages.
         eos_token_ids: Tokens that end a text.
         weight_bytes: Size in bytes of parameters and buffers. Tied weights count once.
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
         embedding: The embedding module if it stays in host memory, else None.
-        live: Detector of changed weights, for a model that the caller loaded; None for a model that `load_model`
-            loaded.
+        live: Detects changes of the weights if the caller loaded the model; else None.
     """
 
     adapter: ModelAdapter
@@ -128,7 +127,7 @@ def load_model(
         tokenizer: A tokenizer, or the name or folder of one. None uses the tokenizer of the checkpoint, if it has one.
         device: See `EngineConfig`.
         dtype: See `EngineConfig`. May also be a torch dtype.
-        placement: Weights that stay in host memory. The caller must copy them to the device before they are used.
+        placement: Weights that stay in host memory. The caller copies them to the device when they are used.
         verify: See `EngineConfig`. If any weights stay in host memory, the model is verified on the CPU.
         hub: Options for fetching the checkpoint and a named tokenizer.
         max_model_len: Length of the longest text in tokens, for `fix_rope_scaling`.
@@ -174,7 +173,6 @@ def _read_checkpoint(
     max_model_len: int | None,
     quantize: Quantize,
 ) -> PreTrainedModel:
-    """Read the weights of a checkpoint. For arguments and errors, see `load_model`."""
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
@@ -191,9 +189,9 @@ def _read_checkpoint(
 
 
 def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:
-    """Quantise linear layers in place, computed on `device`, if `quantize` requests it.
+    """Quantise linear layers in place, computed on `device`, if `quantize` is "int4" or "int8".
 
-    Raise ConfigError if the checkpoint is quantised.
+    Raise ConfigError if they already are quantised.
     """
     if quantize not in ("int4", "int8"):
         return
@@ -213,7 +211,7 @@ def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify,
 
 
 def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: Placement, verify: Verify) -> None:
-    """Put a loaded model into eval mode. Raise ConfigError or ModelError if it cannot run without changes."""
+    """Put a model that the caller loaded into eval mode. Raise ConfigError or ModelError if it cannot run as it is."""
     if placement:
         raise ConfigError(
             "weights of a loaded model cannot be placed in host memory, which device_memory, experts_on_device or "
@@ -229,7 +227,7 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
-    """Raise ModelError if a loaded model must be modified to run, or has another device or dtype than requested.
+    """Raise ModelError if a loaded model cannot run as it is, or has another device or dtype than requested.
 
     Raise ConfigError if `model` is not a loaded transformers model.
     """
@@ -260,7 +258,7 @@ def _verify(
     verify: Verify,
     identify: Callable[[Any], str],
 ) -> LoadedModel:
-    """Verify a loaded model against transformers as requested by `verify`. Return it with its adapter.
+    """Create the adapter and compare its results with transformers, as requested by `verify`.
 
     `identify` computes the fingerprint.
     """
@@ -286,7 +284,6 @@ def _verify(
 
 
 def _move_to_device(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
-    """Move the weights of `model` to `device`, except those that `placement` keeps in host memory."""
     place_weights(model, device, placement)
     kept = None
     if placement.embedding:
@@ -298,7 +295,10 @@ def _move_to_device(loaded: LoadedModel, model: Any, device: torch.device, place
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or load it by name. Raise ConfigError for other types, or ModelError if loading fails."""
+    """Return `tokenizer`, or load it if it is a name.
+
+    Raise ConfigError for other types, or ModelError if loading fails.
+    """
     if isinstance(tokenizer, str):
         found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
         if found is None:

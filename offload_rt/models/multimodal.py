@@ -27,7 +27,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def unused_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of all modules that are not used for text, including those that `without_unused` has removed."""
+    """Return the names of all modules that are not used for text, even if `without_unused` has removed them."""
     return (*getattr(model, _REMOVED, ()), *(name for name, _, _ in _unused(model)))
 
 
@@ -54,7 +54,7 @@ _REMOVED = "_offload_rt_removed"
 
 
 def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name in the model, parent module, name in the parent) of each module that is not used for text."""
+    """Yield (name in the model, parent module, name in the parent) of each module that text does not use."""
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model

@@ -20,10 +20,7 @@ from ..utils.progress import report
 from ..utils.units import parse_size
 
 LIMIT_VARIABLE, DEFAULT_LIMIT = "OFFLOAD_RT_PACKED_LIMIT", "64GiB"
-"""Environment variable with the maximum total size of all folders, and its default.
-
-Above the limit, the least recently used folders are deleted.
-"""
+"""Environment variable with the maximum size of the cache, and its default."""
 
 DIGEST, ORIGIN = "model.digest", "origin"
 """Names of two files in each folder: the digest of all other files, which is written last, and the source's name."""
@@ -36,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """A cached packed checkpoint."""
-
     folder: Path
     origin: str  # name of the checkpoint from which it was converted
     size: int  # in bytes
@@ -49,7 +44,6 @@ def packed_home() -> Path:
 
 
 def cache_limit() -> int:
-    """Return the maximum total size in bytes of all packed checkpoints."""
     return parse_size(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT, LIMIT_VARIABLE)
 
 
@@ -77,7 +71,7 @@ def cached_folder(folder: Path, origin: str, write: Callable[[Path], None]) -> P
 
 
 def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name, and rename it when all its files are on the disk."""
+    """Write a checkpoint under a temporary name, and rename it after all its files are on the disk."""
     new = folder.with_name(f"{_NEW}{folder.name}")
     make_private_folder(new)
     try:
@@ -95,7 +89,7 @@ def _write(folder: Path, origin: str, write: Callable[[Path], None]) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether the files of a cached checkpoint still have the digest that was stored with them."""
+    """Return whether the files of a cached checkpoint have the digest that was computed when they were written."""
     try:
         return (folder / DIGEST).read_text() == _digest(folder)
     except OSError:
@@ -103,7 +97,6 @@ def is_intact(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of the names and contents of all files in `folder`, except the file with the digest."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_BYTES_AT_ONCE)
     for path in sorted(folder.iterdir()):
         if path.name != DIGEST:
@@ -168,7 +161,10 @@ def delete_packed(home: Path, chosen: Callable[[PackedEntry], bool]) -> list[Pac
 
 
 def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
-    """Delete the least recently used folders until at most `limit` bytes remain, but not `keep`. Return them."""
+    """Delete the least recently used folders except `keep` until at most `limit` bytes remain.
+
+    Return the deleted ones.
+    """
     entries, deleted = packed_entries(home), []
     total = sum(entry.size for entry in entries)
     for entry in entries:
@@ -180,7 +176,7 @@ def _limit(home: Path, limit: int, keep: Path | None) -> list[PackedEntry]:
 
 
 def _delete(entry: PackedEntry) -> None:
-    """Delete a checkpoint. Processes that use its weights have mapped the file, so its contents stay until they end."""
+    """Delete a checkpoint. Running processes that have mapped its weights can continue to use them."""
     (entry.folder / DIGEST).unlink(missing_ok=True)
     shutil.rmtree(entry.folder, ignore_errors=True)
     _log.info("deleted the packed weights of %s", entry.origin)

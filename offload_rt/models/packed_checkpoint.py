@@ -59,7 +59,10 @@ def stated_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
 
 
 def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
-    """Replace weights of a model on the meta device by uninitialised packed weights. `formats` is by module name."""
+    """Replace weights of a model on the meta device by uninitialised packed weights.
+
+    Keys of `formats` are module names.
+    """
     if not formats:
         return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

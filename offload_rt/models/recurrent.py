@@ -23,9 +23,9 @@ from .weights import attention_of
 
 
 class StateSlots:
-    """Recurrent state of all sequences of a model. Each sequence has a slot, and each layer has a tensor of all slots.
+    """Recurrent states of all running sequences of a hybrid model. Each sequence has the same slot in all layers.
 
-    The lowest free slot is used first, so that a batch is usually a view of adjacent slots.
+    The lowest free slot is used first, so that the sequences of a batch usually have adjacent slots and need no copy.
     """
 
     def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
@@ -45,7 +45,6 @@ class StateSlots:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of all slots."""
         return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
 
     def take(self, origin: int | None = None) -> int:
@@ -85,7 +84,7 @@ class StateSlots:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
         Args:
-            finished: Called with the index of a decoder layer each time the state of this layer has been stored.
+            finished: Called with the index of a decoder layer after its new state has been stored.
             counts: Number of tokens of each sequence in the step. None means that all have the same number.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
@@ -108,7 +107,7 @@ class StateSlots:
         assert all(len(seen) == self._size for seen in self.seen.values())
 
     def _grow(self, size: int) -> None:
-        """Allocate `size` slots and copy the existing slots, which stay unchanged if memory is exhausted."""
+        """Allocate memory for `size` slots and copy the existing slots. If memory is exhausted, nothing changes."""
         conv = {one.layer: self._resized(self.conv, one.layer, (size, *one.conv), self._dtype) for one in self._shapes}
         recurrent = {
             one.layer: self._resized(self.recurrent, one.layer, (size, *one.recurrent), torch.float32)
@@ -136,8 +135,8 @@ class RecurrentState:
     If the slots are adjacent, the state is a view of them. Otherwise it is a copy, which `finish` writes back.
 
     Attributes:
-        inputs: Inputs `[T, D]` of the recurrent mixer of each decoder layer in this step, or None if they are not
-            recorded.
+        inputs: Inputs `[T, D]` of the linear attention, Mamba or convolution module of each decoder layer in this step,
+            or None if they are not recorded.
     """
 
     def __init__(
@@ -167,13 +166,12 @@ class RecurrentState:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in the step."""
         return len(self._slots)
 
     def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
-        """Divide the step into groups of adjacent sequences that have equally many tokens.
+        """Divide the sequences of the step into groups of adjacent ones with equally many tokens.
 
-        Yield the rows of each group in the tensors `[T, D]` of the step, and its state.
+        Yield each group's part of the T tokens of the step, and its state.
         """
         if self._groups:
             yield from self._groups
@@ -192,7 +190,10 @@ class RecurrentState:
             self._finished(layer)
 
     def _of(self, kind: str, layer: int) -> torch.Tensor:
-        """Return the "conv" or "recurrent" state `[B, ...]` of a layer. It may be modified in place until `finish`."""
+        """Return the convolution or recurrent state `[B, ...]` of a layer.
+
+        It may be modified in place until `finish`.
+        """
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
@@ -204,7 +205,6 @@ class RecurrentState:
         return self._current[kind, layer]
 
     def _slot_index(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the slots as an index on the device of `states`, int64 `[B]`."""
         # With a list as the index, torch would copy it for each tensor, and the host would wait for each copy.
         if self._index is None:
             self._index = to_device(torch.tensor(self._slots), states.device)
@@ -251,13 +251,13 @@ class Stage:
 
 @dataclass(eq=False)
 class StateMark:
-    """The state of a sequence before tokens that may be rejected.
+    """A copy of a sequence's recurrent state, which is restored if the tokens after it are rejected.
 
     Attributes:
-        slot: Slot with a copy of the state.
-        tokens: Number of tokens before the mark.
-        inputs: Mixer inputs `[n, D]` of each decoder layer for the n tokens after the mark, which a verification pass
-            records. None if they are not needed.
+        slot: Slot with the copy.
+        tokens: Number of tokens before the copy was made.
+        inputs: Inputs `[n, D]` of each decoder layer's mixer for the n tokens after it, from which the state after the
+            accepted tokens is computed. None if they are not needed.
     """
 
     slot: int
@@ -266,7 +266,7 @@ class StateMark:
 
 
 def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-    """Return the output `[T, D]` of `module`, a decoder layer or mixer of transformers, for inputs `[T, D]`."""
+    """Return the output `[T, D]` of a decoder layer without attention, or of its mixer, for inputs `[T, D]`."""
     if state is None:
         return _call(module, hidden, 1, None)
     recorder = None if state.inputs is None else _InputRecorder(module)
@@ -282,7 +282,7 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
 
 
 def _call(module: Any, hidden: torch.Tensor, sequences: int, state: RecurrentState | None) -> torch.Tensor:
-    """Call `module` for the tokens of `sequences` sequences, which have equally many."""
+    """Call `module` for `sequences` sequences that have the same number of tokens."""
     known = inspect.signature(module.forward).parameters
     given: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
     given |= {"past_key_values": state, "cache_params": state}
@@ -299,14 +299,13 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _InputRecorder:
-    """Records the inputs `[n, D]` of the recurrent mixer of `module`, a decoder layer or the mixer itself."""
+    """Records the inputs `[n, D]` of the linear attention, Mamba or convolution module within a decoder layer."""
 
     def __init__(self, module: nn.Module) -> None:
         self._mixer = recurrent_mixer(module)
         self.inputs: list[torch.Tensor] = []
 
     def recording(self, state: RecurrentState) -> Any:
-        """Return a context in which calls of the mixer with `state` are recorded."""
 
         def keep(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any] | None = None) -> None:
             # Other threads may call the same module, also before torch knows that the hook takes keyword arguments.
@@ -319,10 +318,10 @@ class _InputRecorder:
 
 
 def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
-    """Return the shapes of the states that decoder layers have for each sequence.
+    """Return the shapes of one sequence's recurrent states in all decoder layers.
 
-    `at` are the indices of the layers with attention. Raise ModelError, which names the model class `name`, if no layer
-    has attention or if the state of a layer is not supported.
+    `at` are the indices of the layers with attention. Raise ModelError with the model class `name` if no layer has
+    attention or if the state of a layer is not supported.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
@@ -340,7 +339,7 @@ def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> t
 
 
 def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """Return the shapes of a mixer's convolution state and recurrent state, or None if its kind is not supported."""
+    """Return the shapes of a module's convolution and recurrent state, or None if its class is not supported."""
     conv, kernel = _convolution(mixer), getattr(mixer, "conv_kernel_size", None)
     if conv is None or kernel is None:
         return None
@@ -357,7 +356,7 @@ def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
 
 
 def recurrent_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the recurrent module of a decoder layer, or None. It is recognised by its causal convolution."""
+    """Return the module of a decoder layer that has recurrent state (it has a causal convolution), or None."""
     return next((module for module in layer.modules() if _convolution(module) is not None), None)
 
 

@@ -95,6 +95,6 @@ def refuse_unverified(architecture: str, verify: Verify) -> None:
 
 
 def unsupported(architecture: str, why: str = "", reason: str = "architecture") -> ModelError:
-    """Return the error for an unsupported architecture. Without `why`, the message lists the supported ones."""
+    """Create the error for an unsupported architecture. Without `why`, the message lists the supported ones."""
     details = f": {why}" if why else f"; supported are {', '.join(_adapters)}"
     return ModelError(f"{architecture} is not supported{details}", reason=reason)

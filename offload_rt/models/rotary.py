@@ -32,7 +32,7 @@ one other set, and "dynamic" a different set for each length.
 """
 
 KEPT = 8
-"""Maximum number of `positions` tensors with cached rotations. A prefill has one per chunk, a decode step has one."""
+"""Number of `positions` tensors whose cos and sin are kept: one for each slice of a prefill."""
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
@@ -46,7 +46,7 @@ class HalfSplit:
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
-        """Expand values `[..., w/2]` of the pairs to `[..., w]`, one value per dimension."""
+        """Repeat one value per pair, `[..., w/2]`, so that both dimensions of the pair have it, `[..., w]`."""
         return torch.cat((waves, waves), dim=-1)
 
     @staticmethod
@@ -62,7 +62,7 @@ class HalfSplit:
 
 
 class Interleaved:
-    """Layout of rotated dimensions that pairs 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
+    """Layout of w rotated dimensions that pairs 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
 
     @staticmethod
     def spread(waves: torch.Tensor) -> torch.Tensor:
@@ -117,11 +117,10 @@ def unrotated(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rotary:
-    """Applies RoPE to queries and keys in all layers, with tables (cos and sin) from the model's rotary module.
+    """Applies RoPE to queries and keys in all layers, with cos and sin from the model's rotary module.
 
-    The rotations of the latest `KEPT` tensors of positions are cached, while these tensors exist. Layer 0 always
-    computes them. Later layers reuse them if they are called with the same `positions` object, so this tensor must not
-    be changed in place during a pass. A CUDA graph that captures a step from layer 0 includes this computation.
+    Layer 0 computes cos and sin of a tensor of positions, and later layers reuse them. They must be called with the
+    same tensor object, which must not change during a pass.
     """
 
     def __init__(self, module: Any, kinds: Sequence[str | None], attentions: Sequence[Any]) -> None:
@@ -129,24 +128,24 @@ class Rotary:
 
         Args:
             module: The decoder's rotary module.
-            kinds: For each layer, the name of its set of frequencies in `module`: "" if there is only one set, and None
-                if the layer has no RoPE.
+            kinds: For each layer, the layer type whose frequencies it uses; "" if all layers have the same ones, and
+                None if the layer has no RoPE.
             attentions: The attention modules of the model. Their source file has the layout of the rotation.
         """
         self._module, self._kinds = module, tuple(kinds)
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
         """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
         self._known: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
-        """Tensors of positions with their rotations by set of frequencies, newest first."""
+        """Recently used tensors of positions, newest first, each with its rotation for each entry of `kinds`."""
         self._layout: Layout = HalfSplit
         self._ready = True
-        """Whether the tables of the rotary module already are in the detected layout."""
+        """Whether the rotary module returns cos and sin in the detected layout, so that they need not be reordered."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
             self._detect(used[0], attentions[0])
 
     def _detect(self, kind: str, attention: Any) -> None:
-        """Detect the layout of the model's rotation, and the layout of the rotary module's tables for `kind`."""
+        """Detect the layout of the model's rotation, and the layout in which the rotary module returns cos and sin."""
         inverse = self._inverse(kind)
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
@@ -173,7 +172,6 @@ class Rotary:
         return rotate if norm is None else lambda x: norm(rotate(x))
 
     def _rotation(self, kind: str, positions: torch.Tensor, like: torch.Tensor) -> Rotation:
-        """Return the rotation to `positions` with the set of frequencies `kind`."""
         cos, sin = self._tables(kind, like, positions)
         if not self._ready:
             pairs = len(self._inverse(kind))
@@ -191,7 +189,7 @@ class Rotary:
         return entry
 
     def by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
-        """Return the function that rotates keys `[Hkv, n, d]`, which already have RoPE, by `offset` further positions.
+        """Return the function that moves keys `[Hkv, n, d]`, which already have RoPE, to positions higher by `offset`.
 
         Angles are computed in float64. Products are computed in float32, or in the dtype of `like` if it is wider.
         """
@@ -204,12 +202,11 @@ class Rotary:
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
-        """Return the inverse frequencies `[w/2]` of `kind`, the name of a set of frequencies."""
+        """Return the inverse frequencies `[w/2]` of the layers of this kind."""
         found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
         return found
 
     def _tables(self, kind: str, like: torch.Tensor, positions: torch.Tensor) -> Tables:
-        """Return the tables cos and sin for `positions` `[T]`, including the module's attention factor (YaRN)."""
         at = positions[None]
         # Qwen-VL has three positions per token (time, height, width), which are equal for text.
         if hasattr(self._module, "mrope_section"):

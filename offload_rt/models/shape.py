@@ -114,9 +114,9 @@ def load_shape(
 
 
 def _code_versions() -> list[object]:
-    """Return what the shape of a model depends on besides its files and arguments.
+    """Return the versions of this package's files (their newest change) and of the packages that it uses.
 
-    This is the time of the newest change of this package's files, and the versions of other packages (None if missing).
+    The shape of a model depends on them in addition to its files and arguments.
     """
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
@@ -138,7 +138,6 @@ def _dump(shape: ModelShape) -> str:
 
 
 def _parse(text: str) -> ModelShape:
-    """Convert the text that `_dump` returns back to a shape."""
     entries = json.loads(
         text, object_hook=lambda entry: {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     )
@@ -195,7 +194,7 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
 
 
 def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
-    """Return the sizes in bytes of a packed checkpoint's weights outside of layers, and of each layer (aligned).
+    """Return the size in bytes of a packed checkpoint's weights outside of decoder layers, and of each decoder layer.
 
     Packed weights count with their size in the file, other weights with their size in `dtype`. Raise ModelError if the
     files cannot be read.
@@ -222,6 +221,6 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 
 def _unprefixed(name: str) -> str:
-    """Return the name of a weight without the prefix that differs between files and modules of multimodal models."""
+    """Return the name of a weight without the prefixes of multimodal models, which differ between files and modules."""
     found = _LAYER.search(name)
     return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])

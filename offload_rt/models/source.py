@@ -19,7 +19,6 @@ MERGE = (
     "merge the adapter with peft.PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), and pass the result or "
     "the folder where it is saved"
 )
-"""Advice about PEFT adapters, used in error messages."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece.*", "tekken.json")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -44,7 +43,6 @@ class Hub:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for transformers' `from_pretrained`."""
         folder = None if self.folder is None else str(self.folder)
         options = {"revision": self.revision, "token": self.token, "cache_dir": folder}
         given = {name: value for name, value in options.items() if value is not None}
@@ -52,7 +50,6 @@ class Hub:
 
 
 def hub_of(config: EngineConfig) -> Hub:
-    """Return the hub options of an engine configuration."""
     return Hub(config.revision, config.hf_token, config.download_dir, config.trust_remote_code)
 
 
@@ -83,7 +80,7 @@ class ModelSource:
 
     @property
     def location(self) -> str:
-        """The absolute path of a local folder or file, or the name of a checkpoint on the hub."""
+        """Absolute path of a local folder or file, or the checkpoint's name on the hub."""
         name = self.name_or_path if self.gguf is None else f"{self.name_or_path}/{self.gguf}"
         return name if self.folder is None else str(Path(name).absolute())
 
@@ -140,7 +137,6 @@ class ModelSource:
             ) from error
 
     def __str__(self) -> str:
-        """Return the location in quotes, for messages."""
         what = self.name_or_path if self.gguf is None else f"{self.name_or_path}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
 

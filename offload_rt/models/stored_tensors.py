@@ -13,12 +13,9 @@ from .source import ModelSource
 
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
-"""Largest size in bytes of a header that the safetensors library accepts."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint."""
-
     name: str
     shape: tuple[int, ...]
     kind: str  # dtype in the notation of safetensors, such as "BF16"

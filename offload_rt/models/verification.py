@@ -35,7 +35,6 @@ from .weights import attention_layers, decoder_layers
 
 _FORMAT = 1
 _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
-"""Configuration entries that do not affect results."""
 _DECODE_TOKENS = 8
 """Number of last tokens that are computed one by one."""
 _LONGEST_WINDOW = 512
@@ -57,7 +56,7 @@ _HARMLESS = (
     "cache_position", "position_embeddings", "logits_to_keep", "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits",
 )  # fmt: skip
-"""Known attention arguments. They are compared here, covered by the comparison of results, or have no effect."""
+"""Attention arguments that need no further check: they have no effect, or a wrong value would change the results."""
 
 _recorded: ContextVar[list[dict[str, Any]] | None] = ContextVar("_recorded", default=None)
 _log = logging.getLogger(__name__)
@@ -66,7 +65,8 @@ _log = logging.getLogger(__name__)
 def verify_once(model: Any, adapter: ModelAdapter, fingerprint: str) -> None:
     """Call `verify_model`, unless the cache folder has a record of an earlier success.
 
-    A record is valid for one model, adapter and configuration, and for one version of this package and of transformers.
+    A success is valid for the same model, adapter and configuration, with the same versions of this package and
+    transformers.
     """
     # The complete configuration is part of the record, because the fingerprint ignores some entries.
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NEUTRAL}
@@ -105,21 +105,13 @@ def verify_model(model: Any, adapter: ModelAdapter) -> None:
 
 @dataclass
 class _Observed:
-    """Results of transformers' own forward.
-
-    Attributes:
-        hidden: Hidden states `[T, D]` before each layer and after the last layer.
-        logits: Logits `[n, V]` of the last n tokens.
-        arguments: Arguments of each attention call.
-    """
-
     hidden: list[torch.Tensor] = field(default_factory=list)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arguments: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Verification:
-    """A comparison of an adapter with transformers, over `length` random tokens that start at position `start`."""
+    """Compares an adapter with transformers on `length` random tokens, the first of which has position `start`."""
 
     def __init__(self, model: Any, adapter: ModelAdapter, length: int, start: int) -> None:
         self._model, self._name = model, type(model).__name__
@@ -136,7 +128,6 @@ class _Verification:
         self._pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def run(self) -> None:
-        """Run the comparison. Raise ModelError like `verify_model`."""
         seen = self._observe()
         self._compare_arguments(seen.arguments)
         embedded = self._through(-1, self._adapter.embed(self._tokens, self._positions))
@@ -154,7 +145,6 @@ class _Verification:
         self._compare("the head", torch.zeros_like(logits), logits, seen.logits.to(logits.dtype))
 
     def _observe(self) -> _Observed:
-        """Run transformers' own forward and record its results."""
         seen = _Observed()
         layers = decoder_layers(self._model)
         parameters = inspect.signature(self._model.forward).parameters
@@ -191,7 +181,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the `stages` after attention layer `layer` on its output `[T, D]`, in pieces like `_layer`."""
+        """Run the decoder layers without attention that follow an attention layer on its output `[T, D]`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
         return hidden
@@ -261,10 +251,7 @@ def _tensor(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _recording(config: Any, arguments: list[dict[str, Any]]) -> Iterator[None]:
-    """Use eager attention in the model of `config` while the body of the `with` statement runs.
-
-    The arguments of each attention call are appended to `arguments`.
-    """
+    """Use eager attention in the model of `config`, and append the arguments of each call to `arguments`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

@@ -12,7 +12,7 @@ from .linear import absorbable_weight, held_bytes, places_of, tensors_of
 from .multimodal import text_decoder
 
 ALIGNMENT = 64
-"""Alignment in bytes of each weight in a layer that is copied to the device as one buffer."""
+"""Alignment in bytes of weights. All weights of a layer are copied to the device as one buffer."""
 
 _ATTENTION = ("self_attn", "attention", "self_attention", "attn")
 """Names that transformers uses for the attention module of a decoder layer."""
@@ -55,9 +55,10 @@ class WeightSizes:
     """Sizes of a model's weights in bytes.
 
     Attributes:
-        fixed: Embedding, head (not counted if tied to the embedding), final norm, all buffers, and `unpacked_bytes`.
+        fixed: Embedding, head (not counted if tied to the embedding), final norm, all buffers, and the unpacked copies
+            of latent attention.
         layers: Aligned size of the weights of each decoder layer.
-        widest: Largest number of inputs or outputs per token of any matrix in a layer (`_widest_side`).
+        widest: Largest number of inputs or outputs per token of any matrix in a layer.
         experts: Sizes of the experts in `layers`, which may stay in host memory; None if there are none.
         embedding: Size of the embedding in `fixed` if it may stay in host memory; else 0.
     """
@@ -71,7 +72,7 @@ class WeightSizes:
     def on_device(self, placement: Placement) -> WeightSizes:
         """Return the sizes of the weights that are on the device if `placement` is used.
 
-        `fixed` then includes the device slots of experts that are in host memory.
+        `fixed` then includes the buffers for experts that are copied from host memory.
         """
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
@@ -87,9 +88,9 @@ class WeightSizes:
 
 
 class HostEmbedding(nn.Module):
-    """Replacement of a model's embedding that looks up tokens in host memory and copies only the results to `device`.
+    """Looks up embeddings in host memory and copies only the results to `device`. Replaces the model's embedding.
 
-    `weight` is an empty tensor `[0, D]`. Adapters read the model's device and dtype from it.
+    `weight` is an empty tensor `[0, D]`, only for callers that read the device and dtype.
     """
 
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
@@ -103,11 +104,9 @@ class HostEmbedding(nn.Module):
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the embedding in host memory."""
         return sum(weight.nbytes for weight in self.inner.parameters())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return embeddings `[..., D]` of token ids `[...]`."""
         rows: torch.Tensor = self.inner(tokens.cpu())
         self.bytes += rows.nbytes
         return rows.to(tokens.device)
@@ -132,7 +131,6 @@ def attention_layers(layers: list[nn.Module]) -> list[int]:
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """Return the attention module of a decoder layer, or None if it has none."""
     named = (getattr(layer, name, None) for name in _ATTENTION)
     # Kimi Linear also calls its recurrent layers `self_attn`.
     found = next((each for each in named if each is not None and not hasattr(each, "conv1d")), None)
@@ -166,7 +164,6 @@ def lone_embedding(model: Any) -> nn.Module | None:
 
 
 def aligned(size: int) -> int:
-    """Round `size` (bytes) up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -195,9 +192,9 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
 
 
 def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
-    """Return the size in bytes of the copies that latent attention makes of weights (`absorbable_weight`).
+    """Return the size in bytes of the unpacked copies of weights that latent attention makes.
 
-    With `all_packed`, `model` is a skeleton whose linear layers will be packed when it is loaded.
+    With `all_packed`, `model` is on the meta device, and its linear layers will be packed when it is loaded.
     """
     dtype = model.get_input_embeddings().weight.dtype
     expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
@@ -219,7 +216,6 @@ def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
 
 
 def _chosen_by_a_token(layer: nn.Module) -> int:
-    """Return how many experts of a decoder layer each token uses; 1 if the layer has no experts."""
     stated = (getattr(module, "top_k", None) for module in layer.modules())
     router: Any = getattr(layer, "router", None)  # Gemma 4's router reads the number from its configuration
     found = [

@@ -55,7 +55,7 @@ class DevicePlan:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the weights and scoring keys in host memory."""
+        """Size in bytes of weights and scoring keys in host memory."""
         weights = self.streamed_bytes + self.costs.shape.host_bytes
         if not self.keys_on_host:
             return weights
@@ -91,9 +91,7 @@ class DevicePlan:
 def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
     """Return the plan with the most weights on the device for one sequence of `context` tokens.
 
-    Raises:
-        MemoryLimitError: No plan fits `limit` bytes. The message states the missing bytes and the longest context that
-            fits.
+    Raises MemoryLimitError, with the missing bytes and the longest context that fits, if no plan fits `limit` bytes.
     """
     layers = len(costs.shape.sizes.layers)
     for keys_on_host in (False, True) if costs.demand.key_bytes else (False,):
@@ -125,9 +123,9 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
-    """Return the plan for the device memory limit in `config`. Raise MemoryLimitError if no plan fits.
+    """Return the plan for the device memory limit in `config`.
 
-    Raise ConfigError if a policy option or a requested placement is invalid.
+    Raises MemoryLimitError if no plan fits, and ConfigError if a policy option or a requested placement is invalid.
     """
     assert config.device_memory is not None
     geometry = shape.geometry
@@ -168,7 +166,7 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
-    """Yield the placements of weights to try, starting with the one with the most weights on the device."""
+    """Yield placements of weights to try, beginning with the most weights on the device."""
     requested, experts = requested_placement(config, shape), shape.sizes.experts
     yield requested
     if config.experts_on_device is None and experts is not None:
@@ -177,19 +175,18 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
 
 
 def _plans_within(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield a plan of at most `limit` bytes for each of the cost models `several`, if there is one."""
+    """Yield the plans of at most `limit` bytes, at most one for each of `several` costs."""
     for costs in several:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return `count` indices of layers in [0, `layers`), in ascending order: first those without attention.
+    """Return `count` of the first `layers` layers, in ascending order: first those without attention.
 
-    If not all layers of a kind are returned, they are evenly spaced.
-
-    To predict a query, the weights of the next attention layer are needed several layers early. If they were streamed,
-    they would replace those of a layer before it, and both would be copied twice.
+    Within a kind, they are evenly spaced. To predict a query, the weights of the next attention layer are needed
+    several layers early. If they were streamed, they would replace those of a layer before it, and both would be copied
+    twice.
     """
     attention = geometry.attention_at or tuple(range(layers))
     chosen, left = list[int](), count
@@ -211,7 +208,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
 
 
 def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
-    """Return the error message for a limit that is below the minimum device memory of `costs`."""
+    """Return the error message for a limit that is too small for the minimum of `costs`."""
     layers = len(costs.shape.sizes.layers)
     counts = {0, layers} if layers > BUFFERS else {0}
     least = min(_weights(costs, _evenly_spaced(count, layers, costs.shape.geometry)) for count in counts)
@@ -229,7 +226,7 @@ def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
 
 
 def _longest_fitting(available: int, costs: DeviceCosts, context: int) -> int:
-    """Return the length in tokens, below `context`, of the longest sequence that fits `available` bytes, or 0."""
+    """Return the length, below `context`, of the longest sequence that fits `available` bytes, or 0."""
     low, high = 0, context
     while high - low > 1:
         middle = (low + high) // 2

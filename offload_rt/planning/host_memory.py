@@ -35,11 +35,7 @@ class HostMemory:
 
 
 def divided_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
-    """Return how the configured host memory is divided for a model.
-
-    Raises:
-        MemoryLimitError: `snapshot_memory` is not smaller than `host_memory`.
-    """
+    """Return how the host memory is divided. Raises MemoryLimitError if snapshots would get all of it."""
     host = available_memory() // 2 if config.host_memory is None else config.host_memory
     if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
         return HostMemory(host)

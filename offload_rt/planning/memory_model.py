@@ -77,10 +77,10 @@ class DeviceCosts:
         return max((geometry.rows(layer) for layer in range(geometry.layers)), key=lambda rows: rows.bytes(size))
 
     def scoring(self, context: int) -> int:
-        """Return the size in bytes of a sequence's scoring keys, without sharing between sequences.
+        """Return the size in bytes of a sequence's scoring keys, if it shares none with other sequences.
 
-        Keys are allocated in pages or in growing buffers. A growing buffer has spare capacity. While it grows, the old
-        buffer exists as well.
+        Keys are in pages or in growing buffers. A growing buffer has spare capacity. While it grows, the old buffer
+        exists too.
         """
         if self.keys_on_host:
             return 0
@@ -108,8 +108,8 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
 
-        In lossless mode, it includes the copies of the state before draft tokens (`StateMarks`), and the mixer inputs
-        of a verification pass.
+        In lossless mode, this includes copies of the state before draft tokens (`StateMarks`), and inputs of the
+        recurrent layers in a verification pass.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
@@ -119,7 +119,7 @@ class DeviceCosts:
         return 2 * slots + sequences * (self.drafts + 1) * len(geometry.states) * geometry.hidden * itemsize
 
     def fetched(self, context: int, layer: int) -> int:
-        """Return the maximum number of tokens that a layer fetches. 0 for sliding layers and for `layer` >= L."""
+        """Return the maximum number of tokens that a layer fetches; 0 for sliding layers and beyond the last layer."""
         if layer == self.shape.geometry.layers or self.shape.geometry.windows[layer] is not None:
             return 0
         if layer in self.demand.dense:
@@ -142,8 +142,8 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        This includes one sequence's concatenation of fetched and resident KV. If the KV cache is quantised, it also
-        includes the decoded KV of this sequence, or of all sequences on CUDA.
+        This includes one sequence's concatenation of fetched and resident KV, and decoded KV if the KV cache is
+        quantised.
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -159,7 +159,7 @@ class DeviceCosts:
         return worst * pair
 
     def prefill(self, context: int) -> int:
-        """Return the size in bytes of a prefill's temporary memory, with all RoPE tables except those in `fixed`."""
+        """Return the size in bytes of a prefill's temporary memory, with RoPE tables except those in `fixed`."""
         return self._layer_work(context) + self._rotation(max(0, min(context, KEPT * self.slice) - self.slice))
 
     def _layer_work(self, context: int) -> int:
@@ -197,7 +197,7 @@ class DeviceCosts:
         return min(TILE_WEIGHTS, largest) * shape.dtype.itemsize
 
     def calibration(self) -> int:
-        """Return the memory in bytes that calibration needs at the first start; 0 if no calibration is needed."""
+        """Return the size in bytes that calibration needs at the first start; 0 if there is no calibration."""
         # The float64 sums of a slice need no additional memory, because attention and MLP need more.
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0
@@ -222,10 +222,7 @@ class DeviceCosts:
         return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights) + self._unpacked()
 
     def total(self, contexts: Sequence[int]) -> int:
-        """Return the size in bytes for concurrent sequences with `contexts` tokens each.
-
-        The size includes a prefill of the longest sequence.
-        """
+        """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
         lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
         lasting += self.states(len(contexts))
         step = self.staging(contexts) + self.decode(contexts)
@@ -293,8 +290,6 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Sizes of a KV cache on disk."""
-
     limit: int  # maximum file size in bytes
     budget: MemoryBudget  # division of host memory
 
@@ -322,10 +317,7 @@ class SystemMemory:
 
     @classmethod
     def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
-        """Return the free memory of this system and of `device`.
-
-        If `host_memory` is None, `pool_limit` is half of the free memory.
-        """
+        """Return the free memory of this system. If `host_memory` is None, `pool_limit` is half of it."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
         if device.type == "cpu":
@@ -335,7 +327,7 @@ class SystemMemory:
 
 
 def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> list[str]:
-    """Return one sentence for each reason why the requirements do not fit `machine`. Empty if they fit.
+    """Return one sentence for each reason why the requirements do not fit `machine`.
 
     `on_host` is the size in bytes of weights and scoring keys in host memory.
     """

@@ -1,8 +1,8 @@
-"""Policy "auto": "infinigen" with full attention for contexts in which token selection would be slower.
+"""Policy "auto": "infinigen", with full attention for contexts in which token selection would be slower.
 
-On a CPU, the speed of exact attention is limited by the memory bandwidth for reading KV. Selection reads a quarter of
-the bytes, but computes scores and approximate attention for every token, and has a higher fixed cost. Which one is
-faster depends on the processor, so the engine measures it once (`engine.selection_cost`) and passes the result.
+On a CPU, exact attention is limited by the memory bandwidth for reading KV. Selection reads a quarter of the bytes, but
+computes scores and approximate attention for every token, and has a higher fixed cost. Which one is faster depends on
+the processor, so the engine measures it once (`engine.selection_cost`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV c
 
 
 def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return option `dense_until`, in tokens. If it is None, return the limit of the measured value (0 on a GPU)."""
+    """Return option `dense_until`, or by default the measured limit (0 on a GPU)."""
     if options.dense_until is not None:
         return options.dense_until
     return WORTH_SELECTING // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
@@ -52,7 +52,7 @@ class Auto(InfiniGen):
         keys_on_host: bool = False,
         measured: int | None = None,
     ) -> None:
-        """Create the policy. See `InfiniGen` for the other arguments.
+        """Create the policy, like `InfiniGen`.
 
         `measured` is the longest context for which full attention was as fast as selection, or None if unknown.
         """

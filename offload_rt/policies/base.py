@@ -44,7 +44,7 @@ Used by policies that need the full keys (oracle) and by measurements. These rea
 
 
 def source_between(source: QuerySource, between: int) -> QuerySource:
-    """Return the source for a layer, if `between` decoder layers are between it and the attention layer before it."""
+    """Return the source for a layer with `between` decoder layers between it and the previous attention layer."""
     return "normed_input" if isinstance(source, int) and source > between else source
 
 
@@ -56,7 +56,7 @@ class PolicyState:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the scoring keys and other selection data on the compute device."""
+        """Size in bytes of the scoring keys and other selection data on the device."""
         return 0
 
     @property
@@ -157,8 +157,7 @@ class PolicyState:
         """
         return None
 
-    def check_integrity(self) -> None:
-        """Assert internal consistency."""
+    def check_integrity(self) -> None: ...
 
 
 class Policy(Protocol):

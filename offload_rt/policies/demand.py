@@ -35,5 +35,5 @@ class MemoryDemand:
     whole: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:
-        """Return the bytes of selection data for `context` tokens in `layers` layers, without spare capacity."""
+        """Return the size in bytes of selection data, without spare capacity."""
         return int((layers - len(self.dense)) * self.key_bytes * context)

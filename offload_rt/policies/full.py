@@ -15,14 +15,13 @@ from .registry import PolicyContext
 
 
 class FullState(PolicyState):
-    """State of policy "full". It is empty because no layer selects tokens."""
+    """State of policy "full", which is empty because no layer selects tokens."""
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Never called, because every layer attends to all tokens."""
         raise AssertionError(f"layer {layer} of policy 'full' is dense")
 
     def fork(self, keys: KeyReader) -> FullState:
-        """Return this state, which is immutable."""
         return self
 
 
@@ -47,23 +46,18 @@ class Full:
 
     @classmethod
     def build(cls, options: FullOptions, context: PolicyContext) -> Self:
-        """Build the policy for a model."""
         return cls(context.geometry.layers)
 
     @staticmethod
     def memory_demand(options: FullOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand: every layer fetches the whole context, and only the newest token is resident."""
         return MemoryDemand(dense=tuple(range(geometry.layers)), resident=1, share=0.0)
 
     @property
     def dense_layers(self) -> frozenset[int]:
-        """All layers."""
         return frozenset(range(self.layers))
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Never called, because no layer selects."""
         return attention_input
 
     def new_state(self, keys: KeyReader) -> FullState:
-        """Return an empty state."""
         return FullState()

@@ -11,10 +11,7 @@ _ROUND = 64
 
 
 def max_slots(tokens: int, per_slot: int = 1) -> int:
-    """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` with data of `tokens` tokens.
-
-    A slot contains the data of up to `per_slot` tokens.
-    """
+    """Return an upper bound of a `GrowingTensor`'s capacity, in tokens, if each slot takes up to `per_slot` tokens."""
     return tokens + tokens // 16 + _ROUND * per_slot
 
 
@@ -26,18 +23,18 @@ class GrowingTensor:
     """
 
     def __init__(self, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Create a tensor of `shape` with 0 slots in dimension `dim`."""
+        """Create a tensor of `shape` without slots in dimension `dim`."""
         self.dim = dim
         self.data = torch.empty(*shape[:dim], 0, *shape[dim + 1 :], dtype=dtype, device=device)
         self._shared = False
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes. Storage that forks share is counted once for each of them."""
+        """Allocated bytes, including storage shared with forks."""
         return self.data.nbytes
 
     def reserve(self, slots: int) -> torch.Tensor:
-        """Return `data` with at least `slots` slots, copied first if a fork shares it. New slots are uninitialised."""
+        """Return `data` with at least `slots` slots, not shared with a fork. New slots are uninitialised."""
         capacity = self.data.shape[self.dim]
         if slots > capacity:
             shape = list(self.data.shape)
@@ -50,7 +47,6 @@ class GrowingTensor:
         return self.data
 
     def fork(self) -> GrowingTensor:
-        """Return a copy-on-write copy."""
         twin = object.__new__(GrowingTensor)
         twin.dim, twin.data = self.dim, self.data
         self._shared = twin._shared = True
@@ -64,19 +60,18 @@ class LayerTensors:
     """
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1) -> None:
-        """Start without layers. All arguments except `per_slot` are passed to the `GrowingTensor` of each layer."""
+        """Start without layers. The other arguments are those of each layer's `GrowingTensor`."""
         self._dim, self._dtype, self._device, self._per_slot = dim, dtype, device, per_slot
         self._tensors: dict[int, GrowingTensor] = {}
         self._lengths: dict[int, int] = {}
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes. Storage that forks share is counted once for each of them."""
+        """Allocated bytes, including storage shared with forks."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def layers(self) -> Set[int]:
-        """The opened layers."""
         return self._tensors.keys()
 
     def length(self, layer: int) -> int:
@@ -88,25 +83,23 @@ class LayerTensors:
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Create the layer's tensor with `shape`, which is 0 in the growing dimension. A second call has no effect."""
+        """Create the layer's tensor, whose `shape` is 0 in the growing dimension. A second call has no effect."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device)
             self._lengths[layer] = 0
 
     def reserve(self, layer: int, tokens: int) -> torch.Tensor:
-        """Return the layer's tensor for writing, not shared with a fork. Its token count becomes at least `tokens`."""
+        """Return the layer's tensor for writing, not shared with a fork, with at least `tokens` tokens."""
         self._lengths[layer] = max(self._lengths[layer], tokens)
         return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
 
     def fork(self) -> LayerTensors:
-        """Return a copy-on-write copy."""
         twin = LayerTensors(self._dim, self._dtype, self._device, self._per_slot)
         twin._tensors = {layer: tensor.fork() for layer, tensor in self._tensors.items()}
         twin._lengths = dict(self._lengths)
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that every opened layer has capacity for its tokens."""
         assert self._tensors.keys() == self._lengths.keys()
         for layer, tensor in self._tensors.items():
             assert self._lengths[layer] <= tensor.data.shape[self._dim] * self._per_slot

@@ -40,7 +40,6 @@ class H2O(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an entry: one float32 number, the accumulated attention."""
         return EntryShape(1, torch.float32)
 
     @classmethod
@@ -49,23 +48,17 @@ class H2O(ScorerPolicy[BudgetOptions]):
         return replace(super().memory_demand(options, geometry, dtype), weights_at_once=WEIGHED_AT_ONCE)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return entries of 0 for new tokens, which have received no attention."""
+        """Return entries of 0: new tokens have received no attention."""
         return k.new_zeros(*k.shape[:2], 1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score tokens by accumulated attention.
-
-        The most recent tokens, up to half of the budget, get score `NEWEST`.
-        """
+        """Score tokens by accumulated attention. The most recent ones, up to half of the budget, get score `NEWEST`."""
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
         local = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
         return keys.entries.squeeze(2).masked_fill(keys.tokens >= keys.stops - local, NEWEST)
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-        """Add the attention weights of queries q `[H, m, d]` to the entries of keys k `[Hkv, n, d]`.
-
-        The queries belong to the tokens [start, start + m).
-        """
+        """Add the attention weights of q `[H, m, d]`, from token `start` on, to the entries of k `[Hkv, n, d]`."""
         stop = start + q.shape[1]
         for head, row in enumerate(entries[:, :, 0]):
             queries = q.view(len(entries), -1, *q.shape[1:])[head]
@@ -76,7 +69,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
                 row[:end] += self._causal_weights(layer, part, k[head, :end], begin)
 
     def _causal_weights(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> torch.Tensor:
-        """Return attention weights `[n]` of keys k `[n, d]`, summed over the queries q `[G, m, d]`.
+        """Return attention weights `[n]` of keys k `[n, d]`, summed over q `[G, m, d]`.
 
         The first query belongs to token `start`. Each query attends to the tokens before it and to itself.
         """

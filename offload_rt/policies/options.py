@@ -22,7 +22,7 @@ SourceOption = Literal["auto", Source, "query"]
 
 
 def _layers(named: Iterable[int]) -> tuple[int, ...]:
-    """Convert layer indices to a tuple of integers. Raise ConfigError if `named` is not a list of integers."""
+    """Convert layer indices to a tuple. Raise ConfigError if `named` is not a list of integers."""
     try:
         if not isinstance(named, (str, bytes)):
             return tuple(index(layer) for layer in named)
@@ -48,8 +48,7 @@ def _check_selects(budget: float, sinks: int, recent: int, context: int) -> None
 
 @register_policy("full", "offload_rt.policies.full:Full")
 @dataclass(frozen=True)
-class FullOptions(PolicyOptions):
-    """Options of policy "full". It has none."""
+class FullOptions(PolicyOptions): ...
 
 
 @register_policy("infinigen", "offload_rt.policies.infinigen.policy:InfiniGen")

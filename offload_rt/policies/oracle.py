@@ -17,10 +17,9 @@ from .scorer import EntryShape, ScorerPolicy, ScorerState, TokenLists
 
 
 class OracleState(ScorerState):
-    """State of policy "oracle", which reads keys from the pool instead of storing entries."""
+    """State that reads keys from the pool instead of storing entries."""
 
-    def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """No-op, because keys are read from the host pool."""
+    def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None: ...
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
         return self._keys(layer, pages).to(self._policy.device)
@@ -40,7 +39,7 @@ class Oracle(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an empty entry: no data is stored per token."""
+        """Return the shape of an empty entry, because no data is stored."""
         return EntryShape(0, dtype)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
@@ -48,5 +47,4 @@ class Oracle(ScorerPolicy[BudgetOptions]):
         return keys.group_ranks(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
 
     def new_state(self, keys: KeyReader) -> OracleState:
-        """Return a state that reads keys from the host pool with `keys`."""
         return OracleState(self, keys)

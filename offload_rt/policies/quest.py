@@ -19,7 +19,7 @@ class Quest(ScorerPolicy[QuestOptions]):
 
     @classmethod
     def entry_shape(cls, options: QuestOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an entry: a lower and an upper bound, in the model's dtype, for each key channel."""
+        """Return the shape of an entry: a lower and an upper bound for each key channel."""
         return EntryShape(2 * geometry.head_dim, dtype, options.page)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
@@ -32,10 +32,9 @@ class Quest(ScorerPolicy[QuestOptions]):
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         """Score each token by the rank of its page.
 
-        A page has, for each key channel, the minimum `low` and the maximum `high` over its keys, including keys of
-        tokens that are not candidates. The upper bound of a page for a query head is the sum over channels of max(q *
-        low, q * high). The rank of a page is the largest softmax weight that its bound has in a query head of the
-        group. The softmax is over all pages that contain candidates.
+        The keys of a page, including those of tokens that are not candidates, have a minimum `low` and a maximum `high`
+        in each channel. The sum over channels of max(q * low, q * high) is an upper bound of their scores. The rank is
+        the largest softmax weight of this bound, over all pages with candidates, in a query head of the group.
 
         All tokens of a page have equal scores. If the budget covers only part of the last page, its first tokens are
         selected.

@@ -44,17 +44,14 @@ class PolicyOptions:
     """Named sets of option values. If no preset is given, "default" is used."""
 
     def __post_init__(self) -> None:
-        """Check the types of plain fields. A subclass with additional checks calls this method first."""
+        """Check the types of plain fields. A subclass with more checks calls this method first."""
         check_types(self)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
-        """Parse the mapping that `LLM(policy_options=...)` takes.
+        """Parse the mapping that `LLM(policy_options=...)` takes. Raises ConfigError.
 
         If the class has presets, the key "preset" selects one, and the other keys override its values.
-
-        Raises:
-            ConfigError: If a key or a value is invalid.
         """
         given = dict(options)
         if cls.presets:
@@ -63,17 +60,16 @@ class PolicyOptions:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
-        """Return the preset `name` with `overrides`. Raises ConfigError if it does not exist."""
         check_choice("preset", name, cls.presets)
         return from_mapping(cls, {**cls.presets[name], **overrides})
 
     @classmethod
     def given(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the explicit options of a mapping: the values of its preset, if any, overridden by its other keys."""
+        """Return the values of the mapping's preset, if any, overridden by its other keys."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
-        """Raise ConfigError if the policy would not select a single token in any context of up to `context` tokens."""
+        """Raise ConfigError if the policy cannot select a token in any context of up to `context` tokens."""
 
     def provenance_text(self) -> str:
         """Return the text whose digest is the KV provenance key of these options.
@@ -86,7 +82,6 @@ class PolicyOptions:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def provenance_value(self, name: str) -> Any:
-        """Return the value of option `name` for `provenance_text`."""
         return getattr(self, name)
 
 
@@ -132,7 +127,6 @@ class _Registered:
     policy: str
 
     def load(self) -> PolicyClass:
-        """Import and return the policy class."""
         module, _, name = self.policy.partition(":")
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
@@ -174,21 +168,15 @@ def policy_names() -> tuple[str, ...]:
 
 
 def options_class(name: str) -> type[PolicyOptions]:
-    """Return the options class of policy `name`.
-
-    Raises:
-        ConfigError: If the policy does not exist. The message suggests the most similar name.
-    """
+    """Return the options class of policy `name`. Raises ConfigError, which suggests the most similar name."""
     check_choice("policy", name, _known())
     return _registered[name].options
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
-    """Parse and check the options of policy `name` without a model.
+    """Parse and check the options of policy `name`. Raises ConfigError.
 
-    Raises:
-        ConfigError: See `make_policy`. Options that only fail for a certain model, such as a layer index that is too
-            large, are not detected here.
+    Errors that depend on the model, such as a layer index that is too large, are not detected.
     """
     chosen = options_class(name)
     if options and not fields(chosen):

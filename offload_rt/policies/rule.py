@@ -16,11 +16,7 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 
 
 def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers that attend to all visible tokens: the layers `named` and all sliding-window layers.
-
-    Raises:
-        ConfigError: If the model has no layer with one of the indices `named`.
-    """
+    """Return the layers `named` and all sliding-window layers. Raises ConfigError if a layer does not exist."""
     for layer in named:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
@@ -28,10 +24,9 @@ def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
-    """Return how many candidates a layer may select so that it attends to at most the fraction `budget` of its tokens.
+    """Return how many candidates a layer may select to attend to at most the fraction `budget` of its tokens.
 
-    Resident tokens are always attended to and count towards the budget. The number is rounded down; it is 0 if the
-    resident tokens use up the budget.
+    Resident tokens count towards the budget, so the number may be 0.
     """
     return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
 
@@ -55,7 +50,7 @@ class Rule:
     own_bases: bool = False
 
     def limit(self, visible: VisibleTokens) -> int:
-        """Return the largest number of tokens to select from the candidates of `visible`."""
+        """Return the largest number of candidates to select."""
         if self.budget is not None:
             return budget_tokens(self.budget, visible)
         return selection_limit(len(visible.candidates), self.max_fraction)
@@ -67,9 +62,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Spans:
-    """Candidates of each sequence in a batch.
-
-    A list belongs to one KV head of one sequence; P = B * Hkv.
+    """Candidates of each sequence in a batch, in P = B * Hkv lists, one per sequence and KV head.
 
     Attributes:
         starts: First candidate of each list, int32 `[P]` on the device.
@@ -89,11 +82,7 @@ class Spans:
 
     @staticmethod
     def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
-        """Return four arguments of the selection kernels for B sequences that see `visible`. P = B * Hkv.
-
-        `starts` and `stops` `[P]` are the ranges of candidates of each list, `limits` `[B]` the maximum numbers of
-        tokens to select per list, and `contexts` `[B]` the numbers of visible tokens.
-        """
+        """Return the values of `starts`, `stops`, `limits` and `contexts` for sequences that see `visible`."""
         candidates = [seen.candidates for seen in visible for _ in range(kv_heads)]
         limits, contexts = [rule.limit(seen) for seen in visible], [seen.all.stop for seen in visible]
         return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]

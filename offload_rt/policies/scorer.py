@@ -160,7 +160,7 @@ class ScorerPolicy(Generic[Chosen]):
         return MemoryDemand(dense, resident, options.budget, key_bytes=keys, copied_bytes=copied)
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Return `attention_input` `[T, D]` unchanged."""
+        """Return the predicted attention input `[T, D]` unchanged."""
         return attention_input
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,6 @@ class ScorerPolicy(Generic[Chosen]):
         return keys.entries
 
     def new_state(self, keys: KeyReader) -> ScorerState:
-        """Return an empty state."""
         return ScorerState(self, keys)
 
     def scaled(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -229,26 +228,20 @@ class ScorerState(PolicyState):
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the entries."""
         return self._entries.nbytes
 
     @property
     def scoring_keys(self) -> ScorerState:
-        """This object. `KeyLists` read its entries in batched selection."""
         return self
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Pass the queries q `[H, m, d]` of a prefill chunk to the policy if it sets `wants_queries`."""
         if self._policy.wants_queries and layer not in self._policy.dense_layers:
             known, stop = self._entries.length(layer), start + q.shape[1]
             self._store(layer, k[:, known:stop], known)
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Store the policy's entries of the m tokens from `start` on, computed from their keys k `[Hkv, m, d]`.
-
-        Entries that `on_queries` has already stored are kept.
-        """
+        """Store the policy's entries of keys k `[Hkv, m, d]`, except those that `on_queries` has stored."""
         if layer not in self._policy.dense_layers:
             self._store(layer, k, start)
 
@@ -284,7 +277,6 @@ class ScorerState(PolicyState):
         return Selection(top_tokens(scores, n) + candidates.start)
 
     def on_attended(self, layer: int, visible: VisibleTokens, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-        """Let the policy update its stored entries with the attention weights `[Hkv, n]` of `tokens` `[Hkv, n]`."""
         limit = budget_tokens(self._policy.budget, visible)
         keys = self._lists(layer, visible, range(self._entries.length(layer)), limit)
         shape = len(tokens), len(keys.tokens)
@@ -294,10 +286,7 @@ class ScorerState(PolicyState):
         data[:, : keys.entries.shape[1]] = self._policy.on_attended(layer, keys, dense, attended)
 
     def _lists(self, layer: int, visible: VisibleTokens, tokens: range, limit: int) -> TokenLists:
-        """Return the entries of all pages that contain `tokens`, and the candidates of `visible`.
-
-        `limit` is the largest number of tokens to select.
-        """
+        """Return the entries of all pages that contain `tokens`, with at most `limit` candidates to select."""
         policy, heads, seen = self._policy, self._policy.geometry.kv_heads, visible.candidates
         page = policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))
@@ -307,25 +296,21 @@ class ScorerState(PolicyState):
         return TokenLists(self._stored(layer, pages), pages.start * page, page, spans)
 
     def _stored(self, layer: int, pages: range) -> torch.Tensor:
-        """Return the scorer's data for the m pages in `pages`: w numbers per page and KV head, `[Hkv, m, w]`."""
+        """Return the stored entries of m pages, `[Hkv, m, w]`."""
         return self._entries.data(layer)[:, pages.start : pages.stop]
 
-    def basis(self, layer: int) -> None:
-        """Return None, because queries and keys are not transformed."""
+    def basis(self, layer: int) -> None: ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the entries `[Hkv, capacity, w]` for writing to `slots`. Extend the layer to include the slots."""
         return self._entries.reserve(layer, slots.stop)
 
     def append_batch(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, basis: None, storages: PointerTable, slots: torch.Tensor
     ) -> None:
-        """Store entries of the newest keys k `[P, d]` of a batch in `slots`, int64 `[P]`. P = B * Hkv."""
         entering = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
         dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
 
     def score_batch(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
-        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
         wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))
@@ -334,17 +319,14 @@ class ScorerState(PolicyState):
     def attended(
         self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor
     ) -> None:
-        """Update the entries of a batch with the attention weights `[P, tokens]` of a decode step. P = B * Hkv."""
         keys = self._policy.lists(storages, spans)
         entries = self._policy.on_attended(layer, keys, weights, attended)
         dispatch.write_lists(entries.contiguous(), storages, spans.contexts, keys.page)
 
     def fork(self, keys: KeyReader) -> Self:
-        """Return a copy that shares the entries until either copy writes."""
         twin = type(self)(self._policy, keys)
         twin._entries = self._entries.fork()
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that every layer has entries for all its tokens."""
         self._entries.check_integrity()

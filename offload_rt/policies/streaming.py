@@ -21,13 +21,12 @@ class Streaming(ScorerPolicy[BudgetOptions]):
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
-        """Return the shape of an empty entry: no data is stored per token."""
+        """Return the shape of an empty entry, because no data is stored."""
         return EntryShape(0, dtype)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
-        """Return empty entries `[P, m, 0]` for m new tokens in P lists."""
         return k[:, :, :0]
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Use the token index as the score, so that the most recent candidates are selected."""
+        """Return the token indices, so that the most recent candidates are selected."""
         return keys.tokens.float().expand(len(queries), -1)

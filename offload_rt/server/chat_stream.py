@@ -23,15 +23,6 @@ from .service import EngineArguments, Service
 
 @dataclass(frozen=True)
 class ChatJob:
-    """A rendered and tokenized chat request.
-
-    Attributes:
-        text: Prompt rendered with the chat template.
-        ids: Token ids of the prompt.
-        params: Sampling parameters.
-        make_parser: Creates the parser for one completion's reasoning and tool calls.
-    """
-
     text: str
     ids: list[int]
     params: SamplingParams
@@ -54,7 +45,8 @@ async def prepare(
         conversation: The conversation.
         max_tokens: Maximum number of new tokens that the client requested, or None.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Result of `structured_outputs`, or None. It takes precedence over a required tool call.
+        structured: Constraint of the response (`structured_outputs`), or None. It takes precedence over a required tool
+            call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
@@ -78,7 +70,7 @@ async def prepare(
 
 @dataclass(frozen=True)
 class Step:
-    """The output that one completion has added since its previous step.
+    """The new output of one completion since the step before it, in the form that all API protocols need.
 
     Attributes:
         index: Index of the completion in the response.
@@ -112,7 +104,7 @@ class ChatStream:
     def __init__(self, make_parser: Callable[[], Parser] = Plain) -> None:
         self._parsers: defaultdict[int, Parser] = defaultdict(make_parser)
         self._seen: dict[int, tuple[int, int, bool]] = {}
-        """For each completion index: numbers of returned characters and tokens, and whether it has finished."""
+        """For each completion index: characters and tokens returned so far, and whether it has finished."""
         self._called: set[int] = set()
 
     def steps(self, output: RequestOutput) -> list[Step]:
@@ -159,7 +151,7 @@ async def generate_steps(
 
 
 async def collect_steps(steps: AsyncGenerator[Step, None]) -> list[Step]:
-    """Merge all steps into one step per completion, with the usage of the whole request."""
+    """Wait for the end of all completions, and return one step for each, with the token counts of the whole request."""
     by_index: dict[int, list[Step]] = defaultdict(list)
     async with aclosing(steps):
         async for step in steps:

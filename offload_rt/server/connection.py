@@ -93,7 +93,6 @@ class EventStream(Response):
         self._events, self._next = events, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. If the client disconnects, close the generator of the events."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await until_disconnect(receive, self._send(scope, send))

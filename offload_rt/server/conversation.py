@@ -106,7 +106,7 @@ def conversation_of(
 ) -> Conversation:
     """Return the conversation with `messages` and the tools of `body`.
 
-    `choice` and `parallel` are the request's `tool_choice` and `parallel_tool_calls`.
+    `choice` and `parallel` are OpenAI's `tool_choice` and `parallel_tool_calls`.
     """
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -223,7 +223,10 @@ def forced_call(conversation: Conversation) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of `function`, to insert it at the JSON pointer `pointer` of another schema."""
+    """Return the JSON schema of a call of `function`.
+
+    Its references are valid if it is part of a schema at `pointer`.
+    """
     parameters = function.get("parameters") or {}
     known = parameters.get("type") == "object"
     arguments = _with_references_at(parameters, f"{pointer}/properties/arguments") if known else {"type": "object"}
@@ -236,7 +239,7 @@ def _call_schema(function: Mapping[str, Any], pointer: str) -> dict[str, Any]:
 
 
 def _with_references_at(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
-    """Return `schema` with references (`#/...`) that are valid after its insertion at `pointer` of another schema."""
+    """Return `schema` with references (`#/...`) that are valid if it is part of another schema at `pointer`."""
     # References in a schema with `$id` are relative to that schema, so they do not change.
 
     def move(found: dict[str, Any]) -> dict[str, Any]:

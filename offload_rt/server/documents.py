@@ -163,16 +163,15 @@ class DocumentCache:
 
 
 MAX_NAME = 100
-"""Maximum length of a session name in characters."""
 
 _TITLE = 80
 _EXCERPT = 120
 
 
 def session_of(owner: str, name: str) -> str:
-    """Return the engine's id for the session that a client calls `name`. `owner` is the digest of its API key.
+    """Return the id under which the engine stores the session that a client calls `name`.
 
-    Raises RefusedError for invalid names.
+    `owner` is the digest of the client's API key. Raises RefusedError for invalid names.
     """
     if not 1 <= len(name) <= MAX_NAME:
         raise bad_request(f"session must be a string of 1 to {MAX_NAME} characters", "session")
@@ -265,7 +264,10 @@ def _title(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def response_of(owner: str, name: str) -> str:
-    """Return the engine's session id for the response `name`. `owner` is the digest of the client's API key."""
+    """Return the id under which the engine stores the response `name`.
+
+    `owner` is the digest of the client's API key.
+    """
     return digest("response", owner, name)
 
 

@@ -19,10 +19,7 @@ _ADDED = (
     "waiting", "running", "prompt_tokens", "cached_tokens", "generated_tokens", "h2d_bytes", "device_kv_bytes",
     "host_hit_tokens",
 )  # fmt: skip
-"""Fields of `EngineLoad` that are summed over all engines.
-
-The other fields describe the pool that all engines share.
-"""
+"""Fields of `EngineLoad` that are summed over all engines. Other fields are the same in all engines."""
 
 
 class Engines:

@@ -52,7 +52,7 @@ class TextLines(logging.Formatter):
 
 
 class Repetitions(logging.Filter):
-    """Pass at most `limit` warnings, errors and refused requests with the same message and status per interval.
+    """Log filter: at most `limit` warnings, errors and refused requests with the same message and status per interval.
 
     The first record after an interval has the field `suppressed`: the numbers of dropped records, by message.
     """

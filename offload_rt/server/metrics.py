@@ -40,10 +40,7 @@ _TIERS = {
     "disk": "disk_hit_tokens",
     "lost": "lost_tokens",
 }
-"""Field of `EngineLoad` that counts the tokens of each tier.
-
-`_GAUGES` and `_TOTALS` map metric names to (help text, field of `EngineLoad`).
-"""
+"""Fields of `EngineLoad` that count earlier tokens of a session, by the place where their KV was found."""
 
 PREFIX = "offload_rt_"
 
@@ -127,8 +124,6 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Prometheus collector that reads the engines' load at each scrape."""
-
     def __init__(self, engines: Engines, model: str) -> None:
         self._engines, self._model = engines, model
 

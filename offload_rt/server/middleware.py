@@ -25,7 +25,7 @@ IGNORED_FIELDS = "x-ignored-fields"
 """Response header that lists the unknown fields of the request, which were ignored."""
 
 GONE = 499
-"""HTTP status in the log for a client that disconnects before the response begins."""
+"""Status in the log if the client disconnects before the response begins (as in nginx)."""
 
 MAX_BODIES = 16
 """Maximum total size of all incomplete bodies, as a multiple of `max_body`. Above it, requests are refused with 503."""
@@ -169,7 +169,7 @@ def _host_name(host: str) -> str:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` callable that returns the body first, and then the messages of `receive`."""
+    """Return an ASGI `receive` function that returns `body` first, and then the messages of `receive`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

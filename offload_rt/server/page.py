@@ -30,6 +30,5 @@ PAGE_PATHS = tuple(_FILES)
 
 
 def page_file(path: str) -> Response:
-    """Return the response with the file at `path`, which is one of `PAGE_PATHS`."""
     content, kind = _FILES[path]
     return Response(content, media_type=kind, headers=_HEADERS)

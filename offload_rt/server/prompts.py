@@ -21,10 +21,10 @@ from .tokenizing import TextTokenizer
 T = TypeVar("T")
 
 LONG = 1 << 18
-"""Length in characters above which a text is long. Long texts are tokenized one after another."""
+"""Texts with more characters are tokenized one after another in a thread of their own."""
 
 TOKEN_SIZE = 4
-"""Assumed characters per token id when a thread is chosen. A message counts as 16 additional token ids."""
+"""Assumed characters per token id, to choose the thread. A message counts as 16 additional token ids."""
 
 SHORT_THREADS = 2
 """Number of threads for short texts."""
@@ -43,7 +43,7 @@ class TokenLimits:
         self.positions, self.capacity, self._limit = positions, capacity, options.max_tokens_limit
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise RefusedError if a prompt of at least `tokens` tokens exceeds the limits."""
+        """Raise RefusedError if a prompt with this number of tokens, or more, would exceed the limits."""
         if tokens >= self.positions:
             raise bad_request(
                 f"this model's maximum context length is {self.positions:,} tokens, and the prompt has at least "
@@ -149,15 +149,14 @@ class Prompts:
         return await self._in_thread(TOKEN_SIZE * len(ids), lambda cancelled: list(convert(list(ids))))
 
     def close(self) -> None:
-        """Stop the threads."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
         """Run `work` in a worker thread and return its result.
 
-        If the call is cancelled, the event that was passed to `work` is set. Short and long texts have different
-        threads. `size` is the length of the text in characters.
+        If the call is cancelled, the event that `work` gets is set. `size` is the length of the text in characters:
+        long texts have a separate thread.
         """
         cancelled, loop = Event(), asyncio.get_running_loop()
 

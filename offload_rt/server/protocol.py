@@ -88,7 +88,7 @@ class LimitedProtocol(H11Protocol):
         self._request: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._timed: object = None
-        """The request-response cycle that the request timer belongs to."""
+        """The request-response cycle of uvicorn that the request timer belongs to."""
 
     @property
     def awaits_client(self) -> bool:
@@ -207,10 +207,9 @@ def default_connections() -> int:
 
 
 class LimitedServer(uvicorn.Server):
-    """uvicorn's server with a long listen queue.
+    """uvicorn's server with a listen queue that is longer than the number of connections accepted at once.
 
-    asyncio uses one number for the length of the listen queue and for the number of connections that it accepts at
-    once, which must be small. This class therefore lengthens the queue after the start.
+    asyncio has only one parameter for both, so this class sets the length of the queue after the start.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -24,7 +24,10 @@ PREFIX = 2048
 """Number of characters at the start of a long prompt that determine its replica."""
 
 MIN_PREFIX = 256
-"""Number of characters that determine the replica of a prompt shorter than `PREFIX`. Shorter prompts use any one."""
+"""Number of characters that determine the replica if the prompt is shorter than `PREFIX`.
+
+Shorter prompts use any one.
+"""
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")
 """Request fields with the prompt, in all protocols, sorted as in a rendered chat template."""
@@ -60,9 +63,9 @@ def route_key(headers: Headers, body: bytes) -> str:
 def balance_by_load(queues: Sequence[int], max_ahead: int) -> list[int]:
     """Return the indices of the replicas in the order in which they should be tried.
 
-    `queues` has the number of running requests of each replica, in the order of the hash ring. This order is kept if
-    the first replica has at most `max_ahead` more requests than the least loaded replica. Otherwise the replicas are
-    sorted by load.
+    `queues` has the number of running requests of each replica, with the replica of the routing key first. This order
+    is kept if the first replica has at most `max_ahead` more requests than the least loaded one. Otherwise the replicas
+    are sorted by load.
     """
     order = list(range(len(queues)))
     if queues and queues[0] - min(queues) > max_ahead:

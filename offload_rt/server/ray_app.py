@@ -30,13 +30,12 @@ from .proxy import ForwardedRequest, Proxy, run_app
 ROUTER = "offload_rt.server.ray_router.BalancedRouter"
 
 ENGINE, PROXY = "engine", "proxy"
-"""Names of the two Ray deployments."""
 
 MAX_ONGOING = {ENGINE: 64, PROXY: 10_000}
 """Maximum number of running requests per replica of each deployment. Requests in the proxy only wait."""
 
 MAX_FOLDERS = 1000
-"""Maximum number of KV folders to try. It exceeds the number of replicas."""
+"""Number of KV folders that a replica tries until it finds a free one. It must exceed the number of replicas."""
 
 
 SCALING = {"target_ongoing_requests": 8, "upscale_delay_s": 10, "downscale_delay_s": 300}
@@ -64,7 +63,6 @@ class Cluster:
 
     @property
     def size(self) -> dict[str, Any]:
-        """Ray options that set the number of replicas of a deployment."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas}
         return {"autoscaling_config": SCALING | {"min_replicas": self.replicas, "max_replicas": self.max_replicas}}

@@ -9,7 +9,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from .proxy import balance_by_load
 
 MAX_AHEAD = 4
-"""Maximum difference in running requests up to which cached prefixes are more important than low load."""
+"""A request goes to the replica with its cached prefix unless it has this many more requests than another one."""
 
 
 class BalancedRouter(ConsistentHashRouter):  # type: ignore[misc]

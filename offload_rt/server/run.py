@@ -112,7 +112,7 @@ def _loading_response(scope: Scope, state: dict[str, Any]) -> Response:
 def bound(options: ServerOptions) -> socket.socket:
     """Return a listening socket. Raises ConfigError if the address cannot be used.
 
-    Call this before the model is loaded, so that address errors are reported immediately.
+    Call this before the model is loaded, so that such an error is reported at once.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     found = socket.socket(family)

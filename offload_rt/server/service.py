@@ -117,14 +117,9 @@ class Service:
         return hmac.new(self._salt_key, text.encode(), hashlib.sha256).hexdigest()
 
     def params(self, **fields: Any) -> SamplingParams:
-        """Return the model's default sampling parameters, with `fields` replaced.
-
-        Raises ConfigError if they are invalid.
-        """
         return self.engine.llm.get_default_sampling_params(**fields)
 
     def _documents(self, kind: str, fields: Collection[str]) -> DocumentCache:
-        """Open the store of the documents in the subfolder `kind`. Raises ConfigError if the folder cannot be used."""
         folder = self.options.documents
         try:
             return DocumentCache(None if folder is None else folder / kind, fields)
@@ -247,7 +242,7 @@ class Service:
             self._log_statistics(request, ids, last, usage, reason, first - begun if first else None)
 
     def _for_client(self, error: OffloadError) -> str:
-        """Return the message of an error without the model's folder and the memory use of other sessions (private)."""
+        """Return the error message without the model's folder and the memory use of other clients' sessions."""
         if isinstance(error, PoolFullError) and isinstance(error.__cause__, PoolFullError):
             logger.warning("not enough KV cache for a request: %s", error)
             error = error.__cause__
@@ -285,14 +280,12 @@ class Service:
             notes.setdefault("answers", []).append([each.text for each in last.outputs] if last else [])
 
     async def close(self) -> None:
-        """Abort running requests and stop all threads."""
         self.prompts.close()
         await asyncio.gather(*self._deletions, return_exceptions=True)
         await self.engines.close()
 
 
 def _repeat_completion(output: RequestOutput, copies: int) -> RequestOutput:
-    """Return an output with `copies` copies of the only completion of `output`."""
     if copies == 1:
         return output
     return replace(output, outputs=[replace(output.outputs[0], index=i) for i in range(copies)])
@@ -336,4 +329,4 @@ async def _service_of(request: Request) -> Service:
 
 
 CurrentService = Annotated[Service, Depends(_service_of)]
-"""Type of a route parameter for which FastAPI passes the application's `Service`."""
+"""Type of a route's parameter. FastAPI then passes the application's `Service`."""

@@ -18,7 +18,7 @@ PIECE = 1 << 16
 """Minimum length of a piece in characters. Shorter texts are tokenized whole."""
 
 NFC_SHRINKS = 4
-"""Maximum factor by which NFC normalisation shortens UTF-8 text. In Unicode 16 the maximum is 3.5, for U+0390."""
+"""Factor by which NFC normalisation shortens UTF-8 text at most. In Unicode 16 it is 3.5, for U+0390."""
 
 LOCAL_PATTERNS = (
     # GPT-2, and the default of `ByteLevel`
@@ -29,7 +29,10 @@ LOCAL_PATTERNS = (
     # Qwen 2
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""Pre-tokenizer patterns that always begin a new word at a space between two letters."""
+"""Regular expressions of pre-tokenizers that begin a new word at every space between two letters.
+
+A text can be split before such a space, and its parts tokenized separately.
+"""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SPACES = (" ", "Ġ", "▁")
@@ -69,7 +72,7 @@ class _TokenizerSteps:
 
     @property
     def local(self) -> bool:
-        """Whether the pre-tokenizers find the same words if a text is split before a space between two letters."""
+        """Whether a text can be split before a space between two letters without changing the words that are found."""
         normal = all(step["type"] == "NFC" or _replaces_one(step) for step in self.normalizers)
         # If spaces remain in the normalized text, a pre-tokenizer may split after the space instead of before it.
         spaces = not any(_replaces_one(step) and step["pattern"]["String"] == " " for step in self.normalizers)
@@ -93,7 +96,6 @@ def _flatten(step: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _grows(step: Mapping[str, Any]) -> bool:
-    """Return whether the output of a normalizer step is never shorter than its input."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is not None and 0 < len(pattern.encode()) <= len(step["content"].encode())
@@ -106,7 +108,7 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
 
 
 def _is_local(step: Mapping[str, Any], spaces: bool) -> bool:
-    """Return whether a pre-tokenizer finds the same words if a text is split before a space between two letters.
+    """Return whether a pre-tokenizer finds the same words if the text is split before a space between two letters.
 
     `spaces` tells whether the normalized text still contains spaces.
     """
@@ -228,7 +230,7 @@ def _utf8(token: str) -> int:
 
 
 def _before_spaces(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the characters that directly precede a space inside a token of the vocabulary."""
+    """Yield each character that directly precedes a space within a token of the vocabulary."""
     for token in tokens:
         for i, character in enumerate(token[1:]):
             if character in _SPACES:

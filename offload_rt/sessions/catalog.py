@@ -22,7 +22,7 @@ class StoredFile:
 
     Attributes:
         bytes: Size in bytes.
-        used: Time of the last use in seconds since 1970. With the store policy "fifo", it is the time of writing.
+        used: Time of the last use in seconds since 1970. With the store policy "fifo", the time of writing.
     """
 
     bytes: int
@@ -34,12 +34,12 @@ class StoredSession:
     """A session on disk, as `read_catalog` finds it.
 
     Attributes:
-        document: Document name in the store, as "namespace digest/name".
+        document: Name of the file with the session's history, as "digest of the namespace/file name".
         history: History of the session.
         blocks: Files of the session's blocks that exist on disk.
         own_bytes: Size in bytes of the blocks that no other session uses.
         used: Time of the last use in seconds since 1970.
-        damage: Why the newest history cannot be read, or "" if it can. If it cannot, `history` is the previous version.
+        damage: Why the newest history cannot be read, or "". If it cannot, `history` is the version saved before.
     """
 
     document: str
@@ -67,23 +67,23 @@ class DamagedSession:
     """A session whose history cannot be read.
 
     Attributes:
-        document: Document name in the store, as "namespace digest/name".
+        document: Name of the file with the history, as "digest of the namespace/file name".
     """
 
     document: str
 
     @property
     def space(self) -> str:
-        """Digest of the namespace, shown in place of the unknown model name."""
+        """Digest of the namespace, which takes the place of the unknown model name."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the document, shown in place of the unknown session name."""
+        """Name of the history file, which takes the place of the unknown session name."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:
-        """Return whether `name` is the name of the document, or of the session to which the document belongs.
+        """Return whether `name` is the name of the history file, or of a session that has this history file.
 
         `model` must be the digest of the namespace, or None for any namespace.
         """
@@ -95,8 +95,8 @@ class Catalog:
     """Content of a store folder.
 
     Attributes:
-        sessions: Sessions with a readable history, sorted by session name.
-        damaged: Sessions without a readable history, sorted by document name.
+        sessions: Sessions with a readable history, sorted by name.
+        damaged: Other sessions, sorted by the name of their history file.
     """
 
     sessions: tuple[StoredSession, ...]
@@ -187,8 +187,8 @@ class Deleted:
     """Result of deleting a stored session.
 
     Attributes:
-        name: Name of the session. If its history was unreadable, the name of the history document instead.
-        model: Name of the model. If the history was unreadable, the digest of the namespace instead.
+        name: Name of the session. If its history was unreadable, the name of the history file.
+        model: Name of the model. If the history was unreadable, the digest of the namespace.
         removed: What was deleted.
     """
 
@@ -198,11 +198,11 @@ class Deleted:
 
 
 def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
-    """Delete a session, and all blocks of its namespace that no other session and no prompt uses.
+    """Delete a session, and all blocks that no other session and no prompt of the same model uses.
 
     Args:
         folder: Folder of the store.
-        name: Name of the session, or of its document if the history is unreadable.
+        name: Name of the session, or of its history file if the history is unreadable.
         model: Name of the model, or the digest of the namespace if the history is unreadable. Needed only if several
             sessions match.
 
@@ -223,7 +223,7 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
 
 
 def clear_prompts(folder: Path) -> Removed:
-    """Delete the KV of requests without a session name, in all namespaces of a store.
+    """Delete the KV of requests without a session name, for all models.
 
     Raises:
         InputError: The folder does not exist.

@@ -106,7 +106,10 @@ def _part_text(part: object) -> str:
 
 
 def _template_options(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` as template variables. Raise InputError if a name is a parameter of `apply_chat_template`."""
+    """Return `given`.
+
+    Raise InputError if a name is a parameter of `apply_chat_template` instead of a template variable.
+    """
     wrong = next((name for name in given if not isinstance(name, str)), None)
     if wrong is not None:
         raise InputError(f"chat_template_kwargs has the name {wrong!r:.80}: names of variables must be strings")

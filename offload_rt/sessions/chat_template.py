@@ -41,9 +41,9 @@ def turn_tokens(
 ) -> TurnTokens:
     """Return how a user message changes the tokens of a session.
 
-    With a chat template, the text that the template renders between the last response and the next one is appended. If
-    the template changes the last response, the whole conversation is tokenized instead. The session's tokens are then
-    replaced from the first difference on, with a warning.
+    With a chat template, the turn adds the text that the template renders between the last response and the next one.
+    If the template would change the last response, the whole conversation is tokenized instead, with a warning. The
+    turn then replaces the session's tokens from the first difference on.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -12,7 +12,7 @@ from ..storage.saver import Saver
 from .stored_states import StoredStates
 
 SEGMENT_SECONDS = 2.0
-"""Target duration of a prefill segment in seconds. A request that ends early loses at most the KV of one segment."""
+"""Target duration of a prefill segment. A request that ends early loses at most the KV of one segment."""
 
 
 @dataclass(eq=False)
@@ -46,12 +46,11 @@ class SessionContext:
     def segment_stop(self, start: int, stop: int) -> int:
         """Return the end of the prefill segment that begins at token `start`.
 
-        The prefill of tokens [start, stop) is split into segments. If the request ends early, the KV of complete
-        segments is kept. Each segment consists of prefill chunks (`prefill_chunk_size`), at least one, and takes about
-        `SEGMENT_SECONDS` at the measured prefill speed.
+        The prefill of tokens [start, stop) is split into segments of about `SEGMENT_SECONDS`. If the request ends
+        early, the KV of complete segments is kept. A segment is a multiple of `prefill_chunk_size`.
 
-        The prefill is not split if weights are streamed, because each segment would copy all weights again. It is not
-        split if the KV cache is quantised, because the KV would depend on the segment boundaries.
+        The prefill is not split if weights are streamed, because each segment would copy all weights again, or if the
+        KV cache is quantised, because its values would depend on the segments.
         """
         if self.private or self.runner.weights is not None:
             return stop

@@ -1,7 +1,7 @@
-"""Delete a session from a store: its documents, and the blocks that have no other owner.
+"""Delete a session from a store: its history, and the blocks that are no longer used.
 
-A block is owned by each session whose history contains its key, and by the prompts without a session name that have
-claimed it (`DiskStore.claim`).
+A block is used by each session whose history contains its key. Requests without a session name have no history. They
+mark their blocks in the store instead (`DiskStore.claim`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Removed:
 
     Attributes:
         bytes: Size in bytes of the deleted blocks.
-        unreadable: Names of unreadable histories of other sessions in the namespace. The blocks of these sessions are
-            deleted too, because the store cannot tell them from blocks without an owner.
-        kept: Names of unreadable document files, which were not deleted, because it is unknown whose text they contain.
+        unreadable: Names of other sessions' histories that cannot be read. Their blocks are deleted too, because the
+            store cannot know that they are used.
+        kept: Names of unreadable files that were not deleted, because it is unknown whose text they contain.
     """
 
     bytes: int = 0
@@ -50,19 +50,15 @@ class Removed:
 
 
 def remove_session(store: DiskStore, space: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
-    """Delete a session, and all blocks of its namespace that have no other owner.
+    """Delete a session, and all blocks of its namespace that are no longer used.
 
-    The deleted blocks include those of tokens that are no longer in any session, for example after an edit, a
-    truncation or a crash.
+    These include blocks that no session needs since an edit, a truncation or a crash.
 
     Args:
         store: Store, open for writing.
         space: Digest of the namespace.
-        document: Name of the session's history document.
+        document: Name of the session's history file.
         needed: Keys of blocks that open sessions need.
-
-    Returns:
-        The number of freed bytes, the unreadable documents of other sessions, and the unreadable files that were kept.
 
     Raises:
         StoreError: A file cannot be deleted.
@@ -82,18 +78,18 @@ def summary_of(data: bytes) -> Summary | None:
 
 
 def remove_claims(store: DiskStore, space: str) -> Removed:
-    """Remove all claims of prompts without a session name, and delete the blocks that then have no owner.
+    """Delete all blocks that only requests without a session name use.
 
-    No prompt may be running. Raises StoreError if a file cannot be changed.
+    No such request may be running. Raises StoreError if a file cannot be changed.
     """
     return _remove_unowned(store, space, "", (), claimed=False)
 
 
 def _remove_unowned(store: DiskStore, space: str, document: str, needed: Iterable[bytes], *, claimed: bool) -> Removed:
-    """Delete blocks without an owner, and documents with the attention sinks of sessions that no longer exist.
+    """Delete unused blocks, and files with the attention sinks of sessions that no longer exist.
 
-    Blocks with a key in `needed` are kept. The session with the history `document` does not count as an owner. Claims
-    count only if `claimed`.
+    Blocks with a key in `needed` are kept. Blocks that only the session with the history `document` uses are deleted.
+    Blocks that requests without a session name use are kept only if `claimed`.
     """
     keys, sinks, unreadable = set(needed), set[str](), []
     documents = store.documents.summaries(space, summary_of)

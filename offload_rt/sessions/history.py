@@ -14,22 +14,23 @@ from typing import Any
 from ..core import BLOCK_SIZE, ranges_of
 
 FORMAT = 2
-"""Format version of history documents. Stores with format 1 are refused (`storage.folder`)."""
+"""Format version of stored histories. Stores with format 1 are refused."""
 
 SINKS = "sinks"
-"""Name prefix of documents with the original (not rotated) keys of attention sinks."""
+"""Name prefix of files with the keys of attention sinks before they were rotated."""
 
 _IDENTITY = re.compile("[0-9a-f]{32,64}")
 
 _MOST = 1 << 40
-"""Token counts and ids in a document must be less than this limit. Positions are int64."""
+"""Token counts and ids in a stored history must be below this limit, so that they fit int64."""
 
 
 @dataclass
 class History:
     """Persistent state of a session, stored as one JSON document.
 
-    Truncation removes tokens from the middle of a conversation and leaves a *gap* there in the positions.
+    If a truncation removes tokens from the middle of a conversation, the tokens after them keep their positions. The
+    positions of the removed tokens are the *gap*.
 
     Attributes:
         name: Name of the session.
@@ -43,8 +44,8 @@ class History:
         starts: Number of tokens before each of the latest turns, for `undo`.
         truncation_id: Part of the KV provenance key that depends on all truncations. "" if there were none.
         shift: Number of truncated tokens. A token after the gap has the position (its index in `tokens`) + `shift`.
-        sinks: Number of attention sinks: tokens before the gap whose original keys are stored, because their keys in
-            the pool may be rotated. 0 if the keys are never rotated.
+        sinks: Number of attention sinks: tokens before the gap whose keys have been stored before they are rotated. 0
+            if they are never rotated.
         sink_shift: Number of positions by which the sinks' keys are rotated (RoPE).
         keys: Keys of the blocks on disk, in hexadecimal.
         tail: Key of the partly filled last block of the full-attention layers. "" if there is none.
@@ -116,7 +117,10 @@ class History:
 
     @property
     def provenance(self) -> str:
-        """The part of every block's KV provenance key that depends on the cache salt and on truncations."""
+        """The KV provenance key of the session without model and policy.
+
+        It depends on the cache salt and on truncations.
+        """
         return self.salt + self.truncation_id
 
     @property
@@ -169,7 +173,6 @@ class History:
 
     @property
     def exact(self) -> int:
-        """Number of tokens before the first decoded token."""
         return self.decoded[0][0] if self.decoded else len(self.tokens)
 
     def truncate(self, kept: list[int], sinks: int) -> None:
@@ -198,7 +201,7 @@ class History:
         self.truncation_id += f"+{self.shift}"
 
     def restart(self, tokens: list[int]) -> None:
-        """Replace all tokens with `tokens`, which have no KV yet, and reset the record of truncations."""
+        """Replace all tokens with `tokens`, which have no KV yet, and forget all truncations."""
         if tokens is not self.tokens:
             self.starts = []  # it is unknown which of the new tokens belong to which turn
         self.tokens = tokens

@@ -62,16 +62,14 @@ class TierStats:
 
 
 class HostTier:
-    """Keeps idle sessions of one store in host memory ("parked" sessions) until other requests need the memory.
+    """Moves the KV of idle ("parked") sessions of one store from host memory to disk and back.
 
-    `options.policy` sets the eviction order (`storage/policies.py`). With the policy "lookahead", `look_ahead` gets the
-    queue of waiting sessions before every step. It protects the sessions in the eviction window, in host memory and on
-    disk: the next L_ew = (C_mem + C_disk) / S_kv sessions of the queue (C: capacity, S_kv: mean size of a session). If
-    all sessions are protected, the one that is needed last is evicted first.
+    `options.policy` sets the eviction order. With the policy "lookahead", the sessions whose turns come next are kept
+    in memory and on disk: L_ew = (C_mem + C_disk) / S_kv sessions (C: capacity, S_kv: mean size of a session). If
+    memory is still missing, the one whose turn is last in the queue is evicted first.
 
-    Then it evicts sessions until the fraction `options.free_host` of the pool is free. Finally, it prefetches the
-    sessions in the prefetch window from disk, one at a time, while other sessions compute: the next L_pw = C_free /
-    S_kv sessions of the queue.
+    Before every step, `look_ahead` evicts sessions until the fraction `options.free_host` of the pool is free. Then it
+    loads the next L_pw = C_free / S_kv sessions of the queue from disk, one at a time, while other sessions compute.
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -85,19 +83,18 @@ class HostTier:
 
     @property
     def parked(self) -> list[SessionKV]:
-        """The parked sessions, in the order in which they would be evicted from host memory."""
+        """Idle sessions, sorted by the order of eviction from host memory."""
         return list(self._order.ranked())
 
     @property
     def free_bytes(self) -> int:
-        """Host memory in bytes that is free, or that only the prefix tree uses, so that it can be freed."""
+        """Size in bytes of free host memory and of blocks that only the prefix tree uses, which can be freed."""
         return (self._pool.free_blocks + self._pool.idle_blocks) * self._pool.block_bytes
 
     def windows(self, waiting: Sequence[SessionKV]) -> tuple[int, int]:
-        """Return the lengths of the prefetch window and of the eviction window, in sessions.
+        """Return L_pw and L_ew (see the class): how many sessions of the queue are loaded, and how many are kept.
 
-        The formulas are those of CachedAttention (see the class). S_kv is the mean size of parked and waiting sessions.
-        Without a disk limit, the eviction window includes all waiting sessions.
+        Without a disk limit, all waiting sessions are kept.
         """
         sizes = [kv.pool_bytes for kv in {*waiting, *self._since} if kv.pool_bytes]
         mean = sum(sizes) / len(sizes) if sizes else 0.0
@@ -129,7 +126,6 @@ class HostTier:
 
     @contextmanager
     def unparked(self, kv: SessionKV) -> Iterator[None]:
-        """Unpark a session in the body of the `with` statement, and park it afterwards."""
         self.unpark(kv)
         try:
             yield
@@ -168,7 +164,7 @@ class HostTier:
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
         """Evict expired sessions, and prepare host memory for waiting turns. Call this before every step.
 
-        Sessions in the eviction window are kept, even if they are expired.
+        The next sessions of the queue are kept even if they are expired (L_ew, see the class).
 
         Args:
             waiting: Sessions with waiting turns, in the order of their turns, without duplicates.
@@ -198,9 +194,9 @@ class HostTier:
                     self._evict(kv)
 
     def _keep_free(self, soon: Sequence[SessionKV]) -> None:
-        """Evict parked sessions until the fraction `options.free_host` of the pool is free.
+        """Evict idle sessions until the fraction `options.free_host` of the pool is free.
 
-        Stop if the next session to evict is in `soon`, because its turn comes next.
+        Sessions in `soon` are kept.
         """
         buffer = self._options.free_host * self._pool.block_count * self._pool.block_bytes
         while self.free_bytes < buffer and self._since:
@@ -209,10 +205,7 @@ class HostTier:
             self._evict(victim)
 
     def _fetch(self, soon: Sequence[SessionKV]) -> None:
-        """Prefetch the first session of `soon` that is not in host memory, unless another prefetch is in progress.
-
-        `soon` are the sessions in the prefetch window.
-        """
+        """Load the first session of `soon` that is not in host memory, unless another one is being loaded."""
         if self._fetching is not None:
             if self._fetching.loader is not None and not self._fetching.loader.ended:
                 return

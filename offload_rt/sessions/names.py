@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..errors import InputError
 
 LONGEST_NAME = 200
-"""Maximum length of a session name in characters."""
 
 
 def check_name(name: object) -> None:

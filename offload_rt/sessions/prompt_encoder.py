@@ -31,7 +31,6 @@ class PromptEncoder:
         return ids
 
     def chat(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """Return the rendered text and the token ids of one conversation. For options and errors, see `LLM.chat`."""
         if self._model.tokenizer is None:
             raise InputError(f"{self._model.name} has no tokenizer: pass token ids to generate, or set tokenizer=")
         text = render_chat(self._model.tokenizer, messages, **options)

@@ -1,4 +1,4 @@
-"""Create requests that contain the whole conversation. They reuse the KV of earlier requests in a session store."""
+"""Create requests that contain the whole conversation and reuse the KV of earlier requests in a session store."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ from .turn import Turn, check_turn
 logger = logging.getLogger(__name__)
 
 MOST_OPEN = 256
-"""Maximum number of sessions that stay open between turns.
-
-Above it, the least recently used session is saved and closed.
-"""
+"""Maximum number of sessions that stay open between turns. The least recently used ones are saved and closed."""
 
 
 def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
@@ -73,8 +70,8 @@ class StoredRequestFactory:
     def keeps(self, params: SamplingParams) -> bool:
         """Return whether the KV of a request without a session name is kept in the store.
 
-        This is not the case for beam search and for requests with prompt log-probabilities, if the cache does not share
-        prefixes (`CacheManager.shares`), or if the model's weights were changed after loading.
+        False for beam search, for requests with prompt log-probabilities, if prefixes are not shared, and if the
+        model's weights were changed after loading.
         """
         runner = self.store.context.runner
         usual = params.num_beams == 1 and params.prompt_logprobs is None
@@ -114,7 +111,6 @@ class StoredRequestFactory:
                 self.prompt_ended(request)
 
     def _drop_ending(self) -> None:
-        """Write all queued blocks to disk, and free the memory of ended requests."""
         with self.store.context.runner.pool.lock:
             for request in self._ending:
                 request.free_memory(write=True)
@@ -175,7 +171,6 @@ class StoredRequestFactory:
             self._opened.pop(oldest).close()
 
     def look_ahead(self) -> None:
-        """Evict expired sessions from host memory. Call this before each step."""
         self.store.host.look_ahead(())
 
     def delete(self, name: str) -> bool:

@@ -42,7 +42,7 @@ class SessionRegistry(Protocol):
 
 
 def pool_locked(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Decorate a method of `Session` to hold the lock of the KV pool while it runs."""
+    """Make a method of `Session` hold the lock of the KV pool while it runs."""
 
     @wraps(method)
     def locked(session: Session, /, *args: P.args, **named: P.kwargs) -> T:
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """Persistent state of the session: tokens, messages and names of stored blocks."""
+        """Persistent state of the session: tokens, messages and keys of its stored blocks."""
         return self.kv.history
 
     @property
@@ -106,7 +106,7 @@ class Session:
 
     @property
     def loaded_tokens(self) -> int:
-        """Number of tokens whose KV the last turn or prefetch read from disk."""
+        """Number of tokens whose KV the last turn or prefetch has read from disk."""
         return self.kv.loaded_tokens
 
     @property
@@ -162,7 +162,10 @@ class Session:
         return events
 
     def encode(self, prompt: str | Seq[int], params: SamplingParams) -> TurnTokens:
-        """Tokenize a turn and check it. For the errors, see `tokens_of_turn` and `check_fits`."""
+        """Tokenize a turn, and check that the session can run it.
+
+        For the errors, see `tokens_of_turn` and `check_fits`.
+        """
         tokens = tokens_of_turn(self.kv, prompt)
         check_fits(self.kv, tokens, params)
         return tokens
@@ -361,7 +364,6 @@ class Session:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """End a running response, run the body of the `with` statement, and free the session's memory."""
         for events in list(self._answers):
             events.close()
         self.check_idle()

@@ -1,4 +1,8 @@
-"""Names of the stored blocks of a session, and their files on disk."""
+"""Which blocks a session needs, and which of them are on disk.
+
+A block is named by a hash of its tokens and all tokens before it (`NamedBlock`), so that the same text has the same
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ from .history import History
 
 
 class SessionBlocks:
-    """Names the blocks of one session, and finds and pins their files in the store.
+    """Names the blocks of one session, finds them on disk, and protects them from eviction.
 
     Attributes:
-        pinned: Keys of the blocks that the session protects from eviction.
+        pinned: Keys of the blocks that are protected from eviction from the disk.
         damaged: Keys of the blocks that could not be read. They are not loaded again.
     """
 
@@ -33,10 +37,7 @@ class SessionBlocks:
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the full-attention blocks with the tokens [0, stop).
-
-        The list is empty if the model has no full-attention layers.
-        """
+        """Return the names of the full-attention blocks with the tokens [0, stop); [] without full-attention layers."""
         return self.names(stop) if self._runner.pool.groups.full else []
 
     def window_names(self, stop: int) -> list[NamedBlock]:
@@ -44,10 +45,7 @@ class SessionBlocks:
         return window_blocks(self._runner.pool.groups, self.names(stop), stop, self._history.floor)
 
     def decoded_names(self, tokens: Seq[int], start: int, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks of `tokens[:stop]`.
-
-        Decode steps computed the tokens [start, stop), which are not in the history yet.
-        """
+        """Return the names of the blocks of `tokens[:stop]`. The running turn has decoded [start, stop)."""
         return name_blocks(self._provenance, tokens, stop, self._history.decoded_with(start, stop))
 
     @property
@@ -59,9 +57,10 @@ class SessionBlocks:
     # --------------------------------------------------------------------------------------------------------- finding
 
     def find(self, blocks: BlockTable) -> tuple[list[PlacedBlock], int, int | None]:
-        """Find blocks on disk that continue `blocks`, and read the recurrent state after them from disk.
+        """Find blocks on disk that continue `blocks`, which are in host memory.
 
-        Reading the state may evict the snapshot of the state at the end of `blocks`. `blocks` is then shortened.
+        For hybrid models, the recurrent state after the found blocks is read into host memory. This may evict the
+        snapshot of the state after `blocks`, and `blocks` is then shortened.
 
         Returns:
             found: Blocks on disk, in order.
@@ -118,10 +117,7 @@ class SessionBlocks:
         return [], blocks.length
 
     def _with_state(self, names: Seq[NamedBlock], start: int, known: int) -> int:
-        """Return the largest number of tokens, from `start` to `known`, after which the recurrent state is available.
-
-        Without recurrent state, this is `known`.
-        """
+        """Return the largest number of tokens, from `start` to `known`, after which recurrent state is available."""
         if self._context.states is not None:
             return self._context.states.last(names, start, known, self.damaged)
         return known if self._runner.states is None else start
@@ -134,8 +130,8 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find the blocks of full-attention layers on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to the end of the last one, which may be partly filled. At least
-        one token of the session is left to compute.
+        Return the blocks, and the number of tokens up to the end of the last one. At least one token of the session is
+        left to compute.
         """
         history = self._history
         # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV

@@ -20,18 +20,17 @@ from .session_blocks import SessionBlocks
 class SessionKV:
     """KV cache of one session: its sequence in host memory, its blocks on disk, and the transfers between them.
 
-    New KV is written to disk in the background. An eviction from host memory therefore waits only for blocks that are
-    not written yet.
+    New KV is written to disk in the background, so that an eviction from host memory rarely waits.
 
     Attributes:
-        blocks: Names of the blocks, and their files on disk.
-        sequence: The session's sequence in host memory. None if the sequence was freed; its blocks may still be in the
-            prefix tree.
+        blocks: The blocks that the session needs, and which of them are on disk.
+        sequence: The session's sequence in host memory. None if it was freed; its blocks may still be in the prefix
+            tree.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether blocks are claimed in the store (`DiskStore.claim`). This is needed if no stored history
-            contains their keys.
+        claims: Whether its blocks are marked as used (`DiskStore.claim`), because no stored history contains their
+            keys.
         keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.
     """
 
@@ -52,7 +51,7 @@ class SessionKV:
 
     @property
     def pool_bytes(self) -> int:
-        """Size in bytes that the KV of the whole session needs in host memory."""
+        """Size in bytes of the KV of the whole session in host memory."""
         return self.runner.pool.bytes_for(len(self.history.tokens))
 
     # -------------------------------------------------------------------------------------------------------- loading
@@ -99,7 +98,6 @@ class SessionKV:
             raise
 
     def load_all(self) -> None:
-        """Wait until the KV of all layers is in host memory. Raises DamagedBlockError (see `wait`)."""
         if self.loader is not None and self.sequence is not None:
             for layer in range(self.runner.adapter.geometry.layers):
                 self.wait(layer)
@@ -134,7 +132,7 @@ class SessionKV:
         return stalled
 
     def drop(self) -> None:
-        """Free the sequence. Its loaded blocks stay in the prefix tree; blocks whose KV is not loaded yet do not."""
+        """Free the sequence. Its blocks stay in the prefix tree, except those that are not loaded yet."""
         if self.sequence is None:
             return
         self.context.saver.wait_for(self.sequence.blocks)
@@ -147,7 +145,7 @@ class SessionKV:
         self.sequence = None
 
     def relearn(self) -> None:
-        """Rebuild resident KV and policy state (`Runner.relearn`) after an interruption.
+        """Rebuild resident KV and policy state from the KV in host memory, after an interruption.
 
         Drop the sequence if its KV cannot be read, or if its recurrent state is incomplete.
         """
@@ -171,7 +169,6 @@ class SessionKV:
             self.relearn()
 
     def _match(self) -> BlockTable:
-        """Return the blocks of the session that are in the prefix tree."""
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
 
     def _restore(self, capacity: int, *, all_layers: bool = False) -> Sequence:
@@ -231,7 +228,6 @@ class SessionKV:
     # --------------------------------------------------------------------------------------------------------- saving
 
     def all_names(self) -> list[NamedBlock]:
-        """Return the names of all blocks with KV of computed tokens."""
         computed = self.history.computed
         names, states = self.blocks.full_names(computed), list[NamedBlock]()
         if self.context.states is not None:
@@ -262,10 +258,7 @@ class SessionKV:
         return len(accepted) < len(fresh)
 
     def enqueue_decoded(self, tokens: Seq[int], start: int, stop: int) -> None:
-        """Queue the blocks of `tokens[:stop]` for writing.
-
-        Tokens [start, stop) were decoded in the current turn. The history does not contain them yet.
-        """
+        """Queue the blocks of `tokens[:stop]` for writing. The running turn has decoded [start, stop)."""
         if self.runner.pool.groups.full:
             self.enqueue(self.blocks.decoded_names(tokens, start, stop))
 
@@ -295,7 +288,10 @@ class SessionKV:
             self._enqueued.clear()
 
     def _record_names(self, names: Seq[NamedBlock]) -> None:
-        """Record the keys of all blocks (`names`) in the history. Remove replaced, partly filled blocks from disk."""
+        """Set the keys in the history to those of the blocks `names`.
+
+        Remove partly filled blocks that were replaced.
+        """
         history = self.history
         tail = [name.key.hex() for name in names if name.count < BLOCK_SIZE]
         before, shared = [key for key in (history.tail, *history.tail_windows) if key], history.tail_shared
@@ -311,9 +307,9 @@ class SessionKV:
         self.blocks.pin(name.key for name in names)
 
     def _drop_states(self, needed: Seq[str], *, shared: bool) -> None:
-        """Unpin the session's snapshots of recurrent state, except those with the keys `needed`.
+        """Allow the eviction of the session's snapshots of recurrent state, except those with the keys `needed`.
 
-        Remove snapshots of tokens that are no longer in the text, unless a fork may need them (`shared`).
+        Snapshots of tokens that are no longer in the text are deleted, unless a fork may need them (`shared`).
         """
         dropped = {bytes.fromhex(key) for key in self.history.states} - {bytes.fromhex(key) for key in needed}
         if not dropped:
@@ -337,14 +333,14 @@ class SessionKV:
         self.persist()
 
     def enqueue_all(self) -> None:
-        """Queue all unsaved blocks for writing, and record the history for `persist`."""
+        """Queue all unsaved blocks for writing, and keep a copy of the history, which `persist` writes."""
         names = self.all_names()
         self.enqueue(names)
         self._record_names(names)
         self._unwritten = self.history.to_bytes()
 
     def persist(self) -> None:
-        """Write the history that `enqueue_all` recorded, if it is not written yet.
+        """Write the history that `enqueue_all` has copied, if it is not written yet.
 
         Raises StoreError. The next turn or `close` then tries again.
         """
@@ -369,7 +365,7 @@ class SessionKV:
     def keys_in_use(self, *, answering: bool) -> set[bytes]:
         """Return the keys of the blocks on disk that the session needs.
 
-        If a turn is running (`answering`), the keys of its blocks are included. The history does not contain them yet.
+        With `answering`, they include the blocks of the running turn, which the history does not contain yet.
         """
         if answering:
             return {*self.history.block_keys, *self.blocks.pinned, *self._enqueued}
@@ -377,7 +373,7 @@ class SessionKV:
         return set(self.history.block_keys)
 
     def discard(self) -> None:
-        """Drop the sequence without saving it, and wait for pending writes, so that the session can be deleted."""
+        """Drop the sequence and wait for pending writes, so that the files of the session can be deleted."""
         self._unwritten = None
         self.drop()
         self._flush()

@@ -41,7 +41,7 @@ class Namespace:
     Attributes:
         fingerprint: Fingerprint of the model.
         dtype: Number format of the computation.
-        kv_cache_dtype: Name of the `KVFormat`. For "auto", it is the name of `dtype`.
+        kv_cache_dtype: Number format of the KV cache. For "auto", it is the name of `dtype`.
     """
 
     fingerprint: str
@@ -63,7 +63,7 @@ class Namespace:
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of this model for all other combinations of number formats."""
+        """Yield the namespaces of the same model with other number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
         for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -73,7 +73,7 @@ class Namespace:
 
 
 class StoreUser(Protocol):
-    """An object that keeps a store open even if no session is open, such as a `TurnQueue`."""
+    """Work that keeps a store open even if no session is open, such as a `TurnQueue`."""
 
     def close(self) -> None:
         """End all work and stop using the store."""
@@ -83,9 +83,8 @@ class StoreUser(Protocol):
 class SessionStore:
     """The sessions of one model in one folder, by name.
 
-    All sessions share the files of the folder, and a saver thread that writes them (`context`). The KV of open sessions
-    stays in host memory (`host`) until other requests need the memory. The prefix tree also keeps blocks of closed
-    sessions.
+    The KV of open sessions stays in host memory until other requests need the memory. A saver thread writes it to the
+    folder. The prefix tree also keeps blocks of closed sessions.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class SessionStore:
             return self.delete_stored(name)
 
     def delete_stored(self, name: str) -> Removed:
-        """Delete a stored session, and all blocks without another owner. Raises StoreError (see `delete`).
+        """Delete a stored session, and all blocks that are no longer used. Raises StoreError (see `delete`).
 
         Warns if files of other sessions cannot be read.
         """
@@ -327,7 +326,6 @@ class OpenStores:
         return session
 
     def close(self) -> None:
-        """Close all stores. Raise StoreError if a session could not be saved, after all other sessions were saved."""
         with ExitStack() as ends:
             for store in self:
                 ends.callback(store.close)

@@ -47,7 +47,7 @@ class PromptKV(SessionKV):
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
     def claim(self) -> None:
-        """Queue a claim of all stored blocks of the prompt (`DiskStore.claim`), so that no deletion removes them."""
+        """Mark all stored blocks of the prompt as used, so that the deletion of a session keeps them."""
         names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
         groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
@@ -63,9 +63,9 @@ class PromptKV(SessionKV):
         self.write_rest()
 
     def keep_windows(self) -> None:
-        """Queue for writing the sliding-window blocks that the next token attends to. Call this at the end of a block.
+        """Queue the sliding-window blocks that the next token needs for writing. Call this at the end of a block.
 
-        The blocks stay in memory until `drop` or `release_windows`, even if they leave the sliding windows.
+        They stay in memory until `drop` or `release_windows`, even if they leave the sliding windows.
         """
         pool, sequence = self.runner.pool, self.sequence
         if self._stores_windows and sequence is not None and self._windows is None:
@@ -111,7 +111,7 @@ class PromptKV(SessionKV):
         return []  # blocks that cannot be written do not prevent an eviction: no history refers to them
 
     def persist(self) -> None:
-        """Mark the prompt's blocks on disk as used now. This determines the order of eviction."""
+        """Update the time of the last use of the prompt's blocks on disk, which determines the order of eviction."""
         self.claim()  # includes blocks that a session has written since the start of this request
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
@@ -187,9 +187,9 @@ class StoredPrompt(StoredRequest):
         self._host.park(self.kv)
 
     def release(self) -> bool:
-        """Free the memory of an ended request if its blocks are written. The caller must hold the lock of the pool.
+        """Free the memory of an ended request if its blocks are on disk. The caller must hold the lock of the pool.
 
-        Return True if it could not be freed, because further blocks had to be queued for writing.
+        Return True if it was not freed, because more blocks had to be queued for writing.
         """
         if self.kv.sequence is not None and self.kv.write_rest():
             return True
@@ -197,10 +197,7 @@ class StoredPrompt(StoredRequest):
         return False
 
     def free_memory(self, *, write: bool) -> None:
-        """Free the memory of an ended request after its pending writes.
-
-        If `write`, blocks that are not on disk yet are written first.
-        """
+        """Free the memory of an ended request after its pending writes. With `write`, write all other blocks first."""
         self._host.unpark(self.kv)
         if write:
             self.kv.evict()

@@ -31,22 +31,13 @@ class StoredRequest(SampledRequest):
     The prompt is prefilled in segments of a few seconds (`SessionContext.segment_stop`). If the request ends during the
     prefill, the KV of complete segments is kept in the prefix tree and in the store.
 
-    Subclasses update the session's history: `_prepare` before a start, `_undo_prepare` after a failed start,
-    `_after_drop` when the request is dropped, and `_store_kv` when it ends.
+    Subclasses update the session's history in the methods `_prepare`, `_undo_prepare`, `_after_drop` and `_store_kv`.
     """
 
     def __init__(
         self, kv: SessionKV, host: HostTier, prompt: Prompt, params: SamplingParams, recorder: Recorder | None
     ) -> None:
-        """Create a request.
-
-        Args:
-            kv: KV cache of the session or prompt.
-            host: Host tier of the store.
-            prompt: Prompt, including the tokens whose KV is reused.
-            params: Sampling parameters.
-            recorder: Trace recorder of the request, or None.
-        """
+        """Create a request for `prompt`, which includes the tokens whose KV is reused."""
         model = kv.runner.model
         super().__init__(prompt, params, model.tokenizer, model.eos_token_ids, recorder=recorder)
         self.kv, self._host = kv, host
@@ -56,8 +47,7 @@ class StoredRequest(SampledRequest):
         self._known = 0, 0
 
     @abstractmethod
-    def _after_reclaim(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result. While the call raises PoolFullError, evict idle KV and retry."""
+    def _after_reclaim(self, action: Callable[[], T]) -> T: ...
 
     @abstractmethod
     def _prepare(self, runner: Runner) -> None:
@@ -69,7 +59,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
-        """Return the index of the first token that differs from all cached prefixes, or None (`Stats.diverged_at`).
+        """Return the index of the first token after `position` that differs from all cached prefixes, or None.
 
         `position` is the number of tokens whose KV is cached.
         """
@@ -87,7 +77,7 @@ class StoredRequest(SampledRequest):
 
     @abstractmethod
     def _store_kv(self, runner: Runner) -> None:
-        """Queue the KV of an ended request for writing, and let the host tier evict it from memory."""
+        """Queue the KV of an ended request for writing, and mark the session as idle."""
 
     def start(self, runner: Runner) -> Prefill:
         """Start loading the cached prefix and begin the prefill.
@@ -123,7 +113,6 @@ class StoredRequest(SampledRequest):
         return self._begin_prefill(runner, len(tokens))
 
     def _ready(self, runner: Runner, capacity: int) -> Sequence:
-        """Return the sequence of the request. Its KV may still be loading, unless the KV cache is quantised."""
         kv = self.kv
         while True:
             sequence = self._after_reclaim(lambda: kv.ready(capacity))
@@ -159,7 +148,10 @@ class StoredRequest(SampledRequest):
         self._store_kv(runner)
 
     def persist(self) -> None:
-        """Write the session's history, or the last use of the prompt's blocks. KV stays usable after a StoreError."""
+        """Write the session's history, or the last use of the prompt's blocks.
+
+        After a StoreError, the KV stays usable.
+        """
         self.kv.persist()
 
     def _begin_part(self, runner: Runner) -> Prefill:
@@ -187,7 +179,6 @@ class StoredRequest(SampledRequest):
 
     @property
     def _untouched(self) -> bool:
-        """Whether the prefill has begun but has not computed any layer yet."""
         begun = self.sequence is not None and self.sequence.position > self._start
         return self._prefill is not None and self._prefill.untouched and not begun
 
@@ -198,7 +189,7 @@ class StoredRequest(SampledRequest):
             raise StartAgainError from damage
 
     def _layer_done(self, layer: int) -> None:
-        """Pass the KV of a computed layer to the saver. After the last layer of a segment, close the loader."""
+        """Queue the KV of a computed layer for writing. After the last layer of a segment, close the loader."""
         kv, context = self.kv, self.kv.context
         if self._saving is not None:
             context.saver.layer_done(self._saving, layer)
@@ -219,7 +210,7 @@ class StoredRequest(SampledRequest):
             self._host.stats.count(self._computed_before, *self._known)
 
     def _measure(self, prefill: Prefill) -> None:
-        """Update the measured prefill time per token. A prefill that was cancelled in its first segment counts too."""
+        """Update the measured prefill time per token, also after a prefill that was cancelled in its first segment."""
         position = prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:

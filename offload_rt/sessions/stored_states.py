@@ -18,24 +18,17 @@ from ..storage.policies import recomputation_cost
 from ..storage.saver import WRITE_BUFFER, Saver
 
 DISK_SLACK = 1024
-"""Number of tokens that may be computed again after a restart, in addition to twice the length of an edit.
+"""After a restart, this many tokens may have to be computed again, in addition to twice the length of an edit.
 
 A smaller number would need more snapshots. Each takes as much space as the KV of hundreds of tokens.
 """
 
 
 class StoredStates:
-    """Chooses which snapshots are stored on disk, writes them in the background, and reads them back.
+    """Stores snapshots of recurrent state on disk: chooses them, writes them in the background, and reads them back.
 
-    The bytes of a snapshot are split into as many equal parts as a block has layers. The name of the snapshot is
-    derived from the name of the KV block before it (`NamedBlock.state`). Therefore it can be found, shared, deleted and
-    evicted like a KV block.
-
-    Args:
-        store: Store of the KV blocks.
-        saver: Saver whose worker thread writes the snapshots, in the order of the calls.
-        pool: Host memory of the snapshots.
-        snapshots: Finds the snapshots of a sequence in host memory.
+    A snapshot is the state after a KV block, and its name is derived from the name of that block (`NamedBlock.state`).
+    It is stored like a block, so it can be found, shared, deleted and evicted like one.
     """
 
     def __init__(self, store: DiskStore, saver: Saver, pool: StatePool, snapshots: SnapshotKeeper) -> None:
@@ -48,8 +41,7 @@ class StoredStates:
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
         """Return the names of the snapshots that a session must have on disk to continue after a restart.
 
-        A snapshot is the state of the recurrent layers after a block. A needed snapshot that exists neither in host
-        memory nor on disk is left out.
+        A snapshot that exists neither in host memory nor on disk is left out.
 
         Args:
             names: Names of the blocks of all computed tokens.
@@ -70,9 +62,7 @@ class StoredStates:
         return [states[position] for position in needed]
 
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
-        """Return the number of tokens before the last snapshot on disk between the tokens `start` and `stop`.
-
-        Return `start` if there is none.
+        """Return how many tokens are before the last snapshot on disk in [start, stop]; `start` if there is none.
 
         Args:
             names: Names of the blocks of the text, from its first token on.
@@ -87,9 +77,9 @@ class StoredStates:
         return start
 
     def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
-        """Queue the snapshots `names` for writing. Return the names of those that were in host memory and were queued.
+        """Queue the snapshots `names` for writing. Return those that were in host memory.
 
-        For `claim`, see `Saver.begin`.
+        With `claim`, they are marked as used by a request without a session name.
         """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
@@ -103,7 +93,7 @@ class StoredStates:
             name: Name of the snapshot.
             slot: Slot of the snapshot in host memory.
             tokens: Number of tokens in the text, which determines the order of eviction.
-            claim: Whether a prompt without a session name uses the snapshot (`DiskStore.claim`).
+            claim: Whether to mark it as used by a request without a session name.
         """
         with self._mutex:
             if self._waiting + self._pool.slot_bytes > self._most:
@@ -114,7 +104,6 @@ class StoredStates:
         return True
 
     def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
-        """Write a snapshot on the saver's thread. If the write fails, the state will be computed again."""
         writer = None
         try:
             writer = self._store.begin(name, self._part, cost, claim=claim)

@@ -94,7 +94,7 @@ def check_truncatable(geometry: ModelGeometry, name: str) -> None:
 
 
 def tokens_after(kv: SessionKV, new: int) -> int:
-    """Return the number of tokens that remain in the session if `truncate_for` makes space for `new` tokens."""
+    """Return how many tokens remain in the session after `truncate_for` has made space for `new` tokens."""
     geometry, tokens = kv.runner.adapter.geometry, len(kv.history.tokens)
     kept = last_kept(tokens, new, geometry.max_positions)
     return tokens if kept == tokens or geometry.absolute_positions else kept + SINKS
@@ -104,7 +104,7 @@ def tokens_after(kv: SessionKV, new: int) -> int:
 
 
 def truncate(kv: SessionKV, host: HostTier, *, keep_last: int | None, sinks: int, drop: Seq[int] | None) -> int:
-    """Remove tokens from a session that is not parked (`HostTier`). Return their number. See `Session.truncate`."""
+    """Remove tokens from a session that is in use (not parked). Return their number. See `Session.truncate`."""
     check_truncatable(kv.runner.adapter.geometry, kv.runner.model.name)
     sinks, keep_last = check_int("sinks", sinks, 0), check_int_or_none("keep_last", keep_last, 1)
     drop = None if drop is None else token_ids(drop)
@@ -196,7 +196,7 @@ def close_gap(kv: SessionKV, host: HostTier, length: int) -> None:
 
 
 def _keep_sinks(kv: SessionKV, sequence: Sequence, sinks: int) -> None:
-    """Write the original keys of the sinks to the store. Called before the first truncation changes them."""
+    """Store the sinks' keys. Called before the first truncation, after which they may be rotated."""
     history = kv.history
     if sinks and not history.truncation_id:
         originals = read_sinks(kv.runner.pool, sequence.blocks, sinks)
@@ -223,10 +223,9 @@ def _stored_sinks(kv: SessionKV) -> torch.Tensor | None:
 
 
 def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockTable:
-    """Allocate a block table for `size` tokens, for a copy of a session's KV.
+    """Allocate a block table for `size` tokens, into which the caller copies the KV of `known` tokens.
 
-    The caller copies the KV of `known` tokens into it. `floor` is the first token that sliding layers may attend to.
-    Raises PoolFullError if the pool has no free blocks.
+    `floor` is the first token that sliding layers may attend to. Raises PoolFullError if the pool has no free blocks.
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):
@@ -252,7 +251,7 @@ def _rebuild(kv: SessionKV, sequence: Sequence, kept: Seq[int], blocks: BlockTab
 def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[int]) -> None:
     """Copy the KV of the tokens at the indices `kept` from `source` to the first slots of `target`, in all layers.
 
-    In sliding-window layers, only KV that is inside the windows of later tokens is copied.
+    In sliding-window layers, only KV that later tokens can attend to is copied.
     """
     for layer, group in enumerate(pool.groups.group):
         at = pool.groups.first_seen(len(kept), target.floor) if group else 0
@@ -264,7 +263,7 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 def read_sinks(pool: HostPool, blocks: BlockTable, sinks: int) -> torch.Tensor:
     """Return a copy of the keys of the first `sinks` tokens (fewer than 64) in the L full-attention layers.
 
-    The shape is `[L, Hkv, sinks, width]`, in the pool's storage format.
+    The shape is `[L, Hkv, sinks, width]`, in the number format of the pool.
     """
     return torch.stack([pool.stored(blocks, layer, range(sinks))[0].k for layer in pool.groups.layers_of(0)])
 

@@ -73,7 +73,6 @@ def check_fits(kv: SessionKV, tokens: TurnTokens, params: SamplingParams) -> Non
 
 
 def _check_overflow(kv: SessionKV, new: int) -> None:
-    """Raise ModelError if `new` further tokens would exceed the model's positions and `overflow` is "error"."""
     most, tokens = kv.runner.adapter.geometry.max_positions, len(kv.history.tokens)
     if kv.context.options.overflow == "error" and tokens + new > most:
         raise ModelError(
@@ -105,17 +104,7 @@ class Turn(StoredRequest):
         params: SamplingParams,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create a turn.
-
-        Args:
-            kv: KV cache of the session.
-            host: Host tier of the session's store.
-            number: Request id.
-            text: Text of the user message, recorded in the history.
-            tokens: Tokens to remove from the end of the session, and tokens to add.
-            params: Sampling parameters.
-            recorder: Trace recorder of the request, or None.
-        """
+        """Create a turn with the user message `text`. `tokens` tells how it changes the tokens of the session."""
         self._before, self._tokens = list(kv.history.tokens), tokens
         super().__init__(kv, host, Prompt(number, (*self._kept, *tokens.added)), params, recorder)
         self._text = text
@@ -137,7 +126,7 @@ class Turn(StoredRequest):
             kv.history.forget_from(len(self._kept))
 
     def _fit(self, runner: Runner) -> None:
-        """Make the turn fit into the model's positions: truncate the conversation, or rotate the sinks' keys."""
+        """Truncate the conversation or rotate the sinks' keys if the turn would exceed the model's positions."""
         kv, history = self.kv, self.kv.history
         before = history.truncation_id
         self._truncate()
@@ -183,7 +172,6 @@ class Turn(StoredRequest):
         self._undo_prepare()
 
     def _undo_prepare(self) -> None:
-        """Restore the session to its state before the turn, and mark it as idle."""
         kv = self.kv
         self._forget(self._before)
         if kv.sequence is not None:
@@ -228,7 +216,7 @@ class Turn(StoredRequest):
 
         Args:
             interrupted: Whether the prefill had begun.
-            progressed: Whether a prefill segment was complete. The prefix tree and the store keep its KV.
+            progressed: Whether at least one prefill segment was complete. The store keeps the KV of complete segments.
         """
         kv = self.kv
         self._give_up_prefill()

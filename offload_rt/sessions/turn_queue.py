@@ -49,7 +49,7 @@ class TurnQueue:
     """Queue of turns, computed first come, first served.
 
     Turns of different sessions are decoded in one batch. Turns of one session are computed one after another. Before
-    every step, the host tier protects the blocks of waiting sessions from eviction and prefetches them from disk.
+    every step, the KV of sessions whose turns come next is protected from eviction and loaded from disk.
 
     Not thread-safe.
     """

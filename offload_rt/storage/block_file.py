@@ -35,10 +35,7 @@ LAYOUT_VERSION = 2
 """Version of block keys and histories. It is part of the namespace, so blocks of other versions are not found."""
 
 FILE_VERSION = 3
-"""Version of the file format.
-
-Versions 1 and 2 contained tokens in clear text, and `storage.folder` refuses such stores.
-"""
+"""Version of the file format. Versions 1 and 2 contained tokens in clear text; `storage.folder` refuses them."""
 
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
@@ -77,7 +74,7 @@ class BlockHeader:
         return self.data_offset - len(CLAIM)
 
     def encode(self, *, claimed: bool = False) -> bytes:
-        """Return the header with zero padding up to layer 0. If `claimed`, `CLAIM` is at the end."""
+        """Return the header, padded up to layer 0. If `claimed`, `CLAIM` is at the end."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))
@@ -105,7 +102,7 @@ class BlockHeader:
 
 
 def header_bytes(data: bytes) -> int:
-    """Return the size of the header, given the first bytes of a file, or 0 if the header is not valid."""
+    """Return the size of the header that begins with `data`, or 0 if it is not valid."""
     if len(data) < _FIXED.size:
         return 0
     magic, size, _ = _FIXED.unpack_from(data)
@@ -157,10 +154,7 @@ class StoredBlock:
     own_file: bool = False
 
     def read_layer(self, layer: int, into: memoryview) -> bool:
-        """Read one layer `[Hkv, n, 2 (K, V), d]` into a buffer of `layer_bytes` bytes.
-
-        Return False if the layer is damaged. Thread-safe.
-        """
+        """Read one layer into a buffer of `layer_bytes` bytes. Return False if it is damaged. Thread-safe."""
         if len(into) != self.layer_bytes:
             return False
         try:
@@ -186,8 +180,8 @@ class StoredBlock:
     def extent(self) -> StoredExtent | None:
         """Return an extent through which a KV pool on disk can read the KV directly from the file.
 
-        The file can be read even after the block is evicted. Return None for a partial block, if the file contains
-        other blocks, or if it cannot be opened.
+        It stays readable after the block is evicted. Return None for a partial block, if the file contains other
+        blocks, or if it cannot be opened.
         """
         # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE or not self.own_file:
@@ -253,8 +247,8 @@ class BlockWriter:
     def extent(self) -> StoredExtent | None:
         """Return an extent through which a KV pool on disk can write the layers directly to the file.
 
-        `write` must not be called then. The file can be read even after the block is evicted. Return None if it
-        contains other blocks, or if disk space cannot be allocated.
+        `write` must not be called then. The file stays readable after the block is evicted. Return None if it contains
+        other blocks, or if disk space cannot be allocated.
         """
         if not self._own_file:
             return None
@@ -278,7 +272,7 @@ class BlockWriter:
         return done
 
     def abort(self) -> None:
-        """Discard the block. This has no effect after `commit`."""
+        """Discard the block, unless it is committed."""
         if self._open:
             self._discard(None)
 

@@ -20,15 +20,14 @@ from .options import StoreOptions
 
 
 class DiskStore:
-    """Stores KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes.
+    """Stores KV blocks by key, and small documents by name, in a folder of at most `options.limit` bytes. Thread-safe.
 
-    Each namespace (model, KV data type, layout) has a subfolder, which is named by the digest of the namespace. The
-    file name of a block is its key, and the file header repeats the key. Damaged files, files with another key and
-    files that vanish between two calls count as missing. The writing process removes damaged files.
+    Each namespace (model, KV data type, layout) has a subfolder, named by its digest. The file name of a block is its
+    key, which the file header repeats. Damaged files, files with another key, and files that vanish between two calls
+    count as missing. The writing process removes damaged files.
 
-    Only one process writes, and any number of processes read. Readers need no shared index, because the key and the KV
-    in a file never change after it has its final name. A file is open only during a call, or while its `extent` is in
-    use. Thread-safe.
+    Only one process writes, and any number of processes read. They need no shared index, because a file never changes
+    after it has its final name. A file is open only during a call, or while its `extent` is in use.
 
     Args:
         folder: Root folder of the store.
@@ -71,7 +70,7 @@ class DiskStore:
 
     @property
     def last_error(self) -> str:
-        """Message about the last failed write, or "" if none failed."""
+        """Message about the last failed write, or ""."""
         return self._folder.last_error
 
     def __contains__(self, key: bytes) -> bool:
@@ -92,7 +91,7 @@ class DiskStore:
         )  # fmt: skip
 
     def verify(self, name: NamedBlock) -> bool:
-        """Read all layers of a block, so that damage is detected. Return whether the block is stored and intact."""
+        """Return whether the block is stored and intact, after reading all its layers."""
         if (block := self.find(name)) is None:
             return False
         buffer = memoryview(bytearray(block.layer_bytes))
@@ -140,20 +139,21 @@ class DiskStore:
         return BlockWriter(self.layers, layer_bytes, offset, opened, finish, give_up, own_file=True)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove blocks. Unknown keys are ignored."""
         for key in keys:
             self._folder.discard(self._path(key))
 
     def claim(self, keys: Iterable[bytes]) -> None:
-        """Record that a prompt without a session name uses the blocks `keys`. Blocks that are not stored are ignored.
+        """Record that a prompt without a session name uses the blocks `keys`, as far as they are stored.
 
-        The blocks that sessions use are listed in their histories. Prompts without a session name have no history, so
-        the claim is stored in the block. It ends when the block is evicted or removed, or by a call of `retain`.
+        Such prompts have no history that lists their blocks, so the *claim* is stored in the block. It ends when the
+        block is evicted or removed, or by a call of `retain`.
         """
         self._folder.claim(self._path(key) for key in keys)
 
     def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
         """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
+
+        Return the number of freed bytes.
 
         Files that have the name of a block but contain none, such as a renamed document, are removed too. Exceptions:
         such a file is not detected if at least 99 other files of the namespace that would be kept have its size, or if
@@ -162,11 +162,7 @@ class DiskStore:
         Args:
             keys: Keys of the blocks to keep.
             space: Digest of the namespace. None is the store's own namespace.
-            claimed: Whether to keep claimed blocks (see `claim`). If False, they are removed, and claims of the blocks
-                `keys` end.
-
-        Returns:
-            The number of freed bytes.
+            claimed: Whether to keep claimed blocks (`claim`). If False, claims of the blocks `keys` end, too.
 
         Raises:
             StoreError: A block cannot be removed.
@@ -181,16 +177,19 @@ class DiskStore:
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks `keys` of a sequence as used now (see `DiskIndex.mark_used`)."""
+        """Mark the blocks of a sequence as used now, in the order of its blocks."""
         if not self._folder.read_only:
             self._index.mark_used([self._path(key) for key in keys])
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Set the blocks that waiting turns will use, soonest first. They are evicted last. They need not exist yet."""
+        """Set the blocks that waiting turns will use, soonest first, and that are evicted last.
+
+        They need not exist yet.
+        """
         self._index.set_window([self._path(key) for key in keys])
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Protect the blocks `keys` from eviction, even if they are not stored yet. Each pin needs one `unpin`."""
+        """Protect blocks from eviction, even if they are not stored yet. Each pin needs one `unpin`."""
         self._index.pin(self._path(key) for key in keys)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
@@ -205,5 +204,4 @@ class DiskStore:
         self._folder.close()
 
     def check_integrity(self) -> None:
-        """Assert that the index matches the files, and that the limit holds. No write may be in progress."""
         self._folder.check_integrity()

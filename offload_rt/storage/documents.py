@@ -1,4 +1,4 @@
-"""Store small named files (documents), each with its newest and its previous generation.
+"""Small named files (documents), each with its newest and its previous version (*generation*).
 
 If the newest generation is damaged, only the last change is lost. A document is written to a temporary file and synced
 to disk. Then the current generation gets a second name (suffix `.before`), and the new file replaces it. If the process
@@ -23,17 +23,16 @@ from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
 from .index import BEFORE, DOCUMENTS
 
 _SETTLED_NS = 2 * 10**9
-"""Minimum age of a change, in nanoseconds, before a summary is cached. A later change then has another time."""
+"""Minimum age in nanoseconds of a change before a summary is cached, so that a later change has another time."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Content of a document that was read from a store.
+    """Content of a document.
 
     Attributes:
         data: Content of the newest intact generation.
-        damage: Why the newest generation cannot be read, or "" if it can. If it is not empty, `data` is the previous
-            generation.
+        damage: Why the newest generation cannot be read, so that `data` is the previous one; "" if it can.
     """
 
     data: bytes
@@ -61,23 +60,22 @@ Summarise = Callable[[bytes], Summary | None]
 
 @dataclass(frozen=True)
 class Known:
-    """Cache entry of an intact document file. `summary` is None if the file is not a session history."""
+    """Summary of an intact document file; None if it is not a session history."""
 
     summary: Summary | None
 
 
 class SummaryCache:
-    """Caches summaries of document files until the files change.
+    """Caches summaries of document files until the files change. Thread-safe.
 
-    A deletion needs the block keys of all sessions. Without this cache, it would read all histories again each time.
-    Thread-safe, because each entry is replaced as a whole.
+    A deletion needs the block keys of all sessions. Without this cache, it would read all histories each time.
     """
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...], Known]] = {}
 
     def get(self, path: Path, summarise: Summarise) -> Known | None:
-        """Return the entry of a file, which is read again if it has changed. None if the file is damaged or missing."""
+        """Return the entry of a file, which is read again if it has changed. None if it is damaged or missing."""
         try:
             status = path.lstat()
         except OSError:
@@ -142,7 +140,7 @@ class DocumentStore:
             sync(self._own)
 
     def _reserve(self, newest: Path, size: int) -> Path:
-        """Reserve space for a new generation of `newest`. Return the temporary file to write. Raises StoreError."""
+        """Reserve space for a new generation. Return the temporary file to write. Raises StoreError."""
         folder = self._folder
         with folder.mutex:
             if not (folder.free_space(size) or folder.free_space(size, pinned=True)):
@@ -165,10 +163,7 @@ class DocumentStore:
             folder.finish(temporary, newest, len(record))
 
     def _keep(self, newest: Path, before: Path, record: bytes) -> None:
-        """Copy the current content of `newest` to `before`, the file of the previous generation.
-
-        The file `newest` stays.
-        """
+        """Copy the current content of `newest` to the file `before` of the previous generation."""
         temporary = self._folder.temporary(before)
         try:
             os.link(newest, temporary)
@@ -181,8 +176,6 @@ class DocumentStore:
 
     def get(self, name: str) -> Document | None:
         """Return the newest intact generation of a document, or None if the document does not exist.
-
-        No file is changed.
 
         Raises:
             StoreError: The document exists, but no generation is intact.
@@ -215,7 +208,7 @@ class DocumentStore:
         return found
 
     def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
-        """Return the summary of the newest intact generation of each document of a namespace, by name.
+        """Return a summary of each document of a namespace, by name: of its newest intact generation.
 
         The value is None if there is no intact generation, or if `summarise` returns None.
         """
@@ -228,7 +221,7 @@ class DocumentStore:
         return found
 
     def delete(self, name: str, summarise: Summarise | None = None) -> list[str]:
-        """Delete all generations and copies of a document.
+        """Delete all generations and copies of a document. Raises StoreError.
 
         The newest generation is deleted last. If the process is killed before that, the document still exists.
 
@@ -239,11 +232,9 @@ class DocumentStore:
                 name decides.
 
         Returns:
-            If `summarise` is given, the sorted names of the unreadable files that are kept. One of them may have been a
-            file of the document, if it was renamed before it was damaged.
-
-        Raises:
-            StoreError: A file cannot be removed.
+            If `summarise` is given, the sorted names of unreadable files. One of them may be a file of the document, if
+            it was
+            renamed before it was damaged.
         """
         newest, _ = self._paths(name)
         doomed, unreadable = list[Path](), list[str]()
@@ -259,7 +250,6 @@ class DocumentStore:
         return sorted(unreadable)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
-        """Return the files of the newest and the previous generation of a document."""
         space, _, name = name.rpartition("/")
         assert NAME.fullmatch(name), name
         folder = self._folder.path / space if space else self._own

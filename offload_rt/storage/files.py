@@ -36,7 +36,7 @@ class Reading:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor. Raises OSError."""
+    """Open a regular file for reading. Return its descriptor. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -45,7 +45,6 @@ def open_regular(path: Path) -> int:
 
 
 def seal(data: bytes) -> bytes:
-    """Return the content of a document file: a checksum followed by `data`."""
     return xxhash.xxh3_64(data).digest() + data
 
 
@@ -68,7 +67,7 @@ def read_document(path: Path) -> Reading:
 
 
 def read_claim(path: Path) -> bool | None:
-    """Return whether the block in this file is claimed (see `DiskStore.claim`).
+    """Return whether the block in this file is claimed (`DiskStore.claim`).
 
     The result is False if the file is damaged, and None if it cannot be read.
     """
@@ -81,7 +80,7 @@ def read_claim(path: Path) -> bool | None:
 
 
 def write_claim(path: Path, claimed: bool) -> None:
-    """Set or clear the claim in a block file. A damaged file is not changed. Raises OSError."""
+    """Set or clear the claim in a block file, unless it is damaged. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -20,7 +20,7 @@ from .index import BEFORE, DOCUMENTS, DiskIndex
 from .options import StoreOptions
 
 BLOCKS, DAMAGED = ".kv", ".damaged"
-"""Suffixes of KV block files, and of damaged documents, which are renamed and kept."""
+"""Suffixes of KV block files, and of damaged documents, which are kept under another name."""
 
 _MANY = 100  # if at least this number of files have equal sizes, they are treated as full blocks
 
@@ -102,8 +102,7 @@ class StoreFolder:
     def free_space(self, size: int, *, pinned: bool = False, cost: int | None = None) -> bool:
         """Evict files until `size` more bytes fit within the limit. With `pinned`, pinned files are evicted last.
 
-        Return False, without evicting any file, if evicting all of them would not free enough space. For `cost`, see
-        `DiskIndex.victims`.
+        Return False, without evicting any file, if there are too few. For `cost`, see `DiskIndex.victims`.
         """
         with self.mutex:
             victims = self.index.victims(size, pinned=pinned, cost=cost)
@@ -112,9 +111,9 @@ class StoreFolder:
             return victims is not None and not any(path in self.index for path in victims)
 
     def free_disk_space(self, size: int) -> bool:
-        """Remove block files, in eviction order, to free `size` bytes on a full disk.
+        """Remove block files to free `size` bytes on a full disk.
 
-        Return False, without removing any file, if all block files together are smaller.
+        Return False, without removing any, if there are too few.
         """
         with self.mutex:
             blocks = self.index.blocks()
@@ -129,8 +128,8 @@ class StoreFolder:
     def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
         """Reserve `size` bytes for the new file `path`. For `cost`, see `DiskStore.begin`.
 
-        Return the temporary file to write, or None if there is no space or `path` already exists. If `claim` is True,
-        an existing file is claimed.
+        Return the temporary file to write, or None if there is no space or `path` exists. With `claim`, an existing
+        file is claimed.
         """
         with self.mutex:
             if claim:
@@ -140,9 +139,9 @@ class StoreFolder:
             return self.reserve_bytes(path, size)
 
     def reserve_bytes(self, path: Path, size: int) -> Path:
-        """Reserve `size` bytes for the file `path`. Call this after `free_space` has freed them.
+        """Reserve `size` bytes, after `free_space` has freed them. Return the temporary file to write.
 
-        Return the temporary file to write. The caller must pass it to `finish` or `give_up`.
+        The caller must pass it to `finish` or `give_up`.
         """
         with self.mutex:
             self.index.reserved += size
@@ -154,10 +153,9 @@ class StoreFolder:
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
     def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
-        """Rename a completely written and synced temporary file to `path`, and replace an existing file.
+        """Rename a completely written and synced temporary file to `path`, replacing an existing file. Raises OSError.
 
-        `claimed` tells whether the temporary file contains a claim. If not, it gets the claim of the replaced file, if
-        there is one. Raises OSError.
+        If it is not `claimed`, it gets the claim of the replaced file.
         """
         with self.mutex:
             was_claimed = self.is_claimed(path)
@@ -182,7 +180,7 @@ class StoreFolder:
                         self.index.write_stamp(path)
 
     def is_claimed(self, path: Path) -> bool:
-        """Return whether a prompt without a session name uses the block in this file."""
+        """Return whether a prompt without a session name uses the block."""
         with self.mutex:
             file = self.index.files.get(path)
             if file is None:
@@ -193,7 +191,7 @@ class StoreFolder:
             return bool(file.claimed)
 
     def without_block(self, paths: Iterable[Path]) -> set[Path]:
-        """Return the files among the block files `paths` that contain no block.
+        """Return the files among `paths` that contain no block, although they have the name of one.
 
         Full blocks of a namespace have equal sizes, so a file is not read if many others have the same size. A file
         whose header was valid is read again only if its size has changed.
@@ -219,7 +217,7 @@ class StoreFolder:
             return True
 
     def disclaim(self, paths: Iterable[Path]) -> None:
-        """Remove the claims from block files. Raises StoreError if a claim cannot be removed."""
+        """Remove the claims from block files. Raises StoreError if one cannot be removed."""
         with self.mutex, self.usable():
             for path in paths:
                 if self.is_claimed(path):
@@ -228,7 +226,7 @@ class StoreFolder:
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
-        """Remove a temporary file, and free its reserved space. If writing it failed with `error`, set `last_error`."""
+        """Remove a temporary file and free its reserved space. If writing it failed with `error`, set `last_error`."""
         with self.mutex:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -237,7 +235,7 @@ class StoreFolder:
                 self.last_error = f"cannot write {str(temporary)!r}: {error.strerror or error}"
 
     def put_aside(self, path: Path) -> None:
-        """Rename a damaged document. The store ignores the file from then on, but a user can still inspect it."""
+        """Rename a damaged document, so that the store ignores it, but a user can inspect it."""
         with self.mutex, contextlib.suppress(OSError):
             aside = path.with_suffix(DAMAGED)
             status = path.lstat()
@@ -247,7 +245,7 @@ class StoreFolder:
                 self.index.add(aside, status.st_size)
 
     def discard(self, path: Path) -> None:
-        """Remove a damaged or unneeded file. This has no effect in a read-only store."""
+        """Remove a damaged or unneeded file, unless the store is read-only."""
         if self.read_only:
             return
         with self.mutex, contextlib.suppress(OSError):  # a file that cannot be removed still counts towards the limit
@@ -256,7 +254,7 @@ class StoreFolder:
             self.index.remove(path)
 
     def remove(self, paths: Iterable[Path]) -> int:
-        """Remove files and return their total size in bytes.
+        """Remove files. Return their total size in bytes.
 
         If some files cannot be removed, raise StoreError after all others are removed.
         """
@@ -288,7 +286,7 @@ class StoreFolder:
         self._check_inside(path / "any")
 
     def _check_inside(self, path: Path) -> None:
-        """Raise OSError if a folder on the way from the store folder to `path` is a symbolic link."""
+        """Raise OSError if a folder between the store folder and `path` is a symbolic link."""
         # A symbolic link may lead to files of another program.
         for folder in path.relative_to(self.path).parents:
             if (self.path / folder).is_symlink() and folder != Path():
@@ -385,7 +383,7 @@ def _refuse_old(folder: Path) -> None:
 
 
 def block_paths(space: Path) -> Iterator[Path]:
-    """Yield all entries of a namespace folder that have the name of a block file. They may be folders or links too."""
+    """Yield all entries of a namespace folder with the name of a block file. They may be folders or links."""
     return (path for path in _block_files(space) if path.suffix == BLOCKS)
 
 

@@ -87,7 +87,7 @@ class DiskIndex:
         return path in self.files
 
     def load(self, found: Iterable[tuple[int, Path, int, int]]) -> list[Path]:
-        """Add the existing files `found`, given as (modification time, path, size, access time), in any order.
+        """Add existing files, given as (modification time, path, size, access time), in any order.
 
         Modification times in the future are replaced by the current time. Return these files; the caller must update
         their times on disk (`write_stamp`).
@@ -117,8 +117,7 @@ class DiskIndex:
     def mark_used(self, paths: Sequence[Path]) -> None:
         """Mark the block files of a sequence as used now, given in the order of its blocks.
 
-        Within a sequence, files of later blocks are evicted before those of earlier ones. The policy "fifo" ignores
-        uses.
+        Files of later blocks are evicted before those of earlier ones. The policy "fifo" ignores uses.
         """
         tokens = len(paths) * BLOCK_SIZE
         with self.mutex:
@@ -150,7 +149,7 @@ class DiskIndex:
             self._pins += Counter()
 
     def victims(self, size: int, *, pinned: bool = False, cost: int | None = None) -> list[Path] | None:
-        """Return the files to evict so that `size` more bytes fit.
+        """Return the files to evict so that `size` more bytes fit, or None if they cannot.
 
         Expired files come first, then all other files in eviction order. Documents are never evicted.
 
@@ -159,9 +158,6 @@ class DiskIndex:
             pinned: Also evict pinned files, if no other files are left.
             cost: Number of tokens to compute again if the new file is lost, or None for a document. With the policy
                 "lookahead", a block file does not evict files with a higher rank than its own.
-
-        Returns:
-            The files to evict, or None if evicting all of them would not free enough space.
         """
         horizon = self._clock() - int(self._ttl * 1e9) if self._ttl is not None else -1
         used, limit = self.bytes_used + size, self.limit_bytes
@@ -200,7 +196,7 @@ class DiskIndex:
                 yield path
 
     def blocks(self) -> list[tuple[Path, int]]:
-        """Return the block files and their sizes in bytes, in eviction order. Pinned files come last."""
+        """Return the block files with their sizes in bytes, in eviction order, pinned files last."""
         ranked = sorted(self._order.ranked(), key=lambda path: self._pins[path] > 0)
         return [(path, self.files[path].size) for path in ranked if path.suffix not in _STAYING]
 

@@ -70,18 +70,15 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
 class BlockLoader:
     """Loads stored blocks into a block table, layer by layer, on a background thread.
 
-    The first `ahead` layers are loaded immediately. After that, loading stays at most `ahead` layers ahead of the layer
-    that is computed. With `ahead=0`, each layer is loaded only when `wait` is called for it.
+    Loading stays at most `ahead` layers ahead of the layer that is computed. With `ahead=0`, each layer is loaded when
+    `wait` is called for it. The KV of a layer may be read only after `wait(layer)` has returned.
 
     If the KV pool itself is on disk, full blocks are not copied. The pool reads them from their files in the store
     (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
 
-    The block table must contain the blocks, must not share them, and must not be released before `close`. Each block of
-    a layer is written by one reader thread. The KV of a layer may be read only after `wait(layer)` has returned.
-
     Args:
         pool: KV pool to load into.
-        blocks: Block table with the pool blocks to fill.
+        blocks: Block table with the pool blocks to fill. It must not share them, nor be released before `close`.
         placed_blocks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
         ahead: Maximum number of layers to load ahead of the computation.
     """
@@ -119,13 +116,13 @@ class BlockLoader:
 
     @property
     def damaged(self) -> bool:
-        """Whether a block could not be read. `wait` then raises `DamagedBlockError`."""
+        """Whether a block could not be read, so that `wait` raises DamagedBlockError."""
         with self._changed:
             return self._damaged is not None
 
     @property
     def ended(self) -> bool:
-        """Whether the loader thread has ended, because all layers are loaded or because loading failed."""
+        """Whether all layers are loaded, or loading failed."""
         return not self._thread.is_alive()
 
     def wait(self, layer: int) -> None:
@@ -175,7 +172,7 @@ class BlockLoader:
                     return
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
-        """Load all blocks of a layer. Return the key of the first damaged block, or None if all are intact."""
+        """Load all blocks of a layer. Return the key of the first damaged block, or None."""
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
         mine = [(placed.block, span, extent) for placed, span, extent in parts if placed.group == group]
         intact = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))
@@ -217,9 +214,9 @@ class BlockLoader:
 
 
 def attach(pool: HostPool, block: StoredBlock, span: SlotSpan) -> StoredExtent | None:
-    """Let the pool block that contains `span` use the file of a stored block as its extent, so that no KV is copied.
+    """Let the pool block of `span` use the file of a stored block as its extent, so that no KV is copied.
 
-    Return None if the KV must be copied instead, for example because the pool is not on disk.
+    Return None if the KV must be copied, for example because the pool is not on disk.
     """
     file, number = pool.file, span.slab * pool.layout.slab_blocks + span.offset // BLOCK_SIZE
     if file is None or span.size < BLOCK_SIZE or not file.is_empty(number):

@@ -43,17 +43,17 @@ class NamedBlock:
         return len(self.tokens) // TOKEN_BYTES
 
     def window(self, group: int) -> NamedBlock:
-        """Return the name of the block that contains the same tokens' KV in the sliding-window layers of `group`."""
+        """Return the name of the block with the same tokens' KV in the sliding-window layers of `group`."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} window {group}", self.tokens, group)
 
     def state(self) -> NamedBlock:
-        """Return the name of the block that contains a snapshot of the recurrent state after these tokens."""
+        """Return the name of the block with a snapshot of the recurrent state after these tokens."""
         return NamedBlock(self.index, self.key, f"{self.provenance_key} state", self.tokens, STATE)
 
 
 @dataclass(frozen=True)
 class SessionProvenance:
-    """The part of the KV provenance key that is the same for all blocks of a sequence.
+    """The part of the KV provenance key that all blocks of a sequence have in common.
 
     Attributes:
         root: Parent key of the first block (`DiskStore.root`).
@@ -73,16 +73,15 @@ def name_blocks(
 ) -> list[NamedBlock]:
     """Return the names of the blocks of `tokens[:stop]`. The last block may be partly filled.
 
-    With sparse attention, the KV of a decoded token, and all KV after it, depends on where decoding began. Therefore
-    the name of every block from the first decoded token on includes a mask of its decoded tokens. With exact attention,
-    KV does not depend on this, and the name has no mask.
+    With sparse attention, the KV of a decoded token, and all KV after it, depends on where decoding began. The name of
+    every block from the first decoded token on therefore includes a mask of its decoded tokens. With exact attention,
+    it does not.
 
     Args:
         provenance: KV provenance that all blocks have in common.
         tokens: Tokens of the sequence.
         stop: Number of tokens to include.
-        decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending. Prefill computed all other
-            KV.
+        decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending.
     """
     marks = bytearray(stop)
     for first, last in decoded:

@@ -1,6 +1,6 @@
 """Eviction order of stored KV: LRU, FIFO, and CachedAttention's look-ahead (§3.3) with recomputation cost.
 
-The items to evict are hashable objects: files (`index.py`) or sessions (`sessions/host_tier.py`).
+The evicted items are files (`index.py`) or sessions (`sessions/host_tier.py`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ def eviction_window(host_bytes: int, disk_bytes: int, mean_bytes: float) -> int:
 
 
 def recomputation_cost(tokens: int, start: int) -> int:
-    """Return the cost of losing the block that begins at token `start` of a text of `tokens` tokens.
+    """Return the number of tokens to compute again if the block at token `start` of a text is lost.
 
-    The cost is measured in tokens to compute again. A block of a long text costs more than a block of a short one.
-    Within a text, an earlier block costs more, because all later blocks are useless without it.
+    It is higher for blocks of long texts, and for earlier blocks, because all later blocks are useless without them.
     """
     return 2 * tokens - start
 
@@ -47,10 +46,9 @@ def recomputation_cost(tokens: int, start: int) -> int:
 class EvictionOrder(Generic[K]):
     """The order in which files or sessions are evicted.
 
-    The item with the lowest rank is evicted first. By default this is the least recently used item, and with "fifo" the
-    oldest item. With "lookahead", items in the eviction window are evicted after all other items, beginning with the
-    item that is needed last (CachedAttention §3.3.2). The window contains only items of requests that are already in
-    the queue.
+    The item with the lowest rank is evicted first: the least recently used one, or with "fifo" the oldest one. With
+    "lookahead", items that queued requests need (the *eviction window*) are evicted after all others, beginning with
+    the item that is needed last (CachedAttention §3.3.2).
 
     Args:
         policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.
@@ -66,9 +64,9 @@ class EvictionOrder(Generic[K]):
         self._wanted: OrderedDict[K, None] = OrderedDict()
 
     def add(self, item: K, rank: int = 0) -> None:
-        """Add an item, or record that it was used.
+        """Add an item, or record that it was used. An item in the eviction window stays there.
 
-        An item in the eviction window stays in the window. Items with equal ranks are ordered by their last use.
+        Items with equal ranks are ordered by their last use.
         """
         if item not in self._wanted and (self._renew or item not in self._others):
             self._rank(item, rank)
@@ -86,9 +84,9 @@ class EvictionOrder(Generic[K]):
         self._wanted.pop(item, None)
 
     def expect(self, item: K) -> None:
-        """Move a known item that will soon be needed to the end of the eviction window, so that it is evicted last.
+        """Move a known item to the end of the eviction window, so that it is evicted last.
 
-        Has no effect on unknown items, or if the policy is not "lookahead".
+        Only "lookahead" has a window.
         """
         if self._looks_ahead and item in self._others:
             del self._others[item]
@@ -111,11 +109,11 @@ class EvictionOrder(Generic[K]):
         return left
 
     def in_window(self, item: K) -> bool:
-        """Return whether the item is in the eviction window. The window is empty unless the policy is "lookahead"."""
+        """Return whether the item is in the eviction window. Only "lookahead" has a window."""
         return item in self._wanted
 
     def ranked(self) -> Iterator[K]:
-        """Iterate over all items in eviction order. The order must not change during the iteration."""
+        """Iterate over all items in eviction order, which must not change during the iteration."""
         heap = self._heap.copy()
         while heap:
             rank, number, item = heapq.heappop(heap)
@@ -124,5 +122,5 @@ class EvictionOrder(Generic[K]):
         yield from reversed(self._wanted)
 
     def first(self) -> K:
-        """Return the item to evict next. The order must not be empty."""
+        """Return the item to evict next."""
         return next(self.ranked())

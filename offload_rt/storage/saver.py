@@ -63,7 +63,7 @@ class PendingBlock:
 
 @dataclass(eq=False)
 class SaveHandle:
-    """Blocks of one block table that are being saved. Created by `Saver.begin` and passed to `layer_done` and `abort`.
+    """Blocks of one block table that are being saved.
 
     Attributes:
         blocks: Block table with the KV.
@@ -79,31 +79,26 @@ class SaveHandle:
 
 
 class Saver:
-    """Write KV blocks from the pool to a store on a worker thread.
+    """Writes KV blocks from the pool to a store on a worker thread.
 
-    `begin` registers blocks whose KV will be computed. `layer_done` reports that one of their layers is complete. The
-    worker thread writes this layer while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait
-    for the disk.
+    `begin` registers blocks whose KV will be computed, and `layer_done` reports that one of their layers is complete.
+    It is written while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
-    The pool itself is the write buffer: KV stays in its blocks until it is written, so the owner of the block table
-    must keep the blocks until `flush` or `wait_for`. The filled slots of a block never change. If the block table
-    replaces a block, `cancel_replaced` cancels its pending writes.
-
-    At most `buffer_bytes` wait to be written. `begin` accepts only as many blocks as fit, so the computation never
-    waits. The caller must pass the remaining blocks again later. Sessions do this at the end of a turn and when they
-    are saved.
+    The pool itself is the write buffer, so the owner of the block table must keep the blocks until `flush` or
+    `wait_for`. If the block table replaces a block, `cancel_replaced` cancels its pending writes. At most
+    `buffer_bytes` wait to be written: `begin` accepts only as many blocks as fit, and the caller must pass the others
+    again later.
 
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
     pool writes full blocks directly to that file (*stored extent*, `kv_cache.disk.extents`), and reads them there:
 
-    * A block whose KV is not computed yet gets its stored extent in `begin`.
-    * A block that is complete and still in memory is written to a stored extent after its last layer.
-    * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
-      pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
+    * A block whose KV is not computed yet gets its stored extent in `begin`. * A block that is complete and still in
+    memory is written to a stored extent after its last layer. * All other blocks are read from the pool and written to
+    the store: partial blocks, blocks that are already in the pool's own file, blocks beyond the limit of open files,
+    and blocks that have left their stored extent.
 
     A block is not committed if any of its writes failed. Its file then loses its name, but remains the extent of the
-    pool block, unless the KV was never complete (`abort`). The compute thread creates the files of stored extents,
-    because it waits for the disk anyway.
+    pool block, unless the KV was never complete (`abort`).
 
     Call all methods except `notify` on the compute thread. The worker reads the pool, after `KVStorage.settle`, and
     writes to the store.
@@ -150,9 +145,9 @@ class Saver:
         return saving
 
     def layer_done(self, saving: SaveHandle, layer: int) -> None:
-        """Report that the KV of `layer` is complete, so that it can be written. Call this in the order of the layers.
+        """Report that the KV of `layer` is complete, in the order of the layers.
 
-        A transfer of the KV to the pool may still be pending. The worker waits for it before it reads the KV.
+        A transfer of the KV to the pool may still be pending. The worker waits for it.
         """
         if self._file is not None:
             if layer < self._last:
@@ -162,10 +157,7 @@ class Saver:
         self._jobs.put((saving, layer))
 
     def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
-        """Let the pool write a block directly to a new store file (stored extent) as soon as its KV is computed.
-
-        Return False if the block must be copied instead, for example because its KV is computed already.
-        """
+        """Let the pool write a block directly to a new store file. Return False if the block must be copied instead."""
         file, block = self._file, entry.block
         if (
             file is None
@@ -181,7 +173,7 @@ class Saver:
         return False
 
     def _move(self, file: FileArena, entry: PendingBlock) -> None:
-        """Write a complete block of a pool on disk directly to a store file, if the block is still in memory."""
+        """Write a complete block of a pool on disk directly to a store file, if it is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
         layers = self._pool.groups.used_storage_layers(entry.block.group)
@@ -189,7 +181,7 @@ class Saver:
             entry.give_up()
 
     def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
-        """Create a store file, so that the pool can write a block to it. Return None if the store provides none."""
+        """Create a store file to which the pool can write a block. Return None if the store provides none."""
         if (writer := self._begin_writer(entry)) is not None:
             entry.extent = writer.extent()
         if entry.extent is None:
@@ -197,7 +189,7 @@ class Saver:
         return entry.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
-        """Save all layers of blocks whose KV is complete. Return how many of `named` were accepted.
+        """Save all layers of complete blocks. Return how many of `named` were accepted.
 
         For `claim`, see `DiskStore.begin`.
         """
@@ -209,16 +201,15 @@ class Saver:
         return len(saving.entries)
 
     def _pool_block(self, blocks: BlockTable, block: NamedBlock) -> int:
-        """Return the id of the pool block with the KV of `block`, or -1 if the block table has released it."""
+        """Return the id of the pool block with the KV of `block`, or -1 if it has been released."""
         found = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return found[0] if found else -1
 
     def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
 
-        A block is replaced or released in three cases: an equal block is already in the prefix tree, a shared partial
-        block is copied before it grows, or the block leaves the sliding window. Call this directly after any such
-        operation, before the next write to the pool.
+        Call this after operations that do so, before the next write to the pool: an equal block is already in the
+        prefix tree, a shared partial block is copied before it grows, or the block leaves the sliding window.
         """
         cancelled = set()
         with self._mutex:
@@ -231,7 +222,7 @@ class Saver:
         return cancelled
 
     def abort(self, saving: SaveHandle) -> None:
-        """Stop saving blocks whose layers are not all complete. Pending writes are completed first."""
+        """Stop saving blocks whose layers are not all complete, after pending writes."""
         self.flush()
         unfinished = [
             entry.pool_block
@@ -257,7 +248,7 @@ class Saver:
             self.flush()
 
     def notify(self, written: Callable[[], None]) -> None:
-        """Call `written` on the worker thread after all pending writes. `flush` raises an error of `written`."""
+        """Call `written` on the worker thread after all pending writes. `flush` raises its errors."""
         self._jobs.put(written)
 
     def close(self) -> None:
@@ -290,7 +281,7 @@ class Saver:
             self._give_up(saving)
 
     def _write(self, saving: SaveHandle, layer: int) -> None:
-        """Write one layer of every block, or all layers for a pool on disk. Then commit the blocks, parents first."""
+        """Write one layer of every block (all layers for a pool on disk), and commit complete blocks, parents first."""
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
@@ -305,7 +296,7 @@ class Saver:
             self._finish(saving)
 
     def _write_stored(self, file: FileArena, entry: PendingBlock) -> None:
-        """Commit a block of a pool on disk. If its KV is not in a file of the store yet, copy the KV first."""
+        """Commit a block of a pool on disk, after copying its KV if it is not in a file of the store."""
         try:
             if entry.extent is not None and file.extent(entry.pool_block) is not entry.extent:
                 entry.give_up()
@@ -332,7 +323,7 @@ class Saver:
         return entry.writer
 
     def _commit(self, writer: BlockWriter, entry: PendingBlock) -> None:
-        """Commit a block whose layers are all written. If the block table has replaced it, abort the writer instead."""
+        """Commit a block whose layers are all written, unless the block table has replaced it."""
         # If a stored block has more storage layers than its layer group uses, write zeros for the remaining ones.
         for storage_layer in range(self._pool.groups.used_storage_layers(entry.block.group), self._store.layers):
             writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
@@ -355,12 +346,11 @@ class Saver:
 
 
 def layer_bytes(pool: HostPool, tokens: int) -> int:
-    """Return the size in bytes of a storage layer in the store, for a block with `tokens` tokens."""
     return block_layer_bytes(tokens, pool.layout)
 
 
 def layer_data(pool: HostPool, part: KVPart) -> memoryview:
-    """Return a copy of the KV of one storage layer, `[Hkv, n, 2 (K, V), width]`, as bytes with zero padding."""
+    """Return a copy of the KV of a storage layer, `[Hkv, n, 2 (K, V), width]`, as zero-padded bytes."""
     layout, size = pool.layout, part.k.shape[1]
     block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
     rows = block[: 2 * part.k.numel()].view(layout.kv_heads, size, 2, -1)

@@ -1,7 +1,4 @@
-"""One unnamed file with the KV blocks of preempted sequences.
-
-The file has no name in the file system. The kernel therefore deletes it when the process ends, even after a crash.
-"""
+"""One unnamed file with the KV blocks of preempted sequences, which is deleted when the process ends."""
 
 from __future__ import annotations
 
@@ -92,13 +89,12 @@ class SwapFile:
             os.ftruncate(self.handle, 0)
 
     def close(self) -> None:
-        """Close the file, which deletes it. A second call has no effect."""
+        """Close the file, which deletes it."""
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free or belongs to one block, and that the limit holds. No write may be pending."""
         slots = [block.offset // self._slot_bytes for block in self._blocks.values()] + self._free
         assert not self._pending and sorted(slots) == list(range(len(slots)))
         assert self._limit is None or self.bytes_used <= self._limit

@@ -44,7 +44,7 @@ class PrefilledLayer:
 
 
 def join(parts: Sequence[KVPart]) -> KVPart:
-    """Concatenate parts along the token axis. If there is only one part, return it unchanged."""
+    """Concatenate parts along the token axis. A single part is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
@@ -57,19 +57,18 @@ class Savings:
     Attributes:
         requested: Number of requested entries, including padding.
         selected: Number of requested entries without padding.
-        rows: Number of requested entries that are not transferred: working-set hits, entries that are fetched for
-            another sequence, and padding.
+        not_transferred: Number of working-set hits, entries that are fetched for another sequence, and padding.
         hits: Number of requested entries found in the working set.
     """
 
     requested: int
     selected: torch.Tensor
-    rows: torch.Tensor
+    not_transferred: torch.Tensor
     hits: torch.Tensor
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.selected, self.rows, self.hits
+        return self.selected, self.not_transferred, self.hits
 
 
 class PendingFetch(Protocol):
@@ -77,7 +76,7 @@ class PendingFetch(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the requested KV that is not resident, including the entries counted in `savings.rows`."""
+        """Size in bytes of the requested KV that is not resident, whether it is transferred or not (`savings`)."""
         ...
 
     @property
@@ -101,25 +100,20 @@ class PendingFetch(Protocol):
 
 
 class KVStorage(Protocol):
-    """Stores new KV of open sequences.
-
-    All KV is written to the pool, and part of it also stays on the device (resident).
-    """
+    """Stores new KV of open sequences in the pool. KV of resident tokens also stays on the device."""
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         """Open a sequence. Its first `sinks` and last `recent` tokens stay on the device.
 
-        If `origin` is not None, the data on the device is copied from the open sequence with the block table `origin`.
-        Both sequences must have the same tokens, sinks and window.
+        If `origin` is the block table of an open sequence with the same tokens, sinks and window, its data on the
+        device is copied.
         """
         ...
 
-    def close(self, blocks: BlockTable) -> None:
-        """Close a sequence and free its resident KV."""
-        ...
+    def close(self, blocks: BlockTable) -> None: ...
 
     def settle(self, blocks: BlockTable) -> None:
-        """Wait until all appended KV is in the pool. Must be called before blocks are shared with another sequence."""
+        """Wait until all appended KV is in the pool, before its blocks are shared with another sequence."""
         ...
 
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -145,18 +139,18 @@ class KVStorage(Protocol):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Store K and V of the tokens from `start` on, passed as slices in token order. Return the KV of the layer.
 
-        Each slice is written back to the pool as soon as the iterator yields it. Only tokens that have a slot in the
-        layer are written. KV of tokens that will be resident also stays on the device.
+        Each slice is written back as soon as the iterator yields it. KV of tokens that will be resident also stays on
+        the device.
         """
         ...
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Store KV of a few new tokens and return the KV of the layer, like `prefill_layer`."""
+        """Store KV of a few new tokens, and return the KV of the layer like `prefill_layer`."""
         return self.prefill_layer(blocks, layer, start, [new])
 
 
 class RowFetch(Protocol):
-    """Fetches KV of open sequences to the device, one pending fetch per sequence."""
+    """Fetches KV of open sequences to the device. Each fetch is for one sequence."""
 
     def fetch(
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
@@ -171,7 +165,7 @@ class RowFetch(Protocol):
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
         """Start fetching all KV of `tokens`, including resident tokens.
 
-        The result can be used for all sequences that share the blocks of these tokens.
+        The result is valid for all sequences that share the blocks of these tokens.
         """
         ...
 
@@ -191,46 +185,37 @@ class RowFetch(Protocol):
         return [self.fetch(blocks, layer, seen, selection) for blocks, seen, selection in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        """Start fetching `extra`, the tokens that a repair selects in addition to the tokens of an earlier fetch."""
+        """Start fetching the tokens `extra`, which a layer selects in addition to those of an earlier fetch."""
         ...
 
 
 class BatchedRows(Protocol):
-    """Fetches KV of whole batches, for selections whose counts stay on the device."""
+    """Fetches KV of whole batches. The numbers of selected tokens stay on the device."""
 
-    def row_lists(self, batch: int, tokens: int) -> RowLists:
-        """Create a `RowLists` for `batch` sequences of up to `tokens` tokens."""
-        ...
+    def row_lists(self, batch: int, tokens: int) -> RowLists: ...
 
 
 class Transfer(Protocol):
-    """Transfers the KV of any number of sequences. Not thread-safe; each engine has its own object."""
+    """Transfers the KV of any number of sequences. Not thread-safe."""
 
     @property
-    def storage(self) -> KVStorage:
-        """Stores new KV."""
-        ...
+    def storage(self) -> KVStorage: ...
 
     @property
-    def rows(self) -> RowFetch:
-        """Fetches KV of single sequences."""
-        ...
+    def rows(self) -> RowFetch: ...
 
     @property
     def batched(self) -> BatchedRows | None:
-        """Fetches KV of whole batches. None if batched fetches are not supported."""
+        """None if fetches of whole batches are not supported."""
         ...
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the KV of all open sequences on the device: resident KV and working sets.
-
-        On a CPU, the size includes scratch buffers.
-        """
+        """Size in bytes of the KV of all open sequences on the device. On a CPU, this includes scratch buffers."""
         ...
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
-        """Return the size in bytes of a sequence's working set, including its tables; 0 if there is no working set."""
+        """Return the size in bytes of a sequence's working set; 0 if there is none."""
         ...
 
     def check_integrity(self) -> None:

@@ -1,9 +1,8 @@
-"""Transfers if the compute device is the CPU: attention reads KV directly from the host pool.
+"""Transfers on a CPU: attention reads KV directly from the host pool.
 
-A dense layer (one that attends to all tokens) needs no copy. A layer that selects tokens needs no copy if C code reads
-KV in place (`kernels.decode_attention`). Otherwise the K of the resident and the n selected tokens,
-Hkv * (resident + n) * d elements, is gathered into a scratch buffer. If query heads share a KV head, V is gathered too.
-The gather is an `index_select` of whole vectors, which is faster than `torch.gather`.
+C code reads all KV in place (`kernels.decode_attention`). Without it, a layer that selects tokens gathers the keys of
+resident and selected tokens into a scratch buffer, and also the values if query heads share a KV head. The gather is an
+`index_select` of whole vectors, which is faster than `torch.gather`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NOTHING = range(0), range(0)
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A fetch of the KV of `resident` and of the selected `tokens` `[Hkv, n]`, without a copy.
+    """The KV of `resident` and of the selected `tokens` `[Hkv, n]`, without a copy.
 
     KV is read when attention uses it, because the newest token is appended after the fetch has started. If `tokens` is
     None, all tokens are in `resident[0]`.
@@ -54,8 +53,8 @@ class _Fetch:
 class _Pages:
     """Cache of `PagedPart.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
 
-    `rows` are two views of the pool: K `[R, d]`, and V `[R, d]`, which begins `plane_rows` rows later. K and V of a
-    token thus have the same row index.
+    `rows` are K and V of the pool as two views `[R, d]`. Because V begins `plane_rows` later, K and V of a token have
+    the same index.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -76,7 +75,7 @@ class _Pages:
         scratch: _Scratch,
         runs: Callable[[], list[KVPart]] | None = None,
     ) -> PagedPart:
-        """Return the KV of `resident` and `tokens` `[Hkv, n]`, in a layer without a sliding window."""
+        """Return the KV of `resident` and `tokens` `[Hkv, n]` in a layer without a sliding window."""
         assert self.pool.groups.group[layer] == 0, "sliding-window layers are dense"
         ids, block_rows = self._known.get(id(blocks), ([], None))
         if block_rows is None or ids != blocks.ids:
@@ -86,16 +85,15 @@ class _Pages:
         return PagedPart(self.rows, block_rows, first, self._head_rows, resident, tokens, scratch.gather, runs)
 
     def forget(self, blocks: BlockTable) -> None:
-        """Remove a closed block table, because its `id` may be reused."""
+        """Remove a closed block table, because Python may reuse its `id`."""
         self._known.pop(id(blocks), None)
 
     def check_integrity(self, block_tables: Set[int]) -> None:
-        """Assert that entries are cached only for block tables whose `id` is in `block_tables`."""
         assert self._known.keys() <= block_tables
 
 
 class _Scratch:
-    """Gather buffers for K and V. They grow to the largest gather so far. Each gather overwrites the previous one."""
+    """Gather buffers for K and V, as large as the largest gather so far. Each gather overwrites the previous one."""
 
     def __init__(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._rows = rows
@@ -106,7 +104,7 @@ class _Scratch:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
-        """Gather K (`plane` 0) or V (1) `[Hkv, n, d]` by row ids int64 `[Hkv, n]`."""
+        """Gather K (`plane` 0) or V (1) `[Hkv, n, d]` by row ids `[Hkv, n]`."""
         rows = self._rows[plane]
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
@@ -117,7 +115,7 @@ class _Scratch:
 
 
 class CpuStorage(KVStorage):
-    """`KVStorage` on the CPU. KV is stored only in the pool. Resident KV is counted, but not copied."""
+    """`KVStorage` on a CPU. KV is stored only in the pool; resident KV is counted, but not copied."""
 
     def __init__(self, pool: HostPool, pages: _Pages, geometry: ModelGeometry) -> None:
         self._pool, self._pages, self._geometry = pool, pages, geometry
@@ -125,12 +123,10 @@ class CpuStorage(KVStorage):
 
     @property
     def resident_bytes(self) -> int:
-        """Size in bytes of the resident KV of all open sequences."""
         return sum(self._resident.values())
 
     @property
     def opened(self) -> Set[int]:
-        """The `id` of each open block table."""
         return self._resident.keys()
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
@@ -154,10 +150,10 @@ class CpuStorage(KVStorage):
         self._pool.move(blocks, layer, source, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Write the slices and return the KV of the layer, as a view of the pool if its blocks are contiguous.
+        """Write the slices. Return a view of the pool if the blocks are contiguous.
 
-        In a sliding-window layer, not all new tokens have slots in the pool. The result is then a concatenation of the
-        KV in the pool and the new KV.
+        In a sliding-window layer, not all new tokens have slots in the pool, so KV of the pool and new KV are
+        concatenated.
         """
         if self._pool.groups.group[layer]:
             return self._prefill_sliding(blocks, layer, start, list(slices))
@@ -169,7 +165,7 @@ class CpuStorage(KVStorage):
         return PrefilledLayer(kv, 0, start * size, (stop - start) * size)
 
     def extend_layer(self, blocks: BlockTable, layer: int, start: int, new: KVPart) -> PrefilledLayer:
-        """Write the new KV to the pool and return views of the pool.
+        """Write the new KV. Return views of the pool.
 
         `kv` of the result begins with the first block that contains a new token. `past` has the KV of earlier blocks.
         """
@@ -187,7 +183,7 @@ class CpuStorage(KVStorage):
         first = self._pool.groups.first_seen(start, blocks.floor)
         new = join(slices)
         tokens = range(start, start + new.k.shape[1])
-        kept = self._pool.kept(blocks, layer, tokens)
+        kept = self._pool.stored_range(blocks, layer, tokens)
         self._pool.write(blocks, layer, kept.start, new.k[:, kept.start - start :], new.v[:, kept.start - start :])
         before = self._pool.runs(blocks, layer, range(first, start))
         size = self._pages.token_bytes[layer]
@@ -195,19 +191,18 @@ class CpuStorage(KVStorage):
 
 
 class CpuRows(RowFetch):
-    """`RowFetch` on the CPU. KV is gathered when attention uses it.
+    """`RowFetch` on a CPU. KV is gathered when attention uses it.
 
-    `fetch` and `fetch_more` have separate scratch buffers, because their results are in use at the same time.
+    `fetch` and `fetch_more` have separate scratch buffers, because both results are in use at the same time.
     """
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
-        self._pair_bytes = 2 * pool.layout.row_bytes
+        self._entry_bytes = 2 * pool.layout.row_bytes
         self._fetched, self._repaired = _Scratch(pages.rows), _Scratch(pages.rows)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the scratch buffers."""
         return self._fetched.nbytes + self._repaired.nbytes
 
     def fetch(self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None) -> _Fetch:
@@ -215,7 +210,7 @@ class CpuRows(RowFetch):
             size = len(visible.candidates) * self._pages.token_bytes[layer]
             return _Fetch(self._pages, self._fetched, blocks, layer, (visible.all, range(0)), None, size)
         assert selection.counts is None, "selections on the CPU have no counts"
-        size, resident = selection.tokens.numel() * self._pair_bytes, (visible.sinks, visible.recent)
+        size, resident = selection.tokens.numel() * self._entry_bytes, (visible.sinks, visible.recent)
         return _Fetch(self._pages, self._fetched, blocks, layer, resident, selection.tokens, size)
 
     def fetch_range(self, blocks: BlockTable, layer: int, tokens: range) -> PendingFetch:
@@ -229,7 +224,7 @@ class CpuRows(RowFetch):
         visible: Sequence[VisibleTokens],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Return one fetch per sequence. Shared KV is counted once, although each sequence gathers all its KV."""
+        """Start one fetch per sequence. Shared KV is counted once, although each sequence gathers it."""
         rows = [
             self._pages.part(blocks, layer, _NOTHING, selection.tokens, self._fetched).ids.flatten()
             for blocks, selection in zip(block_tables, selections, strict=True)
@@ -240,12 +235,12 @@ class CpuRows(RowFetch):
         return [replace(self.fetch(blocks, layer, seen, own), savings=one) for blocks, seen, own, one in each]
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        size = extra.tokens.numel() * self._pair_bytes
+        size = extra.tokens.numel() * self._entry_bytes
         return _Fetch(self._pages, self._repaired, blocks, layer, _NOTHING, extra.tokens, size)
 
 
 class CpuTransfer:
-    """`Transfer` for the CPU and an exact KV format."""
+    """`Transfer` for a CPU and a KV format whose vectors attention can read in place."""
 
     def __init__(self, pool: HostPool, geometry: ModelGeometry) -> None:
         assert pool.format.exact, "encoded KV cannot be read in place"
@@ -256,12 +251,10 @@ class CpuTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of scratch buffers and of the resident KV of all open sequences."""
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:
-        """Assert that only open sequences have cached block tables."""
         self._pages.check_integrity(self.storage.opened)

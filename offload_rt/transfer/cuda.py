@@ -1,9 +1,9 @@
-"""Transfers over PCIe: pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
+"""Transfers over PCIe, with pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
 In each step, a layer that selects tokens copies 2 * Hkv * n * d elements per sequence to the device and 2 * Hkv * d
 elements to the host. n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a
-kernel gathers the KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the
-host gathers the KV.
+kernel gathers KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the
+host gathers KV.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from .streams import DeviceStream, Stream
 
 
 class CudaStorage(KVStorage):
-    """`KVStorage` for a device.
-
-    Resident KV stays on the device, and all KV is written to the pool in the write-back stream.
-    """
+    """`KVStorage` for a device with memory of its own. All KV is written to the pool in the write-back stream."""
 
     def __init__(self, state: DeviceState, rows: CudaRows, batches: CudaBatches) -> None:
         self._state, self._rows, self._batches = state, rows, batches
@@ -40,7 +37,7 @@ class CudaStorage(KVStorage):
         residency.load(state.pool, blocks, lambda layer, tokens: state.pool.runs(blocks, layer, tokens))
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence. Waits until its pending transfers have ended."""
+        """Close a sequence after its pending transfers."""
         self._state.prefetch.record_event().synchronize()
         self._state.staging.clear()
         self._state.write_back.record_event().synchronize()
@@ -61,16 +58,19 @@ class CudaStorage(KVStorage):
         if k.shape[1] == 1 and not state.pool.groups.group[layer]:
             lists = self._batches.lists_of([blocks])
             lists.append(
-                layer, k[:, 0].contiguous(), v[:, 0].contiguous(), *lists.newest(start, *one.residency.sizes(layer))
+                layer,
+                k[:, 0].contiguous(),
+                v[:, 0].contiguous(),
+                *lists.newest_index_and_row(start, *one.residency.sizes(layer)),
             )
             return state.pool.token_bytes(layer)
         one.residency.store(layer, start, k, v)
         return self._write(one, layer, start, k, v)
 
     def _write(self, one: OpenSequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Start writing k and v `[Hkv, m, d]` of the tokens [start, start + m) to the pool. Return their bytes."""
+        """Start writing k and v `[Hkv, m, d]` to the pool. Return the number of bytes."""
         state, blocks = self._state, one.blocks
-        kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
+        kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
         k, v = k[:, kept.start - start :], v[:, kept.start - start :]
         with state.write_back.behind_compute():
             at = 0
@@ -88,7 +88,7 @@ class CudaStorage(KVStorage):
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy a KV entry on the host, after its write-back and after all reads of the target slot.
 
-        Also update resident KV of the target slot, and remove its token from the working set.
+        The resident KV of the target slot is updated, and its token leaves the working set.
         """
         state, one = self._state, self._state[blocks]
         state.settle(blocks)
@@ -97,7 +97,7 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Write the resident KV entry to the target slot after all reads of the target slot, asynchronously."""
+        """Start writing the resident KV entry to the target slot, after all reads of that slot."""
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
         k, v = one.residency.row(layer, source)
@@ -106,7 +106,7 @@ class CudaStorage(KVStorage):
         self._moved(one, layer, source, target)
 
     def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
-        """Update the resident KV and working set of `one` after KV was copied from pool slot `source` to `target`."""
+        """Update resident KV and working set after KV was copied from pool slot `source` to `target`."""
         state = self._state
         one.residency.move(layer, source, target)
         if one.working is not None:
@@ -114,7 +114,10 @@ class CudaStorage(KVStorage):
                 one.working.forget(layer, target)
 
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
-        """Append the slices and load the KV of tokens before `start`. Release the slices of the previous layer."""
+        """Append the slices, and load the KV of tokens before `start`.
+
+        The slices of the previous layer are released.
+        """
         state, one = self._state, self._state[blocks]
         state.pending_writes.release()
         first = state.pool.groups.first_seen(start, blocks.floor) if state.pool.groups.group[layer] else 0
@@ -176,14 +179,13 @@ class CudaTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of resident KV and working sets of all open sequences. Staging buffers are not included."""
+        """Size in bytes of resident KV and working sets of all open sequences, without staging buffers."""
         return sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return self._state[blocks].working_set_bytes
 
     def check_integrity(self) -> None:
-        """Wait for both streams. Then assert that KV in working sets equals the KV in the pool."""
         self._state.prefetch.record_event().synchronize()
         for one in self._state:
             self._state.settle(one.blocks)
@@ -191,7 +193,7 @@ class CudaTransfer:
                 one.working.check_integrity(self._stored_rows(one.blocks))
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a function (layer, tokens `[Hkv, n]`) -> stored KV `[2, Hkv, n, width]`, read from the pool."""
+        """Return a function (layer, tokens `[Hkv, n]`) that reads stored KV `[2, Hkv, n, width]` from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
         return lambda layer, tokens: pool.rows[

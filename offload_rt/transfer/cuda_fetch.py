@@ -1,4 +1,4 @@
-"""Host-to-device transfers of KV, for single sequences and for whole batches."""
+"""Copies of KV from host to device, for single sequences and for batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _PendingFetch(PendingFetch):
     """A pending fetch.
 
     Attributes:
-        state: State of the device. `state.staging` keeps the buffers of the fetch alive.
+        state: State of the device, whose `staging` keeps the buffers of the fetch alive.
         staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` is complete.
         staged: Fetched KV `[2, Hkv, n, width]` in the storage format.
@@ -30,8 +30,8 @@ class _PendingFetch(PendingFetch):
         counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
         residency: Resident KV of the sequence, or None.
         layer: Index of the layer.
-        visible: If not None, `wait` also returns the resident KV of these tokens, before the fetched KV. Resident KV
-            is read in `wait`, because the newest token is stored after the fetch has started.
+        visible: If not None, `wait` returns the resident KV of these tokens before the fetched KV. It is read in
+            `wait`, because the newest token is stored after the fetch has started.
     """
 
     state: DeviceState
@@ -62,7 +62,7 @@ class _PendingFetch(PendingFetch):
 
 
 class CudaBatches(BatchedRows):
-    """`BatchedRows` for a device. It also caches the lists that are used for single sequences."""
+    """`BatchedRows` for a device. Caches the `RowLists` of single sequences too."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -72,10 +72,7 @@ class CudaBatches(BatchedRows):
         return RowLists(self._state, batch, tokens)
 
     def lists_of(self, block_tables: Sequence[BlockTable]) -> RowLists:
-        """Return the lists of a batch of these sequences.
-
-        They are cached until one of the sequences is closed or exceeds the capacity of the lists.
-        """
+        """Return the lists of these sequences, cached until a sequence is closed or exceeds their capacity."""
         key, capacity = tuple(id(blocks) for blocks in block_tables), max(blocks.capacity for blocks in block_tables)
         if key not in self._lists or self._lists[key].tokens < capacity:
             self._lists[key] = self.row_lists(len(block_tables), capacity + capacity // 8)
@@ -83,12 +80,11 @@ class CudaBatches(BatchedRows):
         return self._lists[key]
 
     def forget(self, blocks: BlockTable) -> None:
-        """Drop the cached lists of a closed sequence."""
         self._lists = {key: lists for key, lists in self._lists.items() if id(blocks) not in key}
 
 
 class CudaRows(RowFetch):
-    """`RowFetch` for a device."""
+    """`RowFetch` for a device with memory of its own."""
 
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
         self._state, self._batches = state, batches
@@ -106,10 +102,7 @@ class CudaRows(RowFetch):
     def fetch_range(
         self, blocks: BlockTable, layer: int, tokens: range, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start copying all KV of `tokens` to the device.
-
-        If `visible` is not None, the result begins with the resident KV of the tokens `visible`.
-        """
+        """Start copying all KV of `tokens`. If `visible` is not None, the result begins with its resident KV."""
         state, one, pool = self._state, self._state[blocks], self._state.pool
         shape = (2, state.geometry.rows(layer).kv_heads, len(tokens), pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
@@ -140,9 +133,9 @@ class CudaRows(RowFetch):
         visible: Sequence[VisibleTokens | None],
         selections: Sequence[Selection],
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence (`RowLists.fetch`).
+        """Start one fetch per sequence, in one transfer.
 
-        If `visible` of a sequence is not None, its result begins with its resident KV.
+        If its `visible` is not None, the result begins with resident KV.
         """
         state = self._state
         tokens, counts = self._listed(selections)
@@ -164,7 +157,8 @@ class CudaRows(RowFetch):
 
         Returns:
             The tokens `[P, n]`, padded to the longest list, and the number of valid tokens of each list `[P]`, or None
-            if all are valid.
+            if all are
+            valid.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"
@@ -178,7 +172,7 @@ class CudaRows(RowFetch):
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """Compute `PendingFetch.savings` of sequence `b` in the prefetch stream."""
+        """Return `PendingFetch.savings` of sequence `b`, computed in the prefetch stream."""
         requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()
@@ -192,6 +186,6 @@ class CudaRows(RowFetch):
 
 
 def copy_heads(into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy `rows` `[Hkv, m, d]` head by head. Each head must be contiguous, so that its copy is asynchronous."""
+    """Copy `rows` `[Hkv, m, d]` head by head. A copy is asynchronous only if the head is contiguous."""
     for target, source in zip(into, rows, strict=True):
         target.copy_(source, non_blocking=True)

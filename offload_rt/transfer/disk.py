@@ -1,9 +1,9 @@
 """Transfers for a KV pool on disk.
 
 Sinks and recent tokens are resident on the device. The KV that a layer selects is read while the previous layer
-computes. A dense layer (one that attends to all tokens) reads all KV in order, one block ahead. Two threads read:
-requests of the same layer run in order, and requests of adjacent layers run in parallel. New KV is written
-asynchronously. The pool caches recently used KV in host memory (`kv_cache.disk.file_arena`).
+computes. A layer that attends to all tokens reads their KV in order, one block ahead. Reads for adjacent layers run on
+two threads in parallel. New KV is written asynchronously. The pool caches recently used KV in host memory
+(`kv_cache.disk.file_arena`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Open:
     _blocks: np.ndarray[tuple[int], np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def current(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the block ids as an array. The array is rebuilt only if the block table has changed."""
+        """Return the block ids as an array, which is rebuilt only if the block table has changed."""
         if self._listed != self.blocks.ids:
             self._listed = list(self.blocks.ids)
             self._blocks = np.array(self._listed, np.int64)
@@ -49,17 +49,16 @@ class DiskState:
         assert pool.file is not None, "the pool is not on disk"
         self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
         self._threads = [ReadingThread() for _ in range(AT_ONCE)]
-        self.pair_bytes = 2 * pool.layout.row_bytes
-        """Size in bytes of a KV entry of a full-attention layer: K and V of one token and head."""
+        self.entry_bytes = 2 * pool.layout.row_bytes
         self.open: dict[int, _Open] = {}
         self._staging = RecycledMemory()
 
     def thread(self, layer: int) -> ReadingThread:
-        """Return the thread that reads the KV of `layer`. Adjacent layers have different threads."""
+        """Return the thread that reads KV of `layer`. Adjacent layers have different threads."""
         return self._threads[layer % len(self._threads)]
 
     def staging(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised host buffer for KV in the storage format."""
+        """Return an uninitialised host buffer in the storage format."""
         if self.device.type == "cuda":
             return torch.empty(shape, dtype=self.pool.format.storage, pin_memory=True)
         return self._staging.empty(shape, self.pool.format.storage)
@@ -70,7 +69,6 @@ class DiskState:
             self._staging.clear()
 
     def wait(self) -> None:
-        """Wait until all reads have finished."""
         for thread in self._threads:
             thread.wait()
 
@@ -83,7 +81,7 @@ class DiskState:
         return max(BLOCK_SIZE, fits // BLOCK_SIZE * BLOCK_SIZE)
 
     def rows(self, blocks: BlockTable, layer: int, tokens: range) -> KVPart:
-        """Read K and V `[Hkv, n, d]` of `tokens` in a layer and return them on the device."""
+        """Read K and V `[Hkv, n, d]` of `tokens` to the device."""
         return join([self._on_device(layer, part) for part in self.pool.stored(blocks, layer, tokens)])
 
     def _on_device(self, layer: int, part: KVPart) -> KVPart:
@@ -91,7 +89,7 @@ class DiskState:
         return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
-        """Start reading all KV of `tokens` in a layer, block by block."""
+        """Start reading all KV of `tokens`, block by block."""
         # Also split at the boundaries of the pool's spans. A block in two spans would have to be joined in new memory.
         size, at = self.block_tokens(layer), tokens.start
         edges = {tokens.start, *range(tokens.start // size * size + size, tokens.stop, size), tokens.stop}
@@ -118,7 +116,7 @@ class DiskStorage(KVStorage):
         state.open[id(blocks)] = _Open(blocks, residency)
 
     def close(self, blocks: BlockTable) -> None:
-        """Close a sequence after its pending reads have ended. Also allowed after `open` has failed."""
+        """Close a sequence after its pending reads. Also allowed if `open` has failed."""
         self._state.wait()
         self._state.close(blocks)
 
@@ -128,13 +126,13 @@ class DiskStorage(KVStorage):
     def append(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         state = self._state
         state[blocks].residency.store(layer, start, k, v)
-        kept = state.pool.kept(blocks, layer, range(start, start + k.shape[1]))
+        kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
         if kept:
             state.pool.write(blocks, layer, kept.start, k[:, kept.start - start :], v[:, kept.start - start :])
         return len(kept) * state.pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        """Copy a KV entry in the pool, after pending reads. Also update resident KV of the target slot."""
+        """Copy a KV entry in the pool, after pending reads. Update resident KV of the target slot."""
         self._state.wait()
         self._state.pool.move(blocks, layer, source, target)
         self._state[blocks].residency.move(layer, source, target)
@@ -142,8 +140,8 @@ class DiskStorage(KVStorage):
     def prefill_layer(self, blocks: BlockTable, layer: int, start: int, slices: Iterable[KVPart]) -> PrefilledLayer:
         """Append the slices and return the KV of the layer.
 
-        KV of tokens before `start` is returned in `past` and read block by block during the computation. In a
-        sliding-window layer, which attends to few of these tokens, it is part of `kv`.
+        KV of tokens before `start` is read block by block during the computation (`past`). In a sliding-window layer,
+        which attends to few of them, it is part of `kv`.
         """
         state, slides = self._state, self._state.pool.groups.group[layer] != 0
         first = state.pool.groups.first_seen(start, blocks.floor) if slides else start
@@ -162,8 +160,7 @@ class DiskStorage(KVStorage):
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
     """Split the K and V `[Hkv, m, d]` of tokens from `start` on into parts that end at block boundaries.
 
-    Only the last part may end within a block. The pool writes complete blocks to disk immediately. It would buffer
-    incomplete blocks in memory.
+    The pool writes complete blocks to disk immediately, but would buffer incomplete blocks in memory.
     """
     rest: KVPart | None = None
     for part in parts:
@@ -181,10 +178,9 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
 
 @dataclass(frozen=True)
 class _RangeFetch:
-    """A pending read of all KV of a token range, block by block.
+    """A pending read of all KV of a token range. `wait` returns resident KV, and then block after block.
 
-    `wait` returns the resident KV and then the blocks. Resident KV is read in `wait`, because the newest token is
-    stored after the fetch has started.
+    Resident KV is read in `wait`, because the newest token is stored after the fetch has started.
     """
 
     run: BlockRun
@@ -203,10 +199,7 @@ class _RangeFetch:
 
 @dataclass(frozen=True)
 class _SelectedFetch:
-    """A pending read of selected KV into the buffer `staged` `[Hkv, m + n, 2, width]`.
-
-    The first m entries of each head are for resident tokens.
-    """
+    """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`, after m entries for resident tokens."""
 
     state: DiskState
     reading: Future[None]
@@ -230,7 +223,7 @@ class _SelectedFetch:
 
 
 class DiskRows(RowFetch):
-    """`RowFetch` from disk. KV that several sequences select is read again for each sequence unless it is cached."""
+    """`RowFetch` from disk. KV that several sequences select is read for each of them, unless it is cached."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -254,7 +247,7 @@ class DiskRows(RowFetch):
     def _rows(
         self, blocks: BlockTable, layer: int, selection: Selection, visible: VisibleTokens | None = None
     ) -> PendingFetch:
-        """Start reading the selected KV. Leave space before it for the resident KV of `visible`, if not None."""
+        """Start reading the selected KV. If `visible` is not None, leave space for its resident KV before it."""
         state, one = self._state, self._state[blocks]
         tokens = selection.known().tokens.cpu()
         resident = visible.resident if visible is not None and state.pool.format.exact else 0
@@ -262,7 +255,7 @@ class DiskRows(RowFetch):
         staged = state.staging((heads, resident + count, 2, state.pool.format.width))
         storage_layer = state.pool.groups.storage_layer[layer]
         reading = state.thread(layer).start(_gather, state.file, storage_layer, one.current(), tokens, resident, staged)
-        size = heads * count * state.pair_bytes
+        size = heads * count * state.entry_bytes
         return _SelectedFetch(
             state, reading, staged, size, one.residency if visible is not None else None, layer, visible
         )
@@ -276,7 +269,7 @@ def _gather(
     resident: int,
     staged: torch.Tensor,
 ) -> None:
-    """Read the KV of tokens int64 `[Hkv, n]` into staged `[Hkv, resident + n, 2, width]`, after `resident` entries.
+    """Read the KV of tokens int64 `[Hkv, n]` into `staged` `[Hkv, resident + n, 2, width]`, after `resident` entries.
 
     `storage_layer` is the index of the layer within a block. `blocks` are the block ids of the sequence.
     """
@@ -299,12 +292,10 @@ class DiskTransfer:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the resident KV of all open sequences."""
         return sum(one.residency.nbytes for one in self._state.open.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:
-        """Wait for pending reads, so that the pool can be checked afterwards."""
         self._state.wait()

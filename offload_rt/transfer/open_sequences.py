@@ -1,4 +1,4 @@
-"""State shared by the parts of `CudaTransfer`: device data of open sequences, and the two transfer streams."""
+"""Device data of open sequences, and the two transfer streams, shared by the parts of `CudaTransfer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .working_set import WorkingSet
 
 @dataclass
 class OpenSequence:
-    """Device data of one open sequence. `written` is an event after its last write-back, or None."""
+    """Device data of an open sequence. `written` is an event after its last write-back."""
 
     blocks: BlockTable
     residency: Residency
@@ -26,12 +26,11 @@ class OpenSequence:
 
     @property
     def working_set_bytes(self) -> int:
-        """Size in bytes of the working set, including its tables."""
         return 0 if self.working is None else self.working.nbytes
 
 
 class DeviceState:
-    """The open sequences by block table, the pool with their KV, and the transfer streams."""
+    """The open sequences by block table, the pool, and the transfer streams."""
 
     def __init__(
         self,
@@ -46,8 +45,7 @@ class DeviceState:
         self.pool, self.geometry, self.device, self.format = pool, geometry, device, pool.format
         self.prefetch, self.write_back = prefetch, write_back
         self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
-        self.pair_bytes = 2 * pool.layout.row_bytes
-        """Size in bytes of a KV entry of a full-attention layer: K and V of one token and head."""
+        self.entry_bytes = 2 * pool.layout.row_bytes
         self.working_set, self.in_place = working_set, in_place
         self._open: dict[int, OpenSequence] = {}
 
@@ -58,7 +56,7 @@ class DeviceState:
         return iter(self._open.values())
 
     def find(self, blocks: BlockTable) -> OpenSequence | None:
-        """Return the open sequence of a block table, or None if it is not open. Thread-safe."""
+        """Return the open sequence of a block table, or None. Thread-safe."""
         return self._open.get(id(blocks))
 
     def add(self, blocks: BlockTable, sinks: int, recent: int) -> OpenSequence:
@@ -68,7 +66,7 @@ class DeviceState:
         return self._open[id(blocks)]
 
     def add_copy(self, blocks: BlockTable, origin: BlockTable) -> None:
-        """Open a sequence with a copy of the device data of the open sequence whose block table is `origin`."""
+        """Open a sequence with a copy of the device data of the open sequence `origin`."""
         like = self[origin]
         with self.prefetch.behind_compute():
             copied = None if like.working is None else like.working.clone()
@@ -79,7 +77,7 @@ class DeviceState:
         self._open.pop(id(blocks), None)
 
     def settle(self, blocks: BlockTable) -> None:
-        """Block the host until the last write-back of the sequence has finished. Thread-safe."""
+        """Wait on the host for the last write-back of the sequence. Thread-safe."""
         # A sequence that is being opened or closed has no pending write-back.
         one = self.find(blocks)
         if one is not None and (written := one.written) is not None:

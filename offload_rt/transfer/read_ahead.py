@@ -23,7 +23,7 @@ class ReadingThread:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def start(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Queue `work`. The returned future gets its result or its exception."""
+        """Queue a call of `work`. The returned future gets its result or exception."""
 
         def run() -> T:
             # Inference mode is a property of the thread. The buffers filled here are inference tensors.
@@ -33,7 +33,6 @@ class ReadingThread:
         return self._thread.submit(run)
 
     def wait(self) -> None:
-        """Wait until all queued work has finished."""
         self._thread.submit(lambda: None).result()
 
 
@@ -41,7 +40,7 @@ class BlockRun:
     """Reads consecutive blocks of KV in order, one block ahead. Up to two blocks are in memory."""
 
     def __init__(self, thread: ReadingThread, read: Callable[[range], KVPart], blocks: Sequence[range]) -> None:
-        """Start reading the first blocks. `blocks` are token ranges. `read` returns the KV of a token range."""
+        """Start reading the first of `blocks`, which are token ranges. `read` returns the KV of a token range."""
         self._thread, self._read, self._blocks = thread, read, blocks
         self._reading: dict[int, Future[KVPart]] = {}
         self._current: tuple[int, KVPart] | None = None
@@ -49,11 +48,11 @@ class BlockRun:
 
     @property
     def parts(self) -> list[KVPart]:
-        """The blocks, as parts that are read on access. Access them in order."""
+        """The blocks, each read on access. Access them in order."""
         return [_LazyPart(self, i) for i in range(len(self._blocks))]
 
     def take(self, i: int) -> KVPart:
-        """Wait for block `i` and return it. The memory of the previously returned block may be reused."""
+        """Wait for block `i`. The memory of the previously returned block may be reused."""
         if self._current is None or self._current[0] != i:
             self._current = None
             self._reading = {j: job for j, job in self._reading.items() if j >= i}

@@ -36,15 +36,15 @@ class Residency:
         return sum(rows.nbytes for rows in self._rows)
 
     def sizes(self, layer: int) -> tuple[int, int]:
-        """Return the capacity of a layer: the number of sinks and the number of recent tokens."""
+        """Return the numbers of sinks and recent tokens for which a layer has space."""
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
-        """Return the resident KV of a layer, `[2 * Hkv, s + w, d]`: K of all heads, then V of all heads."""
+        """Return the resident KV `[2 * Hkv, s + w, d]`: K of all heads, then V of all heads."""
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m), if they are resident."""
+        """Store k and v `[Hkv, m, d]` of the tokens [start, start + m), as far as they are resident."""
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
@@ -52,36 +52,36 @@ class Residency:
             rows[1, :, start:head] = v[:, : head - start]
         first = max(start, stop - recent, sinks)
         if first < stop:
-            at = place(first, sinks, recent)
+            at = resident_index(first, sinks, recent)
             if at + stop - first <= sinks + recent:  # always true for one new token
                 rows[0, :, at : at + stop - first] = k[:, first - start :]
                 rows[1, :, at : at + stop - first] = v[:, first - start :]
                 return
-            places = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
-            rows[0].index_copy_(1, places, k[:, first - start :])
-            rows[1].index_copy_(1, places, v[:, first - start :])
+            indices = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
+            rows[0].index_copy_(1, indices, k[:, first - start :])
+            rows[1].index_copy_(1, indices, v[:, first - start :])
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
-        """Load the resident KV of a sequence from the pool. `read(layer, tokens)` returns KV of a token range."""
+        """Load resident KV from the pool. `read(layer, tokens)` returns KV of a token range."""
         for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
             last = range(max(0, blocks.length - recent), blocks.length)
-            for tokens in (range(min(sinks, blocks.length)), pool.kept(blocks, layer, last)):
+            for tokens in (range(min(sinks, blocks.length)), pool.stored_range(blocks, layer, last)):
                 at = tokens.start
                 for part in read(layer, tokens) if tokens else ():
                     self.store(layer, at, part.k.to(self._rows[layer].device), part.v.to(self._rows[layer].device))
                     at += part.k.shape[1]
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
-        """Return a copy of the KV of the resident token in slot `slot`, `[2, Hkv, d]`."""
+        """Return a copy `[2, Hkv, d]` of the KV of the resident token in slot `slot`."""
         # Not `contiguous()`: for a single resident token, it returns a view, which later compute work overwrites.
-        row = self._rows[layer][:, :, place(slot, *self._sizes[layer])]
+        row = self._rows[layer][:, :, resident_index(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the KV of the recent token in slot `source` to slot `target`, if `target` is a sink."""
+        """Copy the KV of the recent token in slot `source` to slot `target`, if that is a sink."""
         rows, (sinks, recent) = self._rows[layer], self._sizes[layer]
         if target < sinks:
-            rows[:, :, target] = rows[:, :, place(source, sinks, recent)]
+            rows[:, :, target] = rows[:, :, resident_index(source, sinks, recent)]
 
     def part(self, layer: int, visible: VisibleTokens) -> list[KVPart]:
         """Return views of the resident KV of `visible`, in token order."""
@@ -97,30 +97,29 @@ class Residency:
                 at += size
 
     def _runs(self, layer: int, visible: VisibleTokens) -> list[range]:
-        """Return the contiguous index ranges of the resident tokens of `visible`, in token order."""
+        """Return the index ranges of the resident tokens of `visible`, in token order."""
         (sinks, size), recent = self._sizes[layer], visible.recent
         first = max(recent.start, sinks)
         rounds = -(-(first - sinks) // size)
         ring_start = min(recent.stop, sinks + rounds * size)
         ring = [run for run in (range(first, ring_start), range(ring_start, recent.stop)) if run]
-        starts = [place(run.start, sinks, size) for run in ring]
+        starts = [resident_index(run.start, sinks, size) for run in ring]
         placed = [range(start, start + len(run)) for start, run in zip(starts, ring, strict=True)]
         return [visible.sinks, range(recent.start, min(recent.stop, sinks)), *placed]
 
 
-def place(token: int, sinks: int, recent: int) -> int:
-    """Return the index of a resident token in the resident KV (see `Residency`)."""
+def resident_index(token: int, sinks: int, recent: int) -> int:
+    """Return the index of a resident token in `Residency`."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 
-def places(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
-    """Return the indices of the resident tokens of `visible` in the resident KV, in ascending order.
+def resident_range(visible: VisibleTokens, sinks: int, recent: int) -> range | None:
+    """Return the indices in `Residency` of the resident tokens of `visible`, or None if they are not contiguous.
 
-    Return None if the indices are not contiguous. After a truncation, the rest of a window may wrap around in the ring
-    buffer.
+    After a truncation, the rest of a window may wrap around in the ring buffer.
     """
     first, stop = visible.all.start, visible.recent.stop
     if first <= sinks or len(visible.recent) == recent:
         return range(min(first, sinks), min(stop, sinks + recent))
-    start = place(first, sinks, recent)
+    start = resident_index(first, sinks, recent)
     return range(start, start + stop - first) if start + stop - first <= sinks + recent else None

@@ -1,8 +1,8 @@
 """Transfers of the KV of a batch, as one list of tokens per sequence and KV head (`kernels.lists`).
 
 A layer takes three kernel launches for any batch size: one gathers the selected KV, one stores the newest KV on the
-device, and one writes it back to the pool. Tensors have fixed addresses, and shapes depend only on the number of
-sequences and their capacity in tokens. The steps can therefore be captured in a CUDA graph.
+device, and one writes it back to the pool. Addresses are fixed, and shapes depend only on the number of sequences and
+their capacity, so that a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .open_sequences import DeviceState, OpenSequence
 from .plan import BLOCK_BITS, first_occurrences
-from .residency import place
+from .residency import resident_index
 from .staging import HELD_BACK
 from .streams import Event
 from .working_lists import WorkingLists
@@ -32,13 +32,12 @@ class PendingBatchFetch:
     """A pending fetch of a batch.
 
     Attributes:
-        state: State of the device. `state.staging` keeps the buffers of the fetch alive.
+        state: State of the device, whose `staging` keeps the buffers of the fetch alive.
         staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
-        tally: Number of transferred KV entries and of working-set hits of each sequence, int64 `[B, 2]`. An entry is K
-            and V of one token and KV head. All other entries were transferred for another sequence of the batch. None
-            if all valid entries were transferred.
+        tally: Numbers of transferred KV entries and of working-set hits of each sequence, int64 `[B, 2]`. All other
+            entries were transferred for another sequence. None if all valid entries were transferred.
     """
 
     state: DeviceState
@@ -48,7 +47,7 @@ class PendingBatchFetch:
     tally: torch.Tensor | None
 
     def wait(self) -> torch.Tensor:
-        """Return K and V `[2, P, n, d]`. The compute stream waits for the copies, the host does not."""
+        """Return K and V `[2, P, n, d]`. The compute stream waits for the copies; the host does not."""
         counted = () if self.tally is None else (self.tally,)
         self.state.staging.arrive(self.staging_key, self.event, *counted)
         return self.state.format.decode(self.staged)
@@ -65,15 +64,15 @@ class RowLists:
         layout, device = state.pool.layout, state.device
         self._state, self._pool, self._batch, self.device = state, state.pool, batch, device
         self.heads = layout.kv_heads  # of full-attention layers
-        self.pair_bytes = 2 * layout.row_bytes  # K and V of one token and head in full-attention layers
+        self.entry_bytes = 2 * layout.row_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
-        """Module with the functions that read and write the pool: kernels, or torch on the host."""
+        """Kernels if the pool is read in place, else torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         storage_layers = state.pool.groups.storage_layer
         self._tables = torch.zeros(len(storage_layers), batch, FIELDS, dtype=torch.int64, device=device)
         each = zip(storage_layers, state.pool.groups.group, strict=True)
-        firsts = [layout.vectors(place, window=group > 0) for place, group in each]
+        firsts = [layout.vectors(index, window=group > 0) for index, group in each]
         self._offsets = to_device(torch.tensor([one for layer in firsts for own in layer for one in own]), device)
         parts = self._offsets.split([2 * len(layer[0]) for layer in firsts])
         self._planes = [part.view(2, -1) for part in parts]
@@ -89,7 +88,6 @@ class RowLists:
 
     @property
     def tokens(self) -> int:
-        """Capacity of each sequence in tokens."""
         return self._bases.shape[1] * BLOCK_SIZE
 
     def keep_working_sets(self, layers: Iterable[int]) -> None:
@@ -124,18 +122,18 @@ class RowLists:
             self._open = sequences
 
     def release(self) -> None:
-        """Drop all references to sequences. `hold` must be called before the next use."""
+        """Drop all references to sequences, until the next `hold`."""
         self._open, self._resident = [], []
         if self._working is not None:
             self._working.release()
 
     @property
     def in_place(self) -> bool:
-        """Whether kernels access the pool directly, so that the host never waits."""
+        """Whether kernels read the pool directly, so that the host never waits."""
         return self._state.in_place
 
     def join(self) -> None:
-        """Make the compute stream wait for all write-backs and fetches that have been queued so far."""
+        """Make the compute stream wait for all write-backs and fetches queued so far."""
         self._prefetch.hold_compute(self._prefetch.record_event())
         self._write_back.hold_compute(self._write_back.record_event())
         self._state.pending_writes.clear()
@@ -144,8 +142,8 @@ class RowLists:
     def capturing(self) -> Iterator[None]:
         """Context for capturing a step in a CUDA graph.
 
-        The compute stream first waits for earlier transfers, because a graph cannot wait for them. Events recorded in
-        the capture are not assigned to the sequences, because other threads may wait for the events of a sequence
+        The compute stream first waits for earlier transfers, because a graph cannot wait for them. Events of the
+        capture are not assigned to sequences, because other threads may wait for a sequence's events
         (`DeviceState.settle`).
         """
         self.join()
@@ -156,7 +154,7 @@ class RowLists:
             self._captures, self._captured = False, None
 
     def replayed(self) -> None:
-        """After a graph replay, set the write-back event of each sequence to an event after all queued compute work."""
+        """After a graph replay, let transfers of the sequences wait for all compute work queued so far."""
         with self._write_back.behind_compute():
             self._set_written(self._write_back.record_event())
 
@@ -169,67 +167,66 @@ class RowLists:
 
     @property
     def _written(self) -> list[Event]:
-        """Return the events after the last write-backs of the sequences. A fetch must wait for them."""
+        """Events after the last write-back of each sequence, for which a fetch must wait."""
         if self._captures:
             return [] if self._captured is None else [self._captured]
         events = {id(one.written): one.written for one in self._open}.values()
         return [event for event in events if event is not None]
 
     def forget(self) -> None:
-        """Clean up after a failed graph capture: wait until the device is idle, and drop the buffers of all fetches."""
+        """After a failed graph capture, wait for the device and drop the buffers of all fetches."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._state.staging.clear()
         self._state.pending_writes.clear()
 
     def resident(self, layer: int) -> PointerTable:
-        """Return the resident KV of a layer, `[2 * Hkv, s + w, d]` per sequence."""
+        """Return the resident KV `[2 * Hkv, s + w, d]` of each sequence."""
         return self._resident[layer]
 
     def token_bytes(self, layer: int) -> int:
-        """Return the size in bytes of the stored K and V of one token in a layer."""
         return self._pool.token_bytes(layer)
 
-    def newest(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `places` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
+    def newest_index_and_row(self, slot: int, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `indices` and `rows` for `append`, for a batch of one sequence whose newest token is in slot `slot`.
 
         The tensors are created once for all layers of a step.
         """
         key = slot, sinks, recent
         if self._newest is None or self._newest[0] != key:
-            at = torch.tensor([place(slot, sinks, recent)])
+            at = torch.tensor([resident_index(slot, sinks, recent)])
             self._newest = key, to_device(at, self.device), self.row(slot)
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return the pool row of a slot in full-attention layers, for a batch of one sequence: int64 `[1]`."""
+        """Return the pool row of a slot in full-attention layers, int64 `[1]`, for a batch of one sequence."""
         return to_device(torch.tensor(self.rows_of(0, [slot])), self.device)
 
     def group(self, layer: int) -> int:
-        """Return the layer group of `layer`. All layers of a group have their KV in the same blocks."""
+        """Return the layer group of `layer`, whose layers share blocks."""
         return self._pool.groups.group[layer]
 
     def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
-        """Return the pool row of one slot of each sequence, without the offsets of layer and head.
+        """Return the pool row of one slot of each sequence, for head 0 in the first layer of a layer group.
 
-        The result for a negative slot is a negative row.
+        A negative slot gives a negative row.
         """
         each = zip(self._open, slots, strict=True)
         return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest KV of each sequence on the device and write it back to the pool.
 
         Args:
             layer: The layer index.
             k: Keys `[P, d]`.
             v: Values `[P, d]`.
-            places: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`residency.place`).
+            indices: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`resident_index`).
                 Sequences with a negative index are skipped.
             rows: Pool row of the newest token of each sequence, int64 `[B]` (`rows_of`). Sequences with a negative row
                 are skipped.
         """
-        dispatch.store_resident(k, v, self._resident[layer], places)
+        dispatch.store_resident(k, v, self._resident[layer], indices)
         self.write_back(layer, k, v, rows)
 
     def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
@@ -273,7 +270,7 @@ class RowLists:
             return PendingBatchFetch(self._state, staging_key, self._prefetch.record_event(), staged, tally)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pool rows of the K and V of `tokens`, int64 `[2, P, n]`."""
+        """Return the pool rows of K and V, int64 `[2, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         found: torch.Tensor = (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
@@ -289,10 +286,9 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Fill `staged` with the KV of `tokens`, from the working sets or else from the pool.
+        """Fill `staged` with the KV of `tokens`, from the working sets or else from the pool. Return the tally.
 
         If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device.
-        Return `PendingBatchFetch.tally`.
         """
         ids, valid, found = self._ids(layer, tokens), None, None
         if counts is not None:
@@ -322,7 +318,8 @@ class RowLists:
     ) -> torch.Tensor | None:
         """Return `PendingBatchFetch.tally`.
 
-        `found` is the look-up in the working sets. `again` marks entries that were fetched for another sequence.
+        `found` is the look-up in the working sets. `again` is not negative for entries that were fetched for another
+        sequence.
         """
         if found is None and again is None:
             return None

@@ -1,8 +1,4 @@
-"""Lifetime management of buffers that two streams use, in place of the allocator's `record_stream`.
-
-The prefetch stream fills buffers that the compute stream reads. The write-back stream reads buffers that the compute
-stream fills.
-"""
+"""Lifetime of buffers that two streams use, in place of the allocator's `record_stream`."""
 
 from __future__ import annotations
 
@@ -17,10 +13,9 @@ from .streams import Event, Stream
 class Staging:
     """Keeps the buffers of a fetch alive until the compute stream waits for the fetch.
 
-    Buffers are allocated in the compute stream before the fetch, which starts after all compute work queued so far.
-    They are released as soon as the wait for the fetch is queued in the compute stream, because only later work of that
-    stream can reuse the memory. The amount of memory therefore does not depend on how far the host runs ahead of the
-    device. `record_stream` would keep the memory until the device has executed the wait.
+    They are allocated in the compute stream, and released as soon as its wait is queued: only later work of that stream
+    can reuse the memory. The amount of memory therefore does not depend on how far the host runs ahead of the device.
+    `record_stream` would keep the memory until the device has executed the wait.
     """
 
     def __init__(self, prefetch: Stream) -> None:
@@ -29,13 +24,13 @@ class Staging:
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def hold(self, *tensors: torch.Tensor) -> int:
-        """Keep the buffers of a fetch alive. Return the number of the fetch, for `arrive`."""
+        """Keep the buffers of a fetch alive. Return the number of the fetch."""
         number = next(self._numbers)
         self._buffers[number] = tensors
         return number
 
     def arrive(self, number: int, event: Event, *made: torch.Tensor) -> None:
-        """Make the compute stream wait for a fetch. Release the fetch's buffers.
+        """Make the compute stream wait for a fetch, and release its buffers.
 
         Args:
             number: The number returned by `hold`.
@@ -46,7 +41,7 @@ class Staging:
         self._buffers.pop(number, None)
 
     def clear(self) -> None:
-        """Release all buffers. The prefetch stream must be idle."""
+        """Release all buffers, when the prefetch stream is idle."""
         self._buffers.clear()
 
 

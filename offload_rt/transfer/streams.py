@@ -20,11 +20,9 @@ P = ParamSpec("P")
 
 
 class Event(Protocol):
-    """A point in a stream's queue: reached when all work queued before it has finished."""
+    """A point in a stream's queue, reached when all earlier work has finished."""
 
-    def synchronize(self) -> None:
-        """Block the host until the event is reached."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 class Stream(Protocol):
@@ -32,30 +30,24 @@ class Stream(Protocol):
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """Context that queues work in this stream. The work starts after all compute work queued so far."""
+        """Queue work of this stream after all compute work queued so far."""
         ...
 
     def record_event(self) -> Event:
-        """Return an event after all work that has been queued in this stream so far."""
+        """Return an event after all work queued in this stream so far."""
         ...
 
-    def wait_for(self, event: Event) -> None:
-        """Make later work of this stream wait for `event`."""
-        ...
+    def wait_for(self, event: Event) -> None: ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `event`.
-
-        Pass the `tensors` that were allocated in this stream and that the compute work uses.
-        """
+        """Make later compute work wait for `event`. It uses `tensors`, which were allocated in this stream."""
         ...
 
 
 class DeviceStream(Stream):
-    """A stream of an accelerator that torch supports: CUDA, ROCm (which torch also calls cuda) or XPU.
+    """A stream of CUDA, ROCm (which torch also calls cuda) or XPU.
 
-    Tensors that two streams use are recorded with the caching allocator, so that their memory is not reused while the
-    other stream still works on them.
+    Tensors that two streams use are recorded with the caching allocator, so that their memory is not reused too early.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +74,7 @@ class DeviceStream(Stream):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which `device` is current. Triton launches and graph captures need this."""
+    """Return a context in which `device` is current, as Triton launches and graph captures require."""
     if device.type == "cpu":
         return nullcontext()
     chosen: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
@@ -90,7 +82,7 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def device_guard(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate a method to run with the device of `self.adapter` as the current device."""
+    """Run a method with the device of `self.adapter` as the current device."""
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **named: P.kwargs) -> T:
@@ -106,7 +98,7 @@ class _Reached:
 
 
 class InlineStream(Stream):
-    """A stream that runs work synchronously, so that `CudaTransfer` can be used and tested on a CPU."""
+    """A stream that runs work immediately, for `CudaTransfer` on a CPU."""
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch, as lists (`kernels.lists`). Kernels get their addresses in a tensor."""
+"""Working sets of the sequences of a batch, as lists (`kernels.lists`)."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class WorkingLists:
         self._working_sets: Sequence[WorkingSet] = ()
 
     def use(self, layers: Iterable[int]) -> None:
-        """Make `hold` allocate the working sets of `layers`, so that look-ups can be captured in a graph."""
+        """Let `hold` allocate the working sets of `layers`, so that a graph can capture look-ups."""
         self._used.update(layers)
 
     def hold(self, working_sets: Sequence[WorkingSet], padding: int) -> None:
-        """Set the working sets of the sequences of a batch. Look-ups do not change the last `padding` of them."""
+        """Set the sequences of a batch. Look-ups do not change the last `padding` of them."""
         self._working_sets = working_sets
         counts = [self._entries] * (len(working_sets) - padding) + [0] * padding
         copy_into(torch.tensor(counts, dtype=torch.int32), self._entry_counts)
         self._bind()
 
     def release(self) -> None:
-        """Drop all references to working sets. `hold` must be called before the next use."""
+        """Drop all references to working sets, until the next `hold`."""
         self._working_sets, self._sets = (), {}
 
     def _bind(self) -> None:
-        """Copy the addresses of the working sets to the device, for every layer in use."""
+        """Copy the addresses of the working sets of all layers in use to the device."""
         self._sets = {layer: [one.layer(layer) for one in self._working_sets] for layer in self._used}
         addresses = torch.zeros(self._tables.shape, dtype=torch.int64)
         for layer, sets in self._sets.items():
@@ -54,10 +54,7 @@ class WorkingLists:
         copy_into(addresses, self._tables)
 
     def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> LookUp:
-        """Look up tokens `[P, n]` (see `working_set.look_up`).
-
-        The caller must then call `take` and `put`, in this order.
-        """
+        """Look up tokens `[P, n]` (`working_set.look_up`). Then call `take` and `put`, in this order."""
         if layer not in self._used:
             self._used.add(layer)
             self._bind()
@@ -68,14 +65,11 @@ class WorkingLists:
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy the KV of the tokens that were found to their positions in out `[2, P, n, width]`. P = B * Hkv."""
+        """Copy the KV of cached tokens to their positions in out `[2, P, n, width]`. P = B * Hkv."""
         dispatch.gather_slots(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the KV of missing tokens, from `rows` `[2, P, n, width]`, in the slots that `found` assigns to them.
-
-        P = B * Hkv.
-        """
+        """Store the KV of missing tokens, `rows` `[2, P, n, width]`, in the slots that `found` assigns. P = B * Hkv."""
         dispatch.scatter_slots(self._rows(layer), found.into, rows)
 
     def _rows(self, layer: int) -> PointerTable:

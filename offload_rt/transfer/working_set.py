@@ -18,10 +18,8 @@ from ..core import ModelGeometry
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
 
-With 0.9 on recorded selections of the reference model, the hit rate is at most 0.3 percentage points below the hit rate
-with the best factor in [0.5, 1]. It is 1 to 4 points above the hit rate with 1.0 (LFU). If a layer selects no more
-entries than the capacity, the hit rate is at least that of LRU and of LFU. If it selects more, the hit rate can be up
-to 3 points lower.
+With 0.9, the hit rate on recorded selections of the reference model is at most 0.3 percentage points below that of the
+best factor in [0.5, 1], and 1 to 4 points above that of 1.0 (LFU).
 """
 
 _EMPTY = -1
@@ -44,7 +42,7 @@ class LookUp:
 
 
 def working_set_bytes(rows: int, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a layer's working set: `rows` entries per KV head, and a table. 0 if `rows` is 0."""
+    """Return the size in bytes of a layer's working set with `rows` entries per KV head; 0 if there are none."""
     # One additional entry receives KV that is not kept.
     if rows == 0:
         return 0
@@ -109,16 +107,14 @@ class LayerSet:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes on the device, including the table."""
         return self.table.nbytes + self.rows.nbytes
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token in each slot of each KV head, int32 `[Hkv, capacity]`; negative if the slot is empty."""
+        """Token in each slot of each KV head, int32 `[Hkv, capacity]`; negative if the slot is empty."""
         return self.table[:, :-1, 0]
 
     def forget(self, token: int) -> None:
-        """Remove `token` from all KV heads."""
         gone = self.table[..., 0] == token
         self.table[..., 0].masked_fill_(gone, _EMPTY)
         self.table.view(torch.float32)[..., 1].masked_fill_(gone, -torch.inf)
@@ -127,7 +123,6 @@ class LayerSet:
         return LayerSet(self.table.clone(), self.rows.clone())
 
     def check_integrity(self) -> None:
-        """Assert that no token has two slots in a list, and that a slot has a score if and only if it has a token."""
         for tokens, scores in zip(self.tokens, self.table.view(torch.float32)[:, :-1, 1], strict=True):
             held = tokens[tokens >= 0]
             assert len(held.unique()) == len(held)
@@ -148,17 +143,15 @@ class WorkingSet:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes on the device, including tables."""
         return sum(layer.nbytes for layer in self._layers.values())
 
     def layer(self, layer: int) -> LayerSet:
-        """Return the working set of a layer."""
         if layer not in self._layers:
             self._layers[layer] = LayerSet.empty(*self._shape)
         return self._layers[layer]
 
     def forget(self, layer: int, token: int) -> None:
-        """Remove `token`, because its KV changes."""
+        """Remove a token whose KV changes."""
         if layer in self._layers:
             self._layers[layer].forget(token)
 
@@ -170,8 +163,8 @@ class WorkingSet:
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens)` returns the KV `[2, Hkv, n, width]` of tokens `[Hkv, n]` in the pool. Empty slots are
-        passed as token 0.
+        `stored(layer, tokens)` returns the KV `[2, Hkv, n, width]` of tokens `[Hkv, n]` in the pool; token 0 for empty
+        slots.
         """
         for number, layer in self._layers.items():
             layer.check_integrity()

@@ -49,7 +49,6 @@ class RecycledMemory:
         self._free.clear()
 
     def check_integrity(self) -> None:
-        """Assert that no piece of memory occurs twice in the list of free memory."""
         assert len({id(memory) for memory in self._free}) == len(self._free)
 
     def _take(self, size: int) -> mmap.mmap:

@@ -39,7 +39,7 @@ def write_atomic(path: Path, data: bytes, *, private: bool = True, keep: bool = 
 
 
 def _put_new(temporary: Path, path: Path) -> None:
-    """Give a complete file the name `path`, unless a file has this name already."""
+    """Rename a complete temporary file to `path`, unless `path` exists already."""
     try:
         os.link(temporary, path)
     except FileExistsError:

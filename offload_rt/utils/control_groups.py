@@ -11,9 +11,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the control groups of this process and their parents for `controller` ("memory" or "cpu").
+    """Yield (folder, whether it is version 2) of this process's control groups and their parents.
 
-    `membership` is the file that names the groups, `root` the folder that contains them. Items: (folder, is_version_2).
+    `controller` is "memory" or "cpu". `membership` is the file that names the groups, `root` the folder with all
+    groups.
     """
     try:
         lines = membership.read_text().splitlines()

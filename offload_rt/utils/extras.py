@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs the optional packages of an extra.
+    """Return a shell command that installs the optional packages of an extra.
 
     The command names the packages themselves, because this project is not on the package index.
     """

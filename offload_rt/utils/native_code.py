@@ -86,13 +86,12 @@ def machine_levels() -> tuple[str, ...]:
 
 
 def library_paths(source: Path, flags: Sequence[str], level: str) -> tuple[Path, Path]:
-    """Return the paths of a library in the wheel and in the user's cache of compiled libraries."""
     name = library_name(source, flags, level)
     return PREBUILT / name, user_cache() / "native" / name
 
 
 class _Field(ctypes.Structure):
-    """The structure `Field` of kernels/fields.h."""
+    """The structure `Field` of kernels/fields.h, which describes a field of another structure."""
 
     _fields_: ClassVar = [("name", ctypes.c_char_p), ("offset", ctypes.c_int64), ("size", ctypes.c_int64)]
 
@@ -140,7 +139,6 @@ def load_library(source: Path, flags: Sequence[str], fallback: str) -> ctypes.CD
 
 @functools.cache
 def _warn_once(level: str) -> None:
-    """Log a warning that C code for `level` is missing, once per process."""
     why = "could not be compiled" if find_compiler() is not None else "is not in this package, and there is no compiler"
     _log.warning(
         "offload-rt: C code for the processor level %s %s; torch computes instead, slower. Install a wheel for this "
@@ -212,12 +210,11 @@ def processor_name() -> str:
 
 
 def _processor_flags() -> frozenset[str]:
-    """Return the flags of the first processor in /proc/cpuinfo. Empty if the file does not exist."""
     return frozenset(_described("flags").split())
 
 
 def _described(wanted: str) -> str:
-    """Return the value of the field `wanted` of the first processor in /proc/cpuinfo. Empty if there is none."""
+    """Return the entry `wanted` of the first processor in /proc/cpuinfo, or ""."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")

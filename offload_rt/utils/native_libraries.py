@@ -23,10 +23,10 @@ KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=f
 SYSTEM_FLAGS = ("-O2", "-std=gnu11", "-pthread")
 
 PAGE_BLOCKS = 8
-"""Number of blocks per page of low-bit KV.
+"""Number of blocks per page of approximate KV.
 
-A kernel program reads one page, so it looks up one address. 8, 16 and 32 blocks are equally fast on a CPU. The first
-write after a fork copies half a page on average, so a small page is better.
+A kernel program looks up the address of one page. 8, 16 and 32 blocks are equally fast on a CPU. The first write after
+a fork copies half a page on average, so small pages are better.
 """
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
@@ -47,7 +47,6 @@ class NativeLibrary:
         return PACKAGE / self.source
 
     def flags_for(self, constants: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the compiler flags for given values of the macros."""
         assert constants.keys() == self.constants.keys()
         return (*self.flags, *(f"-D{name}={constants[name]}" for name in self.constants))
 
@@ -79,11 +78,11 @@ LIBRARIES = {
     "rows": NativeLibrary("kv_cache/disk/rows.c", SYSTEM_FLAGS, "rows are copied by torch"),
     "row_cache": NativeLibrary("kv_cache/disk/row_cache.c", ("-O3", "-std=gnu11"), "cached rows are found by numpy"),
 }
-"""All C libraries of this package. The keys are the names for `load`."""
+"""All C libraries of this package, by name."""
 
 
 def load(name: str, **constants: int) -> ctypes.CDLL | None:
-    """Return the library `name` for this processor with the macro values `constants`, or None (`load_library`)."""
+    """Return the library `name` for this processor with the macro values `constants`. None: see `load_library`."""
     library = LIBRARIES[name]
     return load_library(library.path, library.flags_for(constants), library.fallback)
 
@@ -114,7 +113,7 @@ def native_status() -> NativeStatus:
 
 
 def build_id() -> str:
-    """Return an identifier of the libraries in use: it depends on their sources, compiler flags and level."""
+    """Return an identifier of the sources, compiler flags and level of the libraries in use."""
     level = processor_level()
     names = [library_paths(library.path, library.flags, level)[1].name for library in LIBRARIES.values()]
     return " ".join([*names, _origin(level)])

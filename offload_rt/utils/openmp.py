@@ -86,7 +86,6 @@ def mkl_thread_setter() -> Callable[[int], int]:
 
 
 def _library(name: str) -> ctypes.CDLL | None:
-    """Return the library `name` if this process has loaded it."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:

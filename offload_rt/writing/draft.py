@@ -14,7 +14,6 @@ from ..utils.texts import check_writable
 from .files import DocumentFolder, Settings, Written
 
 NAMES = {"chapter_tokens": "chapter length"}
-"""Names of settings in messages, if they differ from the names of the fields."""
 
 NOT_SUPPORTED = (
     "n",
@@ -25,7 +24,6 @@ NOT_SUPPORTED = (
     "logits_processors",
     "min_tokens",
 )
-"""Sampling parameters that are not supported for documents."""
 
 DEFAULT_CHAPTER_TOKENS = 1000
 
@@ -107,7 +105,6 @@ class Draft:
         return bool(self.written.complete) and (enough or (not total and self.written.complete == "stop"))
 
     def params(self) -> SamplingParams:
-        """Return the sampling parameters in the settings."""
         return SamplingParams(**self.settings.sampling)
 
 

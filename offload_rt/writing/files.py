@@ -33,9 +33,9 @@ def replace_file(path: Path, data: bytes, *, private: bool = True) -> None:
 class TextFile:
     """The text file of a document.
 
-    The text and the tokens are saved separately. After a restart, the file may therefore be shorter or longer than the
-    text of the saved tokens. If it is shorter, `restore` appends the missing text. While it is longer, `append`
-    compares new pieces with the file instead of writing them.
+    The text and its tokens are saved separately. After a restart, the file may be shorter or longer than the text of
+    the saved tokens. If it is shorter, `restore` appends the missing text. While it is longer, `append` compares new
+    text with the file instead of writing it.
 
     Args:
         path: The text file.
@@ -70,7 +70,7 @@ class TextFile:
 
     @property
     def ahead(self) -> bool:
-        """Whether the file contains more text than was appended since `restore`."""
+        """Whether the file contains more text than the tokens that were saved, and appended since."""
         return bool(self._ahead)
 
     def append(self, text: str) -> None:
@@ -148,7 +148,8 @@ class Written:
         tokens: All tokens in order: the prompt and the beginning, then headings and generated tokens.
         given: Number of tokens in the prompt and the beginning.
         chapters: Index in `tokens` of the first token of each heading.
-        unread: Number of tokens that were removed from the start of the beginning, if it is too long for the model.
+        unread: Number of tokens at the start of the beginning that the model does not get, because its context is too
+            short.
         new_tokens: Number of generated tokens, including tokens that are only in the text file.
         complete: Finish reason if the document is complete, else "".
     """
@@ -162,7 +163,7 @@ class Written:
 
 
 class DocumentFolder:
-    """The folder `NAME.session` beside a document `NAME`: settings, progress, and the session's KV cache."""
+    """The folder `NAME.session` next to a document `NAME`: settings, progress, and the session's KV cache."""
 
     def __init__(self, document: Path, folder: Path | None = None) -> None:
         self.document = document

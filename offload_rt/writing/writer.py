@@ -31,7 +31,7 @@ from .progress import Document, WritingProgress
 SESSION = "document"
 
 LONGER_TURNS = 16_384
-"""Number of context tokens per additional block of a turn.
+"""A turn has one more block for each of this number of context tokens.
 
 Turns are longer in long contexts, because the first token of each turn attends to the whole context exactly.
 """
@@ -127,7 +127,7 @@ def _fingerprint(llm: LLM) -> str:
 
 
 class _Writer:
-    """Write one document. `close` saves its progress."""
+    """Writes one document. `close` saves its progress."""
 
     def __init__(
         self, llm: LLM, draft: Draft, max_tokens: int, chapters: int, on_progress: Callable[[WritingProgress], None]
@@ -151,7 +151,6 @@ class _Writer:
             raise
 
     def close(self) -> None:
-        """Save the progress and the session."""
         with ExitStack() as ends:
             ends.callback(self._session.close)
             ends.callback(self._file.close)
@@ -162,7 +161,6 @@ class _Writer:
         self._draft.folder.save_progress(self._written)
 
     def run(self) -> Document:
-        """Write until the document is complete."""
         self._check_fits()
         reason: FinishReason | None = None
         while reason is None and (turn := self._next_turn()) is not None:
@@ -220,7 +218,6 @@ class _Writer:
 
     @property
     def _new_tokens(self) -> int:
-        """Number of generated tokens, without headings."""
         written = self._written
         lengths = [len(self._heading(number)) for number in range(1, len(written.chapters) + 1)]
         inside = zip(written.chapters, lengths, strict=True)  # leave out the heading that the next turn will add
@@ -247,12 +244,11 @@ class _Writer:
         self._on_progress(WritingProgress(new_tokens, self._total_tokens, chapter, rate, self._file.ahead, prefilled))
 
     def _check_fits(self) -> None:
-        """Check that the document can be completed.
+        """Raise an error if the document cannot be completed.
 
         Raises:
             PoolFullError: The KV would exceed host memory before the context reaches the model's context length.
-            ModelError: The context would exceed the context length of a model with absolute positions, whose context
-                cannot be truncated.
+            ModelError: The context would exceed the model's context length, and the model does not support truncation.
         """
         length = len(self._written.tokens) or len(self._context())
         longest = length + max(0, self._total_tokens - self._new_tokens) + BLOCK_SIZE
@@ -336,7 +332,6 @@ class _Writer:
     # --------------------------------------------------------------------------------------------------------- tokens
 
     def _heading(self, number: int) -> list[int]:
-        """Return the tokens of the heading of chapter `number`."""
         if number not in self._headings:
             outline = self._settings.headings
             title = outline[number - 1] if number <= len(outline) else f"CHAPTER {number}"
@@ -346,7 +341,7 @@ class _Writer:
         return self._headings[number]
 
     def _context(self) -> list[int]:
-        """Return the tokens of the prompt and the beginning, without its oldest tokens if they do not fit."""
+        """Return the tokens of the prompt and the beginning. If they do not fit, the oldest tokens are left out."""
         llm, settings = self._llm, self._settings
         prompt = self._prompt()
         beginning = llm.encode(settings.beginning, special_tokens=not prompt) if settings.beginning else []
@@ -362,7 +357,6 @@ class _Writer:
         return [*prompt, *beginning]
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of the prompt, rendered with the chat template if there is one."""
         llm, settings = self._llm, self._settings
         if not settings.prompt:
             return []

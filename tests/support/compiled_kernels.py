@@ -26,11 +26,11 @@ from unittest.mock import patch
 import torch
 
 from offload_rt.errors import ConfigError
+from offload_rt.kernels.kv_runs import Run
 from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 from offload_rt.kernels.pointer_table import PointerTable
-from offload_rt.kernels.segments import Run
 from offload_rt.policies.infinigen.scoring import row_width
 from offload_rt.utils.config_fields import check_choice
 
@@ -270,12 +270,12 @@ def _attend(dtype: torch.dtype, d: int, group: int = GROUP) -> None:
 
 
 def _runs(dtype: torch.dtype, d: int, sequences: int) -> None:
-    from offload_rt.kernels import triton_segments
+    from offload_rt.kernels import triton_kv_runs
 
     own = torch.empty(KV_HEADS, 64, d, dtype=dtype)
     shared = torch.empty(KV_HEADS, TOKENS, d, dtype=dtype)
     runs = [Run(0, sequences, shared, shared), *(Run(b, b + 1, own, own) for b in range(sequences))]
-    triton_segments.attend_runs(torch.empty(KV_HEADS * GROUP, sequences, d, dtype=dtype), runs, 0.1)
+    triton_kv_runs.attend_runs(torch.empty(KV_HEADS * GROUP, sequences, d, dtype=dtype), runs, 0.1)
 
 
 def _model() -> None:

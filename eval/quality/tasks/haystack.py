@@ -21,17 +21,15 @@ def sentences(text: str) -> list[str]:
 
 
 def multivalue(**metadata: Any) -> Any:
-    """Create documents with a key that has four values. The question asks for all values."""
     return _hidden(metadata, num_needle_v=4)
 
 
 def multiquery(**metadata: Any) -> Any:
-    """Create documents with four keys that have one value each. The question asks for all four values."""
     return _hidden(metadata, num_needle_q=4)
 
 
 def _hidden(metadata: dict[str, Any], **needles: int) -> Any:
-    """Create documents for each length in `max_seq_lengths` (tokens). `needles` are arguments of RULER's generator."""
+    """Create documents for each length in `max_seq_lengths` (tokens) with RULER's generator, which gets `needles`."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
     from lm_eval.tasks.ruler.common_utils import DEFAULT_SEQ_LENGTHS, get_tokenizer, resolve_tokenizer_name
 

@@ -12,7 +12,6 @@ Documents = dict[str, Any]
 
 
 def _folder() -> Path:
-    """Return the folder of the task files. Raises FileNotFoundError if it does not exist."""
     folder = Path(os.environ.get("OFFLOAD_RT_DATA", Path("..") / "shared" / "data")) / "tasks"
     if not folder.is_dir():
         raise FileNotFoundError(f"no task files in {folder}: set OFFLOAD_RT_DATA to the folder that holds tasks/")
@@ -32,7 +31,6 @@ def lines(file: str, **metadata: Any) -> Documents:
 
 
 def rte(**metadata: Any) -> Documents:
-    """Load train.tsv and dev.tsv of RTE. Label 0 is entailment."""
     found = {}
     for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
         with (_folder() / "rte" / file).open(encoding="utf-8", newline="") as rows:

@@ -59,7 +59,6 @@ QUESTION = (
 )
 
 PREFIX = "["
-"""Beginning of the answer. It is part of the prompt."""
 
 
 def documents(records: int = 16, filler: int = 4, samples: int = 50, **metadata: Any) -> dict[str, Any]:
@@ -98,7 +97,6 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def objects(answer: str) -> Iterator[dict[str, Any]]:
-    """Yield the complete, flat JSON objects in `answer`, which may be cut off."""
     for text in re.findall(r"\{[^{}]*\}", answer):
         try:
             yield json.loads(text)

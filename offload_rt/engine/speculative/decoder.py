@@ -72,15 +72,12 @@ class Draft:
 
     @property
     def sequence(self) -> Sequence:
-        """The only sequence of the request."""
         [sequence] = self.request.sequences
         return sequence
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Numbers of tokens and sequences of a verification pass, and its duration."""
-
     tokens: int
     sequences: int
     seconds: float
@@ -105,10 +102,9 @@ class SpeculativeDecoder:
         self._rejected: list[Draft] = []
 
     def round(self, running: Seq[Request]) -> list[Draft]:
-        """Draft tokens for all requests and verify them in one pass.
+        """Draft tokens for all requests and verify them in one pass. Return the drafts with their logits.
 
-        Return the drafts with their logits. No draft token is accepted yet: call `accepted` for each draft, and then
-        `end_round`.
+        No draft token is accepted yet: call `accepted` for each draft, and then `end_round`.
         """
         drafts = [self._begin(request) for request in running]
         self._rejected.clear()
@@ -153,7 +149,7 @@ class SpeculativeDecoder:
         return [draft.request for draft in self._rejected if draft.request.sequences]
 
     def end_round(self) -> None:
-        """Remove rejected draft tokens from the recurrent state of all sequences (hybrid models)."""
+        """Remove rejected draft tokens from the recurrent state of hybrid models."""
         began, rejected = time.perf_counter(), [request.sequences[0] for request in self.rejected]
         if rejected:
             replay(self._runner, rejected)
@@ -166,9 +162,9 @@ class SpeculativeDecoder:
         self._passed = None
 
     def _begin(self, request: Request) -> Draft:
-        """Look up draft tokens of a request, or choose how many to decode, and reserve slots for them.
+        """Start a draft: look up its tokens, or choose how many to decode, and reserve slots for them.
 
-        If the pool is full, the round has no draft tokens for this request.
+        If the pool is full, the request gets no draft tokens in this round.
         """
         start = request.sequences[0].position
         most = min(self._most, request.max_draft_tokens)
@@ -186,10 +182,10 @@ class SpeculativeDecoder:
         return draft
 
     def _choose(self, draft: Draft, history: _RequestHistory, most: int) -> None:
-        """Choose at most `most` draft tokens: set either the looked-up tokens or the number of tokens to decode.
+        """Set the looked-up tokens, or the number of tokens to decode, at most `most`.
 
-        With the option `adaptive`, choose the source and the number that give the most expected tokens per second, from
-        the acceptance rates in `history`.
+        With the option `adaptive`, source and number are those with the most expected tokens per second, from the
+        acceptance rates in `history`.
         """
         options = self._options
         tokens = history.lookup.propose(draft.sequence.tokens, most) if options.looks_up else []
@@ -211,7 +207,7 @@ class SpeculativeDecoder:
     def _decode(self, drafts: Seq[Draft]) -> None:
         """Decode draft tokens of all requests together, then discard their KV.
 
-        After an exception, tokens and KV are discarded too, so that no draft token can become output.
+        After an exception, the tokens are discarded too, so that no draft token can become output.
         """
         if not drafts:
             return
@@ -245,7 +241,7 @@ class SpeculativeDecoder:
                 draft.tokens.append(token)
 
     def _step(self, sequences: Seq[Sequence]) -> torch.Tensor:
-        """Run one draft step. Return float32 logits `[B, V]` of the next token of each sequence."""
+        """Run one draft step. Return float32 logits `[B, V]`."""
         if self._model is not None:
             return torch.stack(self._model.step(sequences))
         logits = self._runner.decode(sequences)
@@ -254,7 +250,7 @@ class SpeculativeDecoder:
         return logits
 
     def _verify(self, drafts: Seq[Draft]) -> None:
-        """Compute the logits after the newest token and after all draft tokens of all sequences in one pass."""
+        """Compute the logits after the newest token and after all draft tokens, of all sequences in one pass."""
         batch = [(sequence, draft) for draft in drafts for sequence in draft.request.sequences]
         began = time.perf_counter()
         for sequence, draft in batch:
@@ -277,9 +273,9 @@ class SpeculativeDecoder:
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
     def _update_plain_seconds(self, draft: Draft, seconds: float) -> float:
-        """Return the shortest duration of a pass without draft tokens, or infinity if there was none.
+        """Return the shortest duration, per sequence, of a pass without draft tokens, or infinity.
 
-        Durations are in seconds per sequence. `seconds` is the duration of the pass that has just run with `draft`.
+        `seconds` is the duration of the pass that has just run with `draft`.
         """
         if (history := self._histories.get(draft.request)) is None:
             return math.inf

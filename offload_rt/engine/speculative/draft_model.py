@@ -17,7 +17,7 @@ CATCH_UP = 64  # maximum number of missing tokens that one draft step computes; 
 
 
 def check_same_tokens(model: LoadedModel, draft: LoadedModel) -> None:
-    """Raise ConfigError if the vocabularies of two models differ. Added tokens are ignored.
+    """Raise ConfigError if the vocabularies of two models differ, except in added tokens.
 
     If one model has no tokenizer, only the vocabulary sizes are compared.
     """
@@ -42,16 +42,14 @@ class DraftModel:
     """
 
     def __init__(self, runner: Runner, vocab: int) -> None:
-        """Create the object.
+        """Use `runner`, which runs the draft model with policy "full".
 
-        Args:
-            runner: Runner of the draft model, with policy "full".
-            vocab: Vocabulary size of the target model, which verifies the draft tokens.
+        `vocab` is the vocabulary size of the target model.
         """
         self._runner, self._vocab = runner, vocab
 
     def prepare(self, sequence: Sequence, drafts: int) -> bool:
-        """Prefill the tokens that the draft sequence of `sequence` lacks, and reserve slots for `drafts` tokens.
+        """Prefill the tokens that the draft sequence lacks, and reserve slots for `drafts` tokens.
 
         Return False if the draft model's pool is full, or if a token is not in its vocabulary.
         """
@@ -70,10 +68,9 @@ class DraftModel:
         return True
 
     def step(self, sequences: Seq[Sequence]) -> list[torch.Tensor]:
-        """Run one decode step of the draft model for the draft sequences of `sequences`.
+        """Run one decode step of the draft sequences.
 
-        Return float32 logits `[V]` of the next token of each sequence, where V is the vocabulary size of the target
-        model.
+        Return float32 logits `[V]` of each sequence, where V is the vocabulary size of the target model.
         """
         began, runner = time.perf_counter(), self._runner
         batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._followed, sequences)]
@@ -88,7 +85,7 @@ class DraftModel:
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
-        """Return the draft sequence of `sequence`, after a prefill if it lacks more than `CATCH_UP` tokens."""
+        """Return the draft sequence, after a prefill if it lacks more than `CATCH_UP` tokens."""
         if sequence.drafter is None:
             tokens, provenance = sequence.tokens, sequence.provenance
             sequence.drafter = self._runner.retry_after_reclaim(
@@ -103,7 +100,7 @@ class DraftModel:
         return drafter
 
     def _followed(self, sequence: Sequence) -> Sequence:
-        """Give the draft sequence of `sequence` the same tokens, and return it.
+        """Return the draft sequence with the same tokens as `sequence`.
 
         KV after the first token that differs is discarded. The KV of the newest token is always computed again.
         """
@@ -123,7 +120,7 @@ class DraftModel:
         return drafter
 
     def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut or pad logits `[V]` of the draft model to the vocabulary size of the target model."""
+        """Cut or pad logits `[V]` to the vocabulary size of the target model."""
         if len(logits) >= self._vocab:
             return logits[: self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - len(logits)), value=-torch.inf)

@@ -1,4 +1,4 @@
-"""Propose draft tokens by prompt lookup, and choose the number of draft tokens that gives the highest speed."""
+"""Draft tokens by prompt lookup, and the number of draft tokens that gives the highest speed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ HOPE = 0.6  # assumed acceptance rate before any observation
 
 
 class Lookup:
-    """Prompt lookup: proposes the tokens that followed the last n-gram of a text at its latest earlier occurrence.
-
-    The index grows by one entry per token and n-gram length.
-    """
+    """Prompt lookup: proposes the tokens that followed the last n-gram of a text at its latest earlier occurrence."""
 
     def __init__(self, longest: int) -> None:
-        """Create an empty index. `longest` is the length of the longest n-gram in tokens."""
+        """Create an empty index. `longest` is the length in tokens of its longest n-grams."""
         self._lengths = range(longest, MIN_NGRAM - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
         self._known = 0
@@ -58,7 +55,7 @@ class _Cost:
         )
 
     def seconds_of(self, tokens: int) -> float:
-        """Return the expected duration in seconds of a pass over `tokens` tokens, or 0 without observations."""
+        """Return the expected seconds of a pass over `tokens` tokens, or 0 without observations."""
         if not self.weight:
             return 0.0
         mean_tokens, mean_seconds = self.tokens / self.weight, self.seconds / self.weight
@@ -68,34 +65,28 @@ class _Cost:
 
 
 class Costs:
-    """Measured times of verification passes and of decode steps that produce draft tokens, in seconds."""
+    """Measured seconds of verification passes, and of decode steps that produce draft tokens."""
 
     def __init__(self) -> None:
         self._verification = _Cost()
         self._step = _Cost()
 
     def observe_verification(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record the duration of a verification pass with `tokens` tokens in total.
-
-        Each of its sequences is counted with an equal share of tokens and seconds.
-        """
+        """Record a verification pass. Each sequence counts with an equal share of tokens and seconds."""
         self._verification.observe(tokens / sequences, seconds / sequences)
 
     def observe_drafts(self, tokens: int, seconds: float) -> None:
-        """Record the seconds of the decode steps that produced `tokens` draft tokens in total."""
+        """Record decode steps that produced `tokens` draft tokens in total."""
         self._step.observe(1, seconds / tokens)
 
     def round_seconds(self, drafts: int, *, decoded: bool) -> float:
-        """Return the expected duration in seconds of a round with `drafts` draft tokens.
-
-        `decoded` tells whether the draft tokens are decoded; otherwise they are looked up, which takes no time.
-        """
+        """Return the expected seconds of a round. Draft tokens are `decoded`, or looked up, which takes no time."""
         return self._verification.seconds_of(drafts + 1) + (drafts * self._step.seconds_of(1) if decoded else 0.0)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A possible number of draft tokens (`drafts`), and the expected output tokens per second with it (`rate`)."""
+    """A number of draft tokens, and the expected output tokens per second with it (`rate`)."""
 
     drafts: int
     rate: float
@@ -110,15 +101,15 @@ class Acceptance:
     def observe(self, drafted: int, accepted: int) -> None:
         """Record that the first `accepted` of `drafted` draft tokens were accepted.
 
-        Draft tokens after the first rejected one do not count, because they were not compared.
+        Tokens after the first rejected one do not count, because they were not compared.
         """
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._rate = MEMORY * self._rate + (1 - MEMORY) * right
 
     def record_unused(self) -> None:
-        """Record a round without draft tokens from this source.
+        """After a round without drafts, move the acceptance rate towards `HOPE`.
 
-        The acceptance rate moves towards `HOPE`, so that the source is tried again later.
+        The source is thus tried again later.
         """
         self._rate += (1 - MEMORY) / 10 * (HOPE - self._rate)
 

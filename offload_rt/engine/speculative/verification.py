@@ -16,9 +16,9 @@ from ..runner import Runner
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
     """Compute the next tokens of each sequence with full attention in one pass.
 
-    The caller must have reserved the slots of these tokens; KV of draft tokens in them is overwritten. Afterwards, the
-    caller commits the tokens one by one with `accept`. The recurrent state of a hybrid model includes all computed
-    tokens until `replay` removes the rejected ones.
+    Their slots must be reserved; KV of draft tokens in them is overwritten. Afterwards, the caller commits the tokens
+    one by one with `accept`. The recurrent state of a hybrid model includes all computed tokens until `replay` removes
+    the rejected ones.
 
     Args:
         runner: Runner of the model.
@@ -49,17 +49,16 @@ def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tenso
 
 
 def accept(runner: Runner, sequence: Sequence) -> None:
-    """Mark the next token of `sequence` as computed. `verify` must have computed its KV."""
+    """Mark the next token as computed, after `verify` has computed its KV."""
     sequence.position += 1
     sequence.exact = sequence.position if sequence.exact == sequence.position - 1 else sequence.exact
     runner.pool.commit(sequence.blocks, sequence.position)
 
 
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
-    """Discard the decoded tokens of `sequence` from `position` on.
+    """Discard the decoded tokens of `sequence` from `position` on. Their slots stay reserved.
 
-    Their slots stay reserved, and the KV in them is invalid. The recurrent state of a hybrid model returns to the copy
-    that `StateMarks.set` has made, which must be at `position`.
+    The recurrent state of a hybrid model returns to the copy that `StateMarks.set` has made at `position`.
     """
     runner.transfer.storage.settle(sequence.blocks)
     if runner.marks is not None:
@@ -70,7 +69,7 @@ def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
-    """Remove the rejected tokens of a verification pass, from `position` on, from the sequences' recurrent state."""
+    """Remove rejected tokens of a verification pass, from `position` on, from the recurrent states."""
     assert runner.marks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():

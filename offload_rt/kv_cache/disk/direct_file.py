@@ -41,7 +41,7 @@ class BlockFile:
         self._end = weakref.finalize(self, os.close, handle)
 
     def allocate(self, offset: int, size: int) -> None:
-        """Allocate disk space for the bytes [offset, offset + size). Raises OSError if there is not enough space."""
+        """Allocate disk space for the bytes [offset, offset + size). Raise OSError if there is not enough."""
         try:
             os.posix_fallocate(self.handle, offset, size)
         except OSError as error:
@@ -52,7 +52,7 @@ class BlockFile:
             os.ftruncate(self.handle, offset + size)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write `data`, uint8 from `aligned` in whole disk blocks, at byte `offset`. Raises OSError."""
+        """Write whole disk blocks, uint8 from `aligned`, at byte `offset`. Raise OSError."""
         write_all(self.handle, offset, data.numpy().data)
         if not self.direct:
             os.fdatasync(self.handle)
@@ -89,10 +89,9 @@ class DirectFile(BlockFile):
         self.files = FileTable(handle, direct=self.direct)
 
     def read(self, requests: Requests, buffer: torch.Tensor, copies: RowCopies | None = None) -> None:
-        """Read whole disk blocks of `files` into `buffer` (uint8, from `aligned`).
+        """Read whole disk blocks of `files` into `buffer` (uint8, from `aligned`). Raise OSError.
 
-        Then copy rows from the buffer to `copies.out`. The rows of one request may be copied while other requests are
-        still being read. Raise OSError.
+        The rows `copies` are copied from the buffer, some of them while other requests are still being read.
         """
         if not hasattr(self._local, "reader"):
             self._local.reader = self._readers()
@@ -111,7 +110,7 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def nameless_file(folder: Path) -> int:
-    """Open a new unnamed file in `folder`, which is deleted when the process ends. Return its handle. Raise OSError."""
+    """Create a file without a name, which is deleted when the process ends. Return its handle. Raise OSError."""
     make_private_folder(folder)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -126,7 +125,6 @@ def nameless_file(folder: Path) -> int:
 
 
 def write_all(handle: int, offset: int, data: memoryview) -> None:
-    """Write `data` at byte `offset`, in as many system calls as needed. Raise OSError."""
     while data:
         count = os.pwrite(handle, data, offset)
         offset, data = offset + count, data[count:]

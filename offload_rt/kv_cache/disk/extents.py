@@ -1,8 +1,8 @@
-"""Extents: the location of the KV of each block on disk.
+"""Extents: the location of each block's KV on disk.
 
-Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it. KV of
-a session is then written once and read in place. An extent consists of the storage layers (`layer_groups`) of its
-block. In both files, a storage layer is `[Hkv, 64, 2 (K, V), width]`, padded to whole disk blocks (`file_layout.py`).
+Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it, so
+that KV of a session is written only once. In both files, an extent consists of the storage layers (`layer_groups`) of
+the block, each `[Hkv, 64, 2 (K, V), width]` and padded to whole disk blocks (`file_layout.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ SPARE_FILES = 512  # number of file handles that the pool leaves to the rest of 
 
 
 def ignore(layer: int, block: memoryview) -> None:
-    """No-op: the default of `StoredExtent.written`."""
+    """Do nothing: the default of `StoredExtent.written`."""
 
 
 @dataclass(eq=False)
 class StoredExtent:
-    """Location of the KV of one block in a file of a session store. Each storage layer is written once, as a whole.
+    """Location of a block's KV in a file of a session store. Each storage layer is written once, as a whole.
 
     Attributes:
         file: The open file.
         offset: Offset in bytes of the first storage layer.
-        layer_bytes: Size in bytes of a storage layer (`FileLayout.layer_bytes`).
-        written: Function that the writer thread calls after it has written a storage layer, with its index and bytes.
+        layer_bytes: Size in bytes of a storage layer.
+        written: Function that the writer thread calls with the index and bytes of a storage layer after writing it.
     """
 
     file: BlockFile
@@ -44,17 +44,14 @@ class StoredExtent:
     written: Callable[[int, memoryview], None] = ignore
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Write the data of one storage layer at byte `offset` of the file. Raise OSError."""
+        """Write one storage layer at byte `offset` of the file. Raise OSError."""
         self.file.write(offset, data)
         self.written((offset - self.offset) // self.layer_bytes, data.numpy().data)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A stored extent in use, with its file number (`FileTable`).
-
-    `storage_layers` are the storage layers that are written or queued for writing.
-    """
+    """A stored extent in use. `storage_layers` are written or queued, and `number` is its file number (`FileTable`)."""
 
     extent: StoredExtent
     number: int
@@ -94,13 +91,12 @@ class Extents:
         return None if entry is None else entry.extent
 
     def can_open_file(self) -> bool:
-        """Return whether the process may open one more file."""
         if self._most is None:
             self._most = most_files() - SPARE_FILES
         return len(self._stored) + len(self._released) < self._most
 
     def assign(self, block: int, extent: StoredExtent, storage_layers: Sequence[int] = ()) -> None:
-        """Let `block`, which has no KV yet, use a stored extent, which already contains the given storage layers."""
+        """Let a block without KV use a stored extent, which already contains the given storage layers."""
         assert block not in self._stored and extent.layer_bytes == self._layout.layer_bytes
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
@@ -108,7 +104,7 @@ class Extents:
         self._base[block], self._step[block] = file_position(number, extent.offset), extent.layer_bytes
 
     def release(self, block: int) -> None:
-        """Let `block` use its extent in the pool's file again, if it has a stored extent. No KV is copied."""
+        """Let a block use its extent in the pool's file again. No KV is copied."""
         if (entry := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.block_offset(block), self._layout.layer_stride
             with self._mutex:
@@ -116,14 +112,14 @@ class Extents:
             self._close_released()
 
     def accepts(self, block: int, storage_layer: int) -> bool:
-        """Return whether a storage layer of `block` may be written to disk now.
+        """Return whether the storage layer may be written now.
 
-        In a file of a session store, each storage layer is written only once. The pool's own file has no such limit.
+        In a file of a session store, each is written only once.
         """
         return (entry := self._stored.get(block)) is None or storage_layer not in entry.storage_layers
 
     def target(self, block: int, storage_layer: int) -> tuple[StoredExtent | DirectFile, int]:
-        """Return the file and the byte offset for writing a storage layer of `block`, and record the write."""
+        """Return the file and byte offset for writing a storage layer, and record that it is written."""
         if (entry := self._stored.get(block)) is None:
             return self._file, int(self.layer_positions(block, storage_layer))
         assert storage_layer not in entry.storage_layers
@@ -131,18 +127,12 @@ class Extents:
         return entry.extent, entry.extent.offset + storage_layer * entry.extent.layer_bytes
 
     def layer_positions(self, blocks: Offsets | int, storage_layer: Offsets | int) -> Offsets:
-        """Return the file positions at which a storage layer of each block begins (`requests.file_position`).
-
-        A position combines a file number and a byte offset. The arguments are broadcast.
-        """
+        """Return the file positions (`requests.file_position`) at which a storage layer of each block begins."""
         found: Offsets = self._base[blocks] + storage_layer * self._step[blocks]
         return found
 
     def entry_positions(self, ids: Offsets, storage_layer: int) -> Offsets:
-        """Return the file positions at which KV entries of a storage layer begin (`requests.file_position`).
-
-        `ids` are ids of KV entries (`FileLayout.entry_ids`).
-        """
+        """Return the file positions (`requests.file_position`) of KV entries, given their `FileLayout.entry_ids`."""
         rows = ids % self._layout.layer_entries
         return self.layer_positions(ids // self._layout.block_entries, storage_layer) + rows * self._layout.entry_bytes
 
@@ -151,7 +141,7 @@ class Extents:
     def __enter__(self) -> None:
         """Begin a read.
 
-        Positions in files stay valid until the context ends, even if blocks are released from their extents.
+        File positions stay valid until the context ends, even if blocks are released from their extents.
         """
         with self._mutex:
             self._reading += 1
@@ -182,7 +172,7 @@ class Extents:
 
 
 def most_files() -> int:
-    """Raise the process limit of open files to its maximum. Return the maximum."""
+    """Raise the limit of open files of this process to its maximum. Return the maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

@@ -85,7 +85,7 @@ class FileArena:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the host memory in use: cached KV entries, and the buffers of partly filled blocks."""
+        """Size in bytes of the host memory in use: cached KV entries and block buffers."""
         buffers = len(self._buffers) * (self.budget.blocks // self.budget.block_buffers)
         return self._cache.used * self.budget.slot_bytes + buffers
 
@@ -108,7 +108,7 @@ class FileArena:
         return self._writer.lost
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Drop the content of freed `blocks`, together with their pending writes and write errors."""
+        """Drop the content of freed blocks, with their pending writes and write errors."""
         with self._mutex:
             for block in blocks:
                 self._buffers.pop(block, None)
@@ -120,29 +120,26 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------ stored extents
 
     def extent(self, block: int) -> StoredExtent | None:
-        """Wait for pending writes of `block`. Return its stored extent, or None if its KV is in the pool's file.
-
-        Raises DiskError if a write failed.
-        """
+        """Wait for pending writes of a block. Return its stored extent, or None if it has none. Raise DiskError."""
         self._wait(block)
         with self._mutex:
             return self._extents.get(block)
 
     def is_empty(self, block: int) -> bool:
-        """Return whether `block` can get a stored extent: it has no KV yet, and another file can be opened."""
+        """Return whether `attach` accepts the block: it has no KV yet, and another file can be opened."""
         with self._mutex:
             nowhere = block not in self._extents and block not in self._buffers and not self._written[block]
             return nowhere and self._extents.can_open_file()
 
     def is_buffered(self, block: int) -> bool:
-        """Return whether `move_to` can write `block`: it is in its memory buffer, and another file can be opened."""
+        """Return whether `move_to` accepts the block: its KV is in a memory buffer, and another file can be opened."""
         with self._mutex:
             return block in self._buffers and self._extents.can_open_file()
 
     def attach(self, block: int, extent: StoredExtent, storage_layers: range = range(0)) -> bool:
-        """Assign a stored extent, which already contains the given storage layers, to an empty block.
+        """Give an empty block a stored extent, which already contains the given storage layers.
 
-        Return False, without assigning it, if the block has KV now or if no more files can be opened.
+        Return False, without a change, if the block has KV or no more files can be opened.
         """
         with self._mutex:
             if blank := self.is_empty(block):
@@ -151,9 +148,9 @@ class FileArena:
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Write the first `layers` storage layers of a full, buffered block to a stored extent.
+        """Write a full block's buffer to a stored extent, `layers` storage layers.
 
-        Return False if the KV of the block is no longer in its buffer.
+        Return False if it is no longer in a buffer.
         """
         with self._mutex:
             if buffered := self.is_buffered(block):
@@ -166,7 +163,7 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def fill(self, slab: int, storage_layer: int, offset: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` to n slots of one storage layer of a slab, from slot `offset` on."""
+        """Write encoded k and v `[Hkv, n, width]` to token slots [offset, offset + n)."""
         done, total = 0, k.shape[1]
         while done < total:
             slot, first = divmod(offset + done, BLOCK_SIZE)
@@ -191,7 +188,7 @@ class FileArena:
             done += count
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of block `source` to block `target`, in all layers of a block."""
+        """Copy the first `tokens` token slots of a block, in all its layers."""
         with self._mutex:
             data = self._read_block(source) if source in self._extents else self._buffer_of(source)
             rows = self._rows(data)[:, :, :tokens].clone()
@@ -199,9 +196,9 @@ class FileArena:
             self._forget_all(target)
 
     def _count_writable(self, block: int, storage_layer: int, most: int) -> int:
-        """Return for how many consecutive blocks from `block` on a whole storage layer can be written directly to disk.
+        """Return how many of at most `most` consecutive blocks, from `block` on, can be written directly to disk.
 
-        These blocks have no buffer, and their extents accept the storage layer. At most `most` blocks are examined.
+        These blocks have no buffer, and their extents accept the storage layer.
         """
         with self._mutex:
             following = range(block, block + most)
@@ -213,10 +210,7 @@ class FileArena:
         self._cache.remove(range(block * count, (block + 1) * count))
 
     def _write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
-        """Write one storage layer of full blocks of a slab to their extents, asynchronously.
-
-        `data` is uint8 `[blocks, layer bytes]`.
-        """
+        """Queue a write of one storage layer of full blocks, uint8 `[blocks, layer bytes]`."""
         with self._mutex:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
             own = list(ranges_of(block for block in blocks if block not in self._extents))
@@ -231,14 +225,14 @@ class FileArena:
         self._writer.add([(block, storage_layer) for block in blocks], pieces)
 
     def _write_buffer(self, block: int, data: torch.Tensor) -> None:
-        """Write all layers of a block, uint8 `[layers, layer bytes]`, to its extent."""
+        """Queue a write of all layers of a block, uint8 `[layers, layer bytes]`."""
         for storage_layer, own in enumerate(data):
             self._write(range(block, block + 1), storage_layer, own[None])
 
     def _buffer_of(self, block: int) -> torch.Tensor:
-        """Return the buffer of a block.
+        """Return the memory buffer of a block, filled from the disk if it is new.
 
-        Create it if needed, with the block's KV from the disk. This may write the oldest buffers to the disk.
+        This may write the oldest buffers to the disk.
         """
         if block in self._buffers:
             self._buffers.move_to_end(block)
@@ -262,7 +256,7 @@ class FileArena:
         return data.view(layers, size)
 
     def _wait(self, block: int) -> None:
-        """Wait for pending writes of a block. Raise DiskError if a write failed."""
+        """Wait for pending writes of a block. Raise DiskError if one failed."""
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _rows(self, data: torch.Tensor) -> torch.Tensor:
@@ -273,7 +267,10 @@ class FileArena:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def view(self, slab: int, storage_layer: int, offset: int, size: int) -> KVPart:
-        """Return K and V `[Hkv, size, width]` of a storage layer as copies: slots [offset, offset + size) of a slab."""
+        """Return copies of K and V `[Hkv, size, width]` of one storage layer.
+
+        `offset` is the first token slot of the slab.
+        """
         first, stop = offset // BLOCK_SIZE, -(-(offset + size) // BLOCK_SIZE)
         start, count, heads = slab * self.layout.slab_blocks + first, stop - first, self.layout.kv_heads
         with self._extents:
@@ -292,12 +289,12 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return the same as `Arena.planes_of`, as a copy: the stored K and V of `storage_layers`."""
+        """Return a copy of the p planes (`layout`) of `storage_layers`, `[p, size, width]`."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
     def gather(self, storage_layer: int, ids: Offsets, out: torch.Tensor, into: Offsets) -> None:
-        """Read KV entries of one storage layer from the cache, the buffers or the disk.
+        """Read KV entries of one storage layer, from the cache, the buffers or the disk.
 
         Args:
             storage_layer: Index of the storage layer in the block (`layer_groups`).
@@ -319,10 +316,7 @@ class FileArena:
                     self._cache.insert(ids, out, into)
 
     def _from_buffers(self, ids: Offsets, into: Offsets, out: torch.Tensor) -> tuple[Offsets, Offsets]:
-        """Copy the KV entries of buffered blocks to `out`.
-
-        Return `ids` and `into` of the entries that are not buffered.
-        """
+        """Copy the entries of buffered blocks to `out`. Return `ids` and `into` of all other entries."""
         blocks = ids // self.file_layout.block_entries
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block

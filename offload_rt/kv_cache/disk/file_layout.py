@@ -88,7 +88,7 @@ class FileLayout:
 
     @cached_property
     def entry_bytes(self) -> int:
-        """Size in bytes of a KV entry: K and V of one token, layer and head."""
+        """Size in bytes of K and V of one token, layer and head."""
         return 2 * self.arena.row_bytes
 
     @cached_property
@@ -114,26 +114,24 @@ class FileLayout:
         return self.arena.layers * self.layer_entries
 
     def block_offset(self, block: Ids) -> Ids:
-        """Return the byte offset in the pool's file at which the first storage layer of `block` begins."""
+        """Return the offset in bytes of a block's first storage layer in the pool's file."""
         return block // self.arena.slab_blocks * self.slab_bytes + block % self.arena.slab_blocks * self.layer_bytes
 
     def entry_ids(self, storage_layer: int, blocks: Offsets, slots: Offsets, heads: Offsets) -> Offsets:
-        """Return the ids of KV entries in one storage layer.
+        """Return the ids of KV entries, given the block, the token within the block, and the head of each.
 
-        `blocks`, `slots` (token within the block) and `heads` are int64 arrays and are broadcast. All entries in one
-        storage layer of a block have consecutive ids.
+        The arrays are int64 and are broadcast. Entries in one storage layer of a block have consecutive ids.
         """
         first: Offsets = (blocks * self.arena.layers + storage_layer) * self.layer_entries + slots
         return first + heads * BLOCK_SIZE
 
     def by_layer(self, ids: Offsets) -> Iterator[tuple[int, Offsets]]:
-        """Yield each storage layer that has entries among `ids`, with the indices of its entries in `ids`."""
+        """Yield each storage layer that has entries among `ids`, with their indices in `ids`."""
         layers = ids // self.layer_entries % self.arena.layers
         for storage_layer in np.unique(layers).tolist():
             yield storage_layer, np.flatnonzero(layers == storage_layer)
 
     def layer_entry_ids(self, block: int, storage_layer: int) -> range:
-        """Return the ids of all KV entries in one storage layer of a block."""
         first = (block * self.arena.layers + storage_layer) * self.layer_entries
         return range(first, first + self.layer_entries)
 
@@ -179,7 +177,6 @@ class MemoryBudget:
 
 
 def round_up_to_page(size: int) -> int:
-    """Round `size` bytes up to a multiple of the disk block size."""
     return -(-size // DISK_PAGE) * DISK_PAGE
 
 

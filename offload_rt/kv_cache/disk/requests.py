@@ -1,4 +1,4 @@
-"""Read scattered pieces of open files. Pieces are merged into few requests, which run concurrently.
+"""Read scattered pieces of open files. Adjacent pieces are merged into requests, which run concurrently.
 
 Reading a short gap between two pieces is cheaper than a separate request. Requests use io_uring if it is available,
 else threads.
@@ -52,7 +52,6 @@ class DiskUse:
     bytes_written: int = 0
 
     def since(self, before: DiskUse) -> DiskUse:
-        """Return the differences between these counters and the earlier counters `before`."""
         return DiskUse(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
 
 
@@ -115,10 +114,7 @@ class Reads(NamedTuple):
     first: Offsets
 
     def batches(self, buffer_bytes: int) -> Iterator[Reads]:
-        """Split the requests into batches that fit in a buffer of `buffer_bytes` bytes.
-
-        No request may be larger than the buffer.
-        """
+        """Split the requests into batches that fit in a buffer. No request may be larger than the buffer."""
         (offset, size, at), done, count = self.requests, 0, len(self.first) - 1
         if count and at[-1] + size[-1] <= buffer_bytes:
             yield self
@@ -178,7 +174,7 @@ class RingReader:
 
     @classmethod
     def open(cls, depth: int = DEPTH) -> RingReader | None:
-        """Create a reader. Return None if the C code is not available or the kernel does not support io_uring."""
+        """Create a reader. Return None if the C code or io_uring is not available."""
         library = _library()
         if library is None or not (ring := library.ring_open(depth)):
             return None
@@ -187,8 +183,8 @@ class RingReader:
     def read(self, files: Handles, requests: Requests, buffer: memoryview, copies: RowCopies | None = None) -> None:
         """Execute `requests` for the open `files` (`FileTable.handles`), and copy rows from `buffer` to `copies.out`.
 
-        Rows of one request may be copied while other requests are still being read. Raise OSError for the first request
-        that fails, including a read past the end of a file. After the error, no request writes to `buffer` any more.
+        Rows of one request may be copied while other requests are still being read. OSError is raised for the first
+        request that fails or reads past the end of a file. After the error, no request writes to `buffer` any more.
         """
         if not (count := len(requests.size)):
             return

@@ -43,8 +43,6 @@ Ids = NDArray[np.int64]
 
 
 class _Arrays(ctypes.Structure):
-    """The structure `cache` of row_cache.c."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("owner", "score", "last", "rows")),
         *((name, ctypes.c_int64) for name in ("size", "sets", "ways")),
@@ -71,21 +69,20 @@ class RowCache:
         self._owner = np.zeros(slots, np.int64)  # `[sets * ways]`: id + 1 of the row in each slot; 0 for an empty slot
         self._score, self._last = np.zeros(slots, np.float32), np.zeros(slots, np.uint32)
         self.used = 0
-        """Number of occupied slots."""
         self._now, self._weight = 0, 1.0
         pointers = [*(address(each) for each in (self._owner, self._score, self._last)), self.rows.data_ptr()]
         self._arrays = _Arrays(*pointers, width * storage.itemsize, self._sets, self._ways)
 
     @property
     def occupied(self) -> Ids:
-        """Return the slots that contain a row, in ascending order."""
+        """Slots that contain a row, in ascending order."""
         return np.flatnonzero(self._owner)
 
     def owners(self, slots: Ids) -> Ids:
         return self._owner[slots] - 1
 
     def advance(self, steps: float) -> None:
-        """Advance the clock by `steps` decode steps, or by a fraction of one if `steps` < 1."""
+        """Advance the clock by `steps` decode steps. A prefill passes a fraction."""
         self._now = (self._now + 1) & 0xFFFFFFFF
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:
@@ -143,7 +140,7 @@ class RowCache:
         self.used += fresh
 
     def remove(self, ids: range) -> None:
-        """Remove the rows with the given `ids`, because their content has changed."""
+        """Remove rows, because their content has changed."""
         if (library := _library()) is not None:
             self.used -= library.drop(self._arrays, ids.start, ids.stop, ids.step)
             return
@@ -152,7 +149,7 @@ class RowCache:
         self.used -= int((slots >= 0).sum())
 
     def _slots_of(self, ids: Ids) -> Ids:
-        """Return the slots in which each id may be stored, `[n, ways]`."""
+        """Return the slots `[n, ways]` in which each id may be stored."""
         mixed = ids.astype(np.uint64) * np.uint64(MIX) >> np.uint64(32)
         sets = (mixed * np.uint64(self._sets) >> np.uint64(32)).astype(np.int64)
         return sets[:, None] * self._ways + np.arange(self._ways)
@@ -167,7 +164,7 @@ class RowCache:
         return found
 
     def _insert(self, ids: Ids, rows: torch.Tensor, at: Ids) -> int:
-        """Insert rows without C code, in passes that insert at most one row per set.
+        """Insert rows without C code, at most one per set in each pass.
 
         Return how many previously empty slots were filled.
         """
@@ -187,7 +184,6 @@ class RowCache:
         return fresh
 
     def check_integrity(self) -> None:
-        """Assert that every row is in its set exactly once."""
         occupied = self.occupied
         owners = self.owners(occupied)
         assert len(occupied) == self.used == len(np.unique(owners))

@@ -1,4 +1,4 @@
-"""Copy scattered rows in memory: in one pass with C code if it is available, otherwise in two passes with torch."""
+"""Copy scattered rows in memory, in one pass with C code or in two passes with torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowCopies(NamedTuple):
 
 
 def address(array: NDArray[Any]) -> int:
-    """Return the memory address of a non-empty, writable array. This is four times as fast as `array.ctypes`."""
+    """Return the memory address of a non-empty, writable array, four times as fast as `array.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 

@@ -20,7 +20,7 @@ from .extents import StoredExtent
 
 
 class ExtentWrite(NamedTuple):
-    """A write of whole disk blocks (`direct_file.aligned`): the data and its destination."""
+    """A write of whole disk blocks."""
 
     target: BlockFile | StoredExtent
     offset: int
@@ -30,9 +30,8 @@ class ExtentWrite(NamedTuple):
 class WriteBehind:
     """Writer thread of a KV pool on disk. Writes run in the order of `add`. Error messages name `folder`.
 
-    Each write contains the KV of some keys. A key is `(block, storage layer)`. Before a thread reads the KV of a key
-    from a file, it must call `wait`, which raises DiskError if the write failed. `add` blocks while more than `limit`
-    bytes would be pending.
+    Each write contains the KV of some keys `(block, storage layer)`. Before a thread reads the KV of a key from a file,
+    it must call `wait`, which raises DiskError if the write failed.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -46,7 +45,7 @@ class WriteBehind:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def add(self, keys: Sequence[tuple[int, int]], pieces: Sequence[ExtentWrite]) -> None:
-        """Queue `pieces`, the complete KV of `keys`. They are written after all earlier pieces."""
+        """Queue writes of the complete KV of `keys`. Wait while more than `limit` bytes would be pending."""
         size = sum(len(piece.data) for piece in pieces)
         with self._changed:
             self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._limit)
@@ -64,7 +63,7 @@ class WriteBehind:
                 raise DiskError(f"cannot write KV to {str(self._folder)!r}: {why}; the KV of this request is lost")
 
     def wait_layer(self, storage_layer: int, blocks: NDArray[np.int64]) -> None:
-        """Wait until one storage layer of all `blocks` is written. `blocks` may contain duplicates."""
+        """Wait until one storage layer of all `blocks` is written."""
         with self._changed:
             quiet = not self._waiting and not self._lost
         if not quiet:
@@ -76,7 +75,7 @@ class WriteBehind:
             return {block for block, _ in self._lost}
 
     def forget_errors(self, blocks: Sequence[int]) -> None:
-        """Discard the write errors of freed `blocks`, and ignore errors of their pending writes."""
+        """Discard write errors of freed blocks, including errors of their pending writes."""
         gone = set(blocks)
         with self._changed:
             self._lost = {key: why for key, why in self._lost.items() if key[0] not in gone}
@@ -99,7 +98,7 @@ class WriteBehind:
             self._changed.notify_all()
 
     def _written(self, pieces: Sequence[ExtentWrite]) -> str:
-        """Write `pieces`. Return the reason of a failure, or an empty string if all were written."""
+        """Write `pieces`. Return the reason of a failure, or an empty string."""
         try:
             for piece in pieces:
                 piece.target.write(piece.offset, piece.data)

@@ -38,7 +38,7 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
 def computed_in_c(model: nn.Module) -> Iterator[None]:
     """Context in which C code computes products of few rows with the plain weights of `model` on a CPU.
 
-    The weights stay as they are, and the layers have their former classes afterwards.
+    The weights do not change. Afterwards, the layers have their former classes again.
     """
     plain = [each for each in model.modules() if type(each) is nn.Linear and type(each.weight) is nn.Parameter]
     changed = [layer for layer in plain if DENSE.takes(layer, layer.weight.device)]
@@ -58,9 +58,9 @@ def plain_weight(layer: Any) -> nn.Parameter | None:
 
 
 def absorbable_weight(layer: Any, dtype: torch.dtype) -> nn.Parameter | None:
-    """Return the plain weight of a linear layer if it has this dtype, else None.
+    """Return the weight of a linear layer if it is not packed and has this dtype, else None.
 
-    If it is None, latent attention unpacks a copy.
+    Latent attention uses such a weight directly, and makes an unpacked copy of any other.
     """
     weight = plain_weight(layer)
     return weight if weight is not None and weight.dtype == dtype else None
@@ -100,13 +100,13 @@ def refuse_packed(model: Any, why: str) -> None:
 
 
 def places_of(weight: torch.Tensor) -> Iterator[TensorLocation]:
-    """Return the locations of the plain tensors that a weight consists of. For packed weights, they include scales."""
+    """Yield where the plain tensors of a weight are, such as the codes and scales of a packed weight."""
     found = (places for backend in BACKENDS if (places := backend.places(weight)) is not None)
     return next(found, iter((TensorLocation(weight, "data"),)))
 
 
 def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the plain tensors that a weight consists of (see `places_of`)."""
+    """Yield the plain tensors that a weight consists of, such as codes and scales of a packed weight."""
     return (place.tensor for place in places_of(weight))
 
 

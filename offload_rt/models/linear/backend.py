@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a plain tensor that is part of a weight: attribute `name` of the object `holder`."""
+    """A plain tensor that is part of a weight: attribute `name` of the object `holder`."""
 
     holder: Any
     name: str
@@ -51,7 +51,7 @@ class LinearBackend:
     """
 
     layer_class: type[BackendLinear] = BackendLinear
-    """Class of the linear layers with this format. Existing layers are converted by changing their class."""
+    """Class of the linear layers with this format. Plain layers are converted in place: they get this class."""
 
     method = ""
     """Value of `quant_method` in the configurations of checkpoints with this format; "" if there are none."""
@@ -68,7 +68,7 @@ class LinearBackend:
         return True
 
     def can_stream(self, config: Any) -> bool:
-        """Return whether the layers of a model can be copied one by one between host and device memory."""
+        """Return whether the layers can be copied one by one between host and device memory."""
         return False
 
     def prepare(self, model: Any, dtype: torch.dtype | None, moved: bool) -> None:
@@ -77,7 +77,7 @@ class LinearBackend:
         Args:
             model: The transformers model.
             dtype: Requested dtype of the weights that are not packed. None keeps the dtype of the file.
-            moved: Whether weights will move between host and device memory.
+            moved: Whether weights will be copied between host and device memory.
         """
 
     def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:

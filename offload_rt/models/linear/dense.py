@@ -22,7 +22,7 @@ MAX_ROWS = 12
 """The C code is used for up to this number of input rows. It is then faster than torch's product."""
 
 PART_BYTES = 1 << 18
-"""Number of bytes of a weight that a thread reads at a time, in about 20 microseconds."""
+"""Number of bytes of a weight that a thread multiplies at a time, which takes about 20 microseconds."""
 
 WORTH_THREADS = 1 << 20
 """Size in bytes of a weight from which several threads are used."""
@@ -32,8 +32,6 @@ TILE_BYTES = 1 << 22
 
 
 class _Call(ctypes.Structure):
-    """The structure `Call` of row_products.c."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "outs", "ins", "size")),
@@ -75,8 +73,6 @@ class DenseLinear(BackendLinear):
 
 
 class DenseCPU(LinearBackend):
-    """Weight format of plain weights on a CPU."""
-
     layer_class = DenseLinear
 
     def takes(self, layer: nn.Linear, device: torch.device) -> bool:
@@ -87,7 +83,6 @@ class DenseCPU(LinearBackend):
 
 
 DENSE = DenseCPU()
-"""The format of plain weights on a CPU. It changes no tensor of a layer."""
 
 
 def product_by_tiles(
@@ -95,7 +90,8 @@ def product_by_tiles(
 ) -> torch.Tensor:
     """Multiply many rows x `[..., in]` by a weight `[outs, in]` and add the bias. Return `[..., outs]`.
 
-    x is float32 or bfloat16. `weights(rows, dtype)` returns the given rows of the weight in `dtype`.
+    Weights are converted tile by tile. x is float32 or bfloat16. `weights(rows, dtype)` returns the given rows of the
+    weight in `dtype`.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
     widens = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()

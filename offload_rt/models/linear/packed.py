@@ -22,7 +22,7 @@ FEW_EXPERTS = 64
 
 
 class PackedLinear(BackendLinear):
-    """A linear layer with packed weights. `order` is only set if the inputs are permuted."""
+    """A linear layer with packed weights. If `order` is set, the inputs are reordered by it first."""
 
     form: PackedFormat
     packed: nn.Parameter
@@ -52,7 +52,10 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the product `[..., out]` of x `[..., in]` and packed rows, plus `bias`. x is in the packed order."""
+    """Return the product `[..., out]` of x `[..., in]` and packed rows, plus `bias`.
+
+    The inputs of x are already in the order of the packed rows.
+    """
     if torch.is_grad_enabled() or not x.numel():
         return F.linear(x, form.unpack(packed, x.dtype), bias)
     if x.is_cuda:
@@ -106,8 +109,7 @@ def unpack_rows(
 class PackedEmbedding(nn.Embedding):
     """Embedding with packed weights. It unpacks only the rows of the requested tokens.
 
-    The class of existing embeddings is changed in place. If the old class scales the results, it is kept as a base
-    class.
+    Existing embeddings are changed in place. Classes that scale the result (Gemma) keep doing so.
     """
 
     form: PackedFormat
@@ -116,7 +118,7 @@ class PackedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """Empty tensor `[0, D]`. Adapters read the model's device and dtype from it."""
+        """Empty tensor `[0, D]`, only for callers that read the device and dtype of the embedding."""
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -156,7 +158,7 @@ def can_hold_packed(module: nn.Module) -> bool:
 
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
-"""Parameters `[experts, in, out]` of stacked experts that can be packed."""
+"""Weights of stacked experts that can be packed, each `[experts, in, out]`."""
 
 
 class PackedStack(nn.Module):
@@ -167,7 +169,6 @@ class PackedStack(nn.Module):
         self.form, self.packed = form, nn.Parameter(packed, requires_grad=False)
 
     def product(self, x: torch.Tensor, expert: int, bias: torch.Tensor) -> torch.Tensor:
-        """Return x `[n, in]` times the weight of an expert plus `bias[expert]`, `[n, out]`."""
         return packed_linear(x, self.packed[expert], self.form, bias[expert])
 
     def products(self, x: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -191,7 +192,10 @@ class PackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum `[T, D]` of the outputs of the chosen experts `[T, k]`, with weights `[T, k]`."""
+        """Return the weighted sum `[T, D]` of the outputs of the k experts that each token chose.
+
+        `router_indices` and `routing_weights` are `[T, k]`.
+        """
         own: Any = self
         if uses_triton(hidden_states) and 0 < router_indices.numel() <= FEW_EXPERTS and not torch.is_grad_enabled():
             experts, tokens = router_indices.flatten(), hidden_states.repeat_interleave(router_indices.shape[1], 0)

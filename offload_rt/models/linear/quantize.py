@@ -16,10 +16,10 @@ _ROUTERS = ("gate", "router")
 """Name suffixes of layers that choose experts. They are small, and errors change the choice."""
 
 _ABSORBED = ("kv_b_proj",)
-"""Name suffixes of layers whose weights are absorbed into queries (`latent_attention`), which needs plain weights."""
+"""Name suffixes of layers that latent attention multiplies into queries, which needs plain weights."""
 
 _FEW_OUTPUTS = 16
-"""Layers with more inputs per output than this stay plain: they are small, and each output controls a whole head."""
+"""Layers with a higher ratio of inputs to outputs are not quantised. They are small, and an output controls a head."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
@@ -68,14 +68,14 @@ def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of 8-bit groups. `groups` is `[out, groups, GROUP]`."""
+    """Return the codes and scales for 8 bits. `groups` is `[out, groups, GROUP]`."""
     scales = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
     codes = (groups / scales.clamp_min(1e-30)).round().clamp(-127, 127) + 128
     return codes.to(torch.uint8).flatten(1), scales[..., 0]
 
 
 def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the codes, scales and minima of 4-bit groups. `groups` is `[out, groups, GROUP]`."""
+    """Return the codes, scales and minima for 4 bits. `groups` is `[out, groups, GROUP]`."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Bases of skewed queries and keys (InfiniGen eq. 2), and the choice of columns that scoring keys store."""
+"""Bases of skewed queries and keys (InfiniGen eq. 2), and the choice of columns for scoring keys."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ class Basis:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of both matrices."""
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, kept: torch.Tensor) -> Basis:
-        """Return the basis with only the columns `kept`, int64 `[Hkv, r]`, of each KV head."""
+        """Return the basis with the columns `kept` of each KV head, int64 `[Hkv, r]`."""
         index = kept.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
     def skew_query(self, q: torch.Tensor) -> torch.Tensor:
-        """Skew a query q `[H, d]` and multiply it by the attention scale: `[Hkv, G, r]`."""
+        """Skew a query `[H, d]` and multiply it by the attention scale: `[Hkv, G, r]`."""
         return skew(q.view(self.query.shape[0], -1, self.query.shape[1]), self.query).mul_(self.scale)
 
     @classmethod
     def stacked(cls, bases: Sequence[Basis | None]) -> Basis | None:
         """Combine the bases of the sequences in a batch. Return None if they have none.
 
-        If all sequences share one basis, return it. Otherwise concatenate their matrices to `[P, d, r]`, one per
-        sequence and KV head.
+        A basis that all sequences share is returned unchanged. Otherwise, the matrices are concatenated to `[P, d, r]`,
+        one per sequence and KV head.
         """
         each = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
@@ -50,19 +49,16 @@ class Basis:
         return cls(torch.cat([b.query for b in each]), torch.cat([b.key for b in each]), each[0].scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Skew and scale queries q `[H, B, d]` of a batch: contiguous `[P, G, r]`, with P = B * Hkv.
-
-        This basis is shared by all sequences or was made by `stacked`.
-        """
+        """Skew and scale queries `[H, B, d]` of a batch: contiguous `[P, G, r]`, with P = B * Hkv."""
         return dispatch.skew_queries(q, self.query, kv_heads, self.scale)
 
 
 class Columns(Protocol):
-    """Chooses which columns of the skewed keys the scoring keys of a sequence contain, layer by layer."""
+    """Chooses which columns of the skewed keys the scoring keys of a sequence contain."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the matrices that belong to this sequence only."""
+        """Size in bytes of matrices that only this sequence uses."""
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
@@ -70,48 +66,39 @@ class Columns(Protocol):
         ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the layer's basis for new keys k `[Hkv, m, d]`. The first call for a layer fixes the basis."""
+        """Return the basis for new keys k `[Hkv, m, d]` of a layer. The first call fixes it."""
         ...
 
-    def fork(self) -> Columns:
-        """Return an independent copy."""
-        ...
+    def fork(self) -> Columns: ...
 
 
 class CalibratedColumns:
-    """Columns fixed at calibration. All sequences use the same columns, so prefixes can be shared."""
+    """Columns fixed at calibration, the same for all sequences, so that prefixes can be shared."""
 
     nbytes = 0
-    """Always 0, because the matrices belong to the policy and not to the sequence."""
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Create the object from the basis of each layer that selects tokens, already reduced to the stored columns."""
+        """Use the basis of each layer that selects tokens, reduced to the stored columns."""
         self._bases = bases
 
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """No-op, because the columns are fixed."""
+    def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
         return self._bases[layer]
 
     def fork(self) -> CalibratedColumns:
-        """Return this object, which is immutable."""
         return self
 
 
 class PromptColumns:
     """Columns chosen from the prompt (paper §4.3): those with the largest sum of |Q~| + |K~| over its tokens.
 
-    Q~ and K~ are the skewed queries and keys. Columns are chosen for each layer and KV head when the first keys of the
-    layer arrive. The sum includes Q~ of all query heads in the group. Afterwards, the columns of the sequence do not
-    change.
+    Q~ and K~ are the skewed queries and keys. The columns of a layer and KV head are chosen when its first keys arrive,
+    and do not change. The sum includes Q~ of all query heads in the group.
     """
 
     def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """Create the object from the full basis of each layer that selects tokens.
-
-        `kept` is the number of columns to choose per KV head.
-        """
+        """Use the full basis of each layer that selects tokens. `kept` is the number of columns per KV head."""
         self._bases = bases
         self._kept = kept
         self._sums: dict[int, torch.Tensor] = {}
@@ -119,21 +106,19 @@ class PromptColumns:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the matrices chosen for this sequence."""
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Add |Q~| of the queries to the sum of each column. Has no effect after the columns have been chosen."""
+        """Add |Q~| to the sum of each column, until the columns are chosen."""
         if layer not in self._chosen:
             basis = self._bases[layer].query
             grouped = q.reshape(basis.shape[0], -1, q.shape[-1])
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis with the columns chosen for this prompt: those in which the keys have the largest sums.
+        """Return the basis with the columns chosen for this prompt, in which the keys have the largest sums first.
 
-        The sums are of absolute values over all tokens. If sums are equal, the column with the larger weight in
-        calibration comes first.
+        If sums are equal, the column with the larger weight in calibration comes first.
         """
         if layer not in self._chosen:
             full = self._bases[layer]
@@ -143,12 +128,11 @@ class PromptColumns:
         return self._chosen[layer]
 
     def fork(self) -> PromptColumns:
-        """Return an independent copy. It shares the chosen matrices, which never change."""
         twin = PromptColumns(self._bases, self._kept)
         twin._sums, twin._chosen = dict(self._sums), dict(self._chosen)
         return twin
 
 
 def kept_columns(partial_ratio: float, head_dim: int) -> int:
-    """Return r, the number of stored columns: `partial_ratio` times `head_dim`, rounded down, at least 1."""
+    """Return the number of stored columns: `partial_ratio` of the head dimension, rounded down, at least 1."""
     return max(1, floor_share(partial_ratio, head_dim))

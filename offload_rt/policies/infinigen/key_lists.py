@@ -1,7 +1,7 @@
 """Batched token selection and approximate attention for the decode step.
 
-The host does not synchronise with the device, and the number of kernel launches per layer does not depend on the batch
-size. The selected tokens of each sequence equal those of `kernels.selection.select_tokens`, in ascending order.
+The host does not wait for the device, and the number of launches does not depend on the batch size. The selected tokens
+equal those of `kernels.selection.select_tokens`, in ascending order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from .scoring_keys import ListedKeys
 class KeyLists:
     """Scoring keys of up to `batch` sequences with up to `tokens` tokens each, in all layers that select tokens.
 
-    Before each step, `hold` sets the sequences of the batch. Kernels find the keys of each sequence through tables of
-    pointers: one table per layer, or one table for all layers if the keys are in pages. The tables keep their
-    addresses, so captured CUDA graphs stay valid.
+    `hold` sets the sequences before each step. Kernels find their keys through tables of pointers: one table per layer,
+    or one for all layers if the keys are in pages. The tables keep their addresses, so captured CUDA graphs stay valid.
     """
 
     def __init__(self, rule: Rule, layers: Iterable[int], batch: int, tokens: int, device: torch.device) -> None:
@@ -40,11 +39,11 @@ class KeyLists:
         self._basis: list[Basis | None] = []
 
     def hold(self, keys: Sequence[ListedKeys], slots: Sequence[int]) -> torch.Tensor | None:
-        """Set the sequences of the batch to `keys`, and reserve slot `slots[b]` for the newest key of sequence b.
+        """Set the sequences of the batch, and reserve slot `slots[b]` for the newest key of sequence b.
 
         Returns:
-            If the keys have moved in memory, the new contents of `tables`, int64 `[layers, B, FIELDS]` or `[1, B,
-            pages]`. The caller copies them to the device. Otherwise None.
+            If the keys have moved in memory, the new contents of `tables`, which the caller copies to the device.
+            Otherwise None.
         """
         self._keys = list(keys)
         bases = [[own.basis(layer) for own in keys] for layer in self._at]
@@ -64,18 +63,18 @@ class KeyLists:
         return torch.tensor([[entry(own) for own in each] for each in tensors])
 
     def release(self) -> None:
-        """Drop all references to sequences. `hold` must be called before the next use."""
+        """Drop all references to sequences, until the next `hold`."""
         self._keys, self._bases, self._stored, self._storages, self._basis = [], [], [], [], []
 
     @property
     def tables(self) -> torch.Tensor:
-        """Pointer tables of the current sequences on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
+        """Pointer tables on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
         return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the newest key k `[P, d]` of each list to its slot, int64 `[P]`.
+        """Write the newest key k `[P, d]`, and value v for approximate KV, to slot `slots[p]` of list p.
 
-        Approximate KV also stores the values v `[P, d]`. A list belongs to one KV head of one sequence; P = B * Hkv.
+        P = B * Hkv.
         """
         at = self._at[layer]
         self._keys[0].append_batch(layer, k, v, self._basis[at], self._storages[at], slots)
@@ -122,12 +121,12 @@ class KeyLists:
         return rows.merge_approximate(layer, q, storage, spans, chosen, exact)
 
     def attended(self, layer: int, spans: Spans, weights: torch.Tensor, attended: torch.Tensor) -> None:
-        """Pass the attention weights `[P, tokens]` of a decode step to the policy.
+        """Pass the attention weights `[P, tokens]` of a decode step to the policy. P = B * Hkv.
 
         Args:
             layer: The layer index.
             spans: The candidates.
-            weights: Softmax weights, summed over query heads; 0 for tokens that were not attended. P = B * Hkv.
+            weights: Softmax weights, summed over query heads; 0 for tokens that were not attended.
             attended: Whether each token was attended, bool `[P, tokens]`.
         """
         keys, storage = self._keys[0], self._storages[self._at[layer]]
@@ -136,7 +135,7 @@ class KeyLists:
 
 
 def _differ(new: Sequence[Sequence[object]], old: Sequence[Sequence[object]]) -> bool:
-    """Return whether two nested lists differ. Elements are compared by identity."""
+    """Return whether two nested lists differ in the identity of an element."""
     if len(new) != len(old):
         return True
     pairs = zip(new, old, strict=True)

@@ -1,10 +1,10 @@
 """Approximate KV of a sequence on the compute device, in pages: quantised keys and values of all its tokens.
 
-The 4-bit keys score all tokens. Together with the 4-bit or 2-bit values, they estimate attention to tokens that were
-not selected.
+The 4-bit keys score all tokens. With the 4-bit or 2-bit values, they estimate attention to tokens that were not
+selected.
 
 Keys are transformed to the calibrated basis and centred. Then each column is scaled by the square root of its standard
-deviation, and a rotation is applied. These steps minimise the effect of quantisation on the scores. Values are rotated
+deviation, and a rotation is applied, which minimises the effect of quantisation on the scores. Values are rotated
 before quantisation, and the attention output is rotated back once.
 """
 
@@ -32,8 +32,7 @@ from .scoring import PROMPT_KEYS_AT_ONCE
 WAITING = 32
 """Number of new tokens that wait until they are quantised together on a CPU.
 
-Quantising a group takes about as long as quantising a single token. Waiting tokens are in the recent window, so they
-are not candidates. They are quantised before any read.
+A group takes about as long as a single token. Waiting tokens are in the recent window, so they are not candidates.
 """
 
 VALUE_BITS = {"int4": 4, "int2": 2}
@@ -41,16 +40,12 @@ VALUE_BITS = {"int4": 4, "int2": 2}
 
 
 def row_bytes(approximate_kv: str, geometry: ModelGeometry) -> float:
-    """Return the size in bytes of one token's approximate KV in one layer. Raise ConfigError like `row_layout`."""
+    """Return the size in bytes of a token's approximate KV in one layer. Raise ConfigError like `row_layout`."""
     return geometry.kv_heads * row_layout(approximate_kv, geometry).block_bytes / BLOCK
 
 
 def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
-    """Return the block layout of approximate KV.
-
-    Raises:
-        ConfigError: If the packed elements of a token do not fill whole bytes.
-    """
+    """Return the block layout of approximate KV. Raise ConfigError if a token does not fill whole bytes."""
     if not packs(geometry.head_dim, VALUE_BITS[approximate_kv]):
         other = "" if approximate_kv == "int4" or not packs(geometry.head_dim, 4) else "approximate_kv='int4', "
         raise ConfigError(
@@ -61,7 +56,7 @@ def row_layout(approximate_kv: str, geometry: ModelGeometry) -> Layout:
 
 
 def basis_bytes(geometry: ModelGeometry, compute: torch.dtype) -> int:
-    """Return the size in bytes of the `RowBasis` of one layer in dtype `compute`."""
+    """Return the size in bytes of a layer's `RowBasis` in dtype `compute`."""
     d = geometry.head_dim
     return (geometry.kv_heads * (2 * d + 1) * d + 2 * d * d) * compute.itemsize
 
@@ -84,10 +79,7 @@ class RowBasis:
 
     @classmethod
     def of(cls, artifact: SkewArtifact, layer: int, scale: float, dtype: torch.dtype) -> RowBasis:
-        """Compute the matrices of a layer from its calibration, on the device of the artifact.
-
-        `scale` is the attention scale.
-        """
+        """Compute the matrices of a layer from its calibration. `scale` is the attention scale."""
         mixed = mixing(artifact.query.shape[-1]).to(artifact.query.device)
         std = artifact.key_std[layer].double()
         stretch = std.clamp_min(1e-3 * std.amax().clamp_min(1e-30)).sqrt().unsqueeze(1)
@@ -99,15 +91,11 @@ class RowBasis:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of all matrices."""
         return self.basis.nbytes + self.mean.nbytes + self.mixing.nbytes + self.unmixing.nbytes
 
 
 class Page:
-    """A page `rows`, uint8 `[L, Hkv, PAGE_BLOCKS, block_bytes]`, and its `holders`.
-
-    `holders` are weak references to the `LayerPages` objects that use the page.
-    """
+    """A page `[L, Hkv, PAGE_BLOCKS, block_bytes]`, with weak references to the `LayerPages` that use it (`holders`)."""
 
     def __init__(self, rows: torch.Tensor, holder: LayerPages) -> None:
         self.rows = rows
@@ -115,9 +103,9 @@ class Page:
 
 
 class LayerPages:
-    """Pages of one sequence and the token count of each layer. A page stores `PAGE_TOKENS` tokens for several layers.
+    """Pages of one sequence, and the token count of each layer. A page stores `PAGE_TOKENS` tokens of all layers.
 
-    A page that is shared with a fork is read-only. It is copied before a write.
+    A page that is shared with a fork is read-only, and copied before a write.
     """
 
     def __init__(self, layers: Iterable[int], heads: int, block_bytes: int, device: torch.device) -> None:
@@ -129,14 +117,11 @@ class LayerPages:
 
     @property
     def nbytes(self) -> int:
-        """Size of the pages in bytes.
-
-        The size of a shared page is divided equally among the sequences that share it.
-        """
+        """Size in bytes of the pages. The size of a shared page is divided among its sequences."""
         return round(sum(page.rows.nbytes / len(page.holders) for page in self._pages))
 
     def pages(self, layer: int) -> Pages:
-        """Return the pages of the layer for reading. The result is the same object until a page is added or copied."""
+        """Return the pages of the layer for reading, the same object until a page is added or copied."""
         if layer not in self._shown:
             tensors = tuple(page.rows for page in self._pages)
             first = next(iter(self._shown.values()), None)
@@ -146,10 +131,9 @@ class LayerPages:
         return self._shown[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for writing `tokens`. Extend the length of the layer to include `tokens`.
+        """Return the pages of the layer for writing `tokens`, which extend its length.
 
-        Pages that contain `tokens` are added, or copied if they are shared. `tokens` must not start after the end of
-        the layer.
+        Pages are added, or copied if they are shared. `tokens` must not start after the end of the layer.
         """
         assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for at in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
@@ -162,10 +146,7 @@ class LayerPages:
         return self.pages(layer)
 
     def _copy(self, at: int) -> None:
-        """Replace the shared page with index `at` by a private copy.
-
-        Only blocks with tokens of this sequence are copied.
-        """
+        """Replace a shared page by a private copy of the blocks with tokens of this sequence."""
         shared = self._pages[at]
         blocks = min(PAGE_BLOCKS, -(-max(self.lengths.values()) // BLOCK) - at * PAGE_BLOCKS)
         own = Page(torch.empty_like(shared.rows), self)
@@ -174,7 +155,7 @@ class LayerPages:
         self._pages[at], self._shown = own, {}
 
     def fork(self, tokens: int | None = None) -> LayerPages:
-        """Return a copy of the first `tokens` tokens that shares their pages. None means all tokens."""
+        """Return a copy of the first `tokens` tokens (None: all) that shares their pages."""
         twin = object.__new__(LayerPages)
         twin._at, twin._shape, twin._device, twin._shown = self._at, self._shape, self._device, {}
         most = max(self.lengths.values(), default=0) if tokens is None else tokens
@@ -185,7 +166,6 @@ class LayerPages:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that capacity, page holders, and the page tables passed to kernels are consistent."""
         assert max(self.lengths.values(), default=0) <= len(self._pages) * PAGE_TOKENS
         for at, page in enumerate(self._pages):
             assert self in page.holders and page.rows.shape == self._shape
@@ -210,18 +190,14 @@ class LowBitRows:
 
     @property
     def bytes(self) -> int:
-        """Size of the pages in bytes.
-
-        The size of a shared page is divided equally among the sequences that share it.
-        """
+        """Size in bytes of the pages. The size of a shared page is divided among its sequences."""
         return self._rows.nbytes
 
     def length(self, layer: int) -> int:
-        """Return the number of tokens of the layer, including tokens that wait to be quantised."""
+        """Return the number of tokens, including those that wait to be quantised."""
         return self._rows.lengths[layer] + len(self._waiting[layer]) if layer in self.bases else 0
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Write k and v `[Hkv, m, d]` to the slots from `start` on."""
         waiting = self._waiting[layer]
         known = self._rows.lengths[layer] + len(waiting)
         assert start <= known, f"layer {layer} has {known} tokens, not {start}"
@@ -240,7 +216,7 @@ class LowBitRows:
             self._quantise(layer, k, v, self._rows.lengths[layer])
 
     def _quantise(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Quantise k and v `[Hkv, m, d]` and write them to the pages, in pieces of `PROMPT_KEYS_AT_ONCE` tokens."""
+        """Quantise k and v `[Hkv, m, d]`, `PROMPT_KEYS_AT_ONCE` tokens at a time, and write them to the pages."""
         own, stop = self.bases[layer], start + k.shape[1]
         pages = self._rows.reserve(layer, range(start, stop))
         for first in range(start, stop, PROMPT_KEYS_AT_ONCE):
@@ -250,8 +226,7 @@ class LowBitRows:
             values = v[:, piece].to(own.mixing) @ own.mixing
             store_rows(pages, self._layout, values, first, values=True)
 
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """No-op, because the basis is calibrated and does not depend on the prompt."""
+    def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def move(self, layer: int, source: int, target: int) -> None:
         """Copy the KV entry in slot `source` to slot `target`."""
@@ -264,22 +239,19 @@ class LowBitRows:
                 new[:, into, place] = old[:, block, row]
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`."""
         return self.query(layer, q, tokens).scores
 
     def query(self, layer: int, q: torch.Tensor, tokens: range) -> LowBitQuery | NativeQuery:
-        """Return an object that scores `tokens` for a query q `[H, d]`. It is valid until the stored keys change."""
+        """Return an object that scores `tokens` for query q `[H, d]`, valid until the stored keys change."""
         if tokens.stop > self._rows.lengths[layer]:
             self._quantise_waiting(layer)
         own, pages = self.bases[layer], self._rows.pages(layer)
         return low_bit_query(own.basis.skew_query(q), own.mean, pages, self._layout, tokens)
 
     def basis(self, layer: int) -> Basis:
-        """Return the basis of keys and queries, with all columns."""
         return self.bases[layer].basis
 
     def storage(self, layer: int, slots: range) -> Pages:
-        """Return the pages of the layer for writing to `slots`. Extend the length of the layer to include the slots."""
         self._quantise_waiting(layer)
         return self._rows.reserve(layer, slots)
 
@@ -292,15 +264,10 @@ class LowBitRows:
         table: PageTable,
         slots: torch.Tensor,
     ) -> None:
-        """Quantise the newest k and v `[P, d]` of a batch and store them in slot `slots[p]` of list p.
-
-        A list belongs to one KV head of one sequence; P = B * Hkv.
-        """
         own = self.bases[layer]
         dispatch.append_low_bit(k, v, basis.key, own.mean, own.mixing, self._layout, table, slots)
 
     def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, table: PageTable, spans: Spans) -> Scores:
-        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         skewed, mean = basis.skew_queries(q, table.heads), self.bases[layer].mean
         return dispatch.score_low_bit(skewed, mean, self._layout, table, spans.starts, spans.stops, spans.tokens)
 
@@ -332,7 +299,7 @@ class LowBitRows:
         )
 
     def fork(self, tokens: int | None = None) -> LowBitRows:
-        """Return a copy-on-write copy of the first `tokens` tokens. None means all tokens."""
+        """Return a copy-on-write copy of the first `tokens` tokens (None: all)."""
         for layer in self.bases:
             self._quantise_waiting(layer)
         twin = object.__new__(LowBitRows)
@@ -341,6 +308,5 @@ class LowBitRows:
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that page holders are consistent and that few tokens wait to be quantised."""
         self._rows.check_integrity()
         assert all(len(waiting) < WAITING for waiting in self._waiting.values())

@@ -1,7 +1,7 @@
 """Policy "infinigen" (InfiniGen §4.3): fetch only the tokens that are important for the next layer's attention.
 
-The policy predicts the query of the next layer and scores every token with compressed skewed keys. It fetches the
-tokens whose scores are near the maximum.
+The policy predicts the query of the next layer, scores every token with compressed skewed keys, and fetches the tokens
+with the largest scores.
 """
 
 from __future__ import annotations
@@ -35,47 +35,38 @@ from .scoring_keys import ScoringKeys
 
 
 class InfiniGenState(PolicyState):
-    """The scoring keys and the approximate KV of one sequence."""
-
     def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
         self._policy, self._keys = policy, keys
         self._approximate = keys if isinstance(keys, LowBitRows) else None
         """The approximate KV, whose keys also score tokens; None without approximate KV."""
         self._prepared: LowBitQuery | NativeQuery | None = None
-        """The prepared true query of the current layer, kept from `select` until `merge_approximate` uses it."""
+        """The prepared true query of the current layer, from `select` to `merge_approximate`."""
 
     @property
     def scoring_keys(self) -> ScoringKeys:
-        """The scoring keys that `KeyLists` read in batched selection."""
         return self._keys
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the data on the device: scoring keys, and matrices chosen for this sequence."""
         return 0 if self._policy.keys_on_host else self._keys.bytes
 
     @property
     def approximate_bytes(self) -> int:
-        """Size in bytes of the approximate KV, which contains the scoring keys; 0 without approximate KV."""
         return 0 if self._approximate is None else self.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the scoring keys in host memory, including skewing matrices computed for this sequence."""
         return self._keys.bytes if self._policy.keys_on_host else 0
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
-        """Observe the queries q `[H, m, d]` of a prefill chunk. They are used if columns are chosen from the prompt."""
         if layer not in self._policy.dense_layers:
             self._keys.observe(layer, q.to(self._policy.keys_device))
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Write k and v `[Hkv, m, d]` to the scoring keys and the approximate KV from slot `start` on."""
         if layer not in self._policy.dense_layers:
             self._keys.write(layer, k.to(self._policy.keys_device), v, start)
 
     def on_moved(self, layer: int, source: int, target: int) -> None:
-        """Copy the scoring key in slot `source` to slot `target`, like the KV of its token."""
         self._keys.move(layer, source, target)
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
@@ -101,10 +92,7 @@ class InfiniGenState(PolicyState):
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
     def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select tokens with `KeyLists`, the implementation for batches, as a batch of one sequence.
-
-        The number of selected tokens stays on the device (`Selection.counts`), so the host does not wait for it.
-        """
+        """Select tokens with the implementation for batches. Their number stays on the device (`Selection.counts`)."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         moved = lists.hold([self._keys], [slots - 1])
@@ -120,11 +108,8 @@ class InfiniGenState(PolicyState):
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
         """Select additional candidates until the missed attention mass is at most `max_missed_mass`.
 
-        The missed attention mass (mean over query heads) is estimated from the true query q `[H, d]` and the scoring
-        keys of all visible tokens. `max_fraction` limits the total number of selected tokens.
-
-        Returns:
-            The additional candidates, or None if none are needed or allowed.
+        The mass (mean over query heads) is estimated from the true query q `[H, d]` and the scoring keys of all visible
+        tokens. `max_fraction` limits the total number of selected tokens. Return None if no more are needed or allowed.
         """
         options, candidates = self._policy.options, visible.candidates
         if options.max_missed_mass is None:
@@ -151,10 +136,6 @@ class InfiniGenState(PolicyState):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge exact attention with approximate attention to the tokens that were not selected.
-
-        Returns `out` and `lse` unchanged if the policy has no approximate KV.
-        """
         if self._approximate is None or not visible.candidates:
             return out, lse
         prepared, self._prepared = self._prepared, None
@@ -168,30 +149,24 @@ class InfiniGenState(PolicyState):
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
-        """Return a copy that shares scoring keys and approximate KV until either copy writes."""
         return InfiniGenState(self._policy, self._keys.fork())
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
-        """Return a state that shares the pages of approximate KV of the first `tokens` tokens.
-
-        Return None if approximate KV is disabled. The scoring keys are then computed again.
-        """
+        """Return a state that shares pages of approximate KV; None without approximate KV."""
         if self._approximate is None:
             return None
         return InfiniGenState(self._policy, self._approximate.fork(tokens))
 
     def check_integrity(self) -> None:
-        """Assert that scoring keys are consistent and that only layers that select tokens have scoring keys."""
         self._keys.check_integrity()
         assert all(self._keys.length(layer) == 0 for layer in self._policy.dense_layers)
 
 
 class InfiniGen:
-    """Policy "infinigen" for one model: its options and the bases of the layers that select tokens.
+    """Policy "infinigen" for one model: its options, and the bases of the layers that select tokens.
 
-    Scoring keys are on the compute device or, with `keys_on_host`, in host memory (paper §6.2). In the second case,
-    each layer copies its query (4 * H * d bytes) to the host and the selected indices back to the device. The selected
-    tokens are the same in both cases.
+    With `keys_on_host` (paper §6.2), scoring keys are in host memory. Each layer then copies its query to the host, and
+    the selected indices back to the device. The selected tokens are the same.
     """
 
     name = "infinigen"
@@ -237,8 +212,7 @@ class InfiniGen:
         self.rule = None if device.type != "cuda" or asks else self.selection
         """Rule of batched selection, or None if each sequence selects separately.
 
-        Sequences select separately on a CPU, with scoring keys on the host, and with repairs, which need the numbers of
-        selected tokens on the host.
+        This is so on a CPU, with scoring keys on the host, and with repairs, which need the numbers of selected tokens.
         """
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)
@@ -249,13 +223,12 @@ class InfiniGen:
 
     @classmethod
     def build(cls, options: InfiniGenOptions, context: PolicyContext) -> Self:
-        """Build the policy for a model with the skew artifact of method `options.skew`. For errors, see `__init__`."""
         artifact, on_host = context.artifact(options.skew), context.keys_on_host
         return cls(options, context.geometry, artifact, context.device, context.dtype, keys_on_host=on_host)
 
     @staticmethod
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        """Return the demand of scoring keys in layers that select tokens, bases, corrections, and the skew artifact."""
+        """Return the demand of scoring keys, bases, corrections and the skew artifact."""
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
         # While the policy is built, the complete artifact is in memory. Queries and keys have one basis per head,
@@ -284,7 +257,7 @@ class InfiniGen:
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Correct a predicted attention input `[T, D]` with a slope and an offset per channel (`skewing.guess`).
 
-        Return it unchanged if option `corrected` is off or the layer attends to all tokens.
+        It is unchanged if option `corrected` is off or the layer attends to all tokens.
         """
         if layer not in self._correction:
             return attention_input
@@ -294,7 +267,7 @@ class InfiniGen:
     def _corrections(
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return slope and offset, both `[D]`, of every layer whose predicted attention input is corrected."""
+        """Return slope and offset `[D]` of every layer whose predicted attention input is corrected."""
         found = {}
         for layer in range(self.geometry.layers):
             source = source_between(self.query_source, self.geometry.between(layer))
@@ -305,11 +278,9 @@ class InfiniGen:
         return found
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
-        """Return an empty state. `keys` is not used."""
         return InfiniGenState(self, self._new_keys())
 
     def _provenance_key(self, artifact: SkewArtifact) -> str:
-        """Return the KV provenance key: a digest of the options and of the artifact's identity."""
         # Options and artifact determine the tokens that sparse layers see, and thus the KV of deeper layers. The
         # matrices of the artifact are not hashed: their rounding depends on the processor, and a session may continue
         # on another machine.
@@ -354,12 +325,12 @@ class InfiniGen:
 
 
 def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return selected token indices, int64 `[Hkv, n]`, with -1 from index `counts[h]` on."""
+    """Return token indices `[Hkv, n]`, with -1 from index `counts[h]` on."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1), -1)
 
 
 def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
-    """Return the source of the predicted query, with "auto" replaced by the default for `device`."""
+    """Return the source of the predicted query, with "auto" replaced by the default of the device."""
     if options.ahead is not None:
         return options.ahead
     if options.source != "auto":

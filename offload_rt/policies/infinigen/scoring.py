@@ -46,10 +46,7 @@ TOKENS_PER_BYTE = 4
 
 
 def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one token's scoring key in one layer.
-
-    Scorers "partial" and "int8" store the fraction `partial_ratio` of the columns. "int4" and "int2" store all columns.
-    """
+    """Return the size in bytes of one token's scoring key in one layer."""
     if scorer == "partial":
         head = kept_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
     else:
@@ -59,15 +56,14 @@ def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype:
 
 
 def row_width(columns: int) -> int:
-    """Return the padded size in bytes of a `QuantisedKeys` row with `columns` columns."""
+    """Return the size in bytes of a row, padded to `ROW_BYTES`."""
     return -(-columns // ROW_BYTES) * ROW_BYTES
 
 
 class PartialKeys:
-    """Scoring keys of scorer "partial": r columns of each skewed key in the model's dtype.
+    """Scoring keys of scorer "partial": r columns of each skewed key in the model's dtype, `[Hkv, r, capacity]`.
 
-    They are stored as `[Hkv, r, capacity]`. With this layout, scoring is one batched matrix product that reads r
-    contiguous rows per head.
+    With this layout, scoring is one batched matrix product that reads r contiguous rows per head.
     """
 
     def __init__(self, columns: Columns, dtype: torch.dtype, device: torch.device) -> None:
@@ -81,15 +77,12 @@ class PartialKeys:
         return self._keys.nbytes + self._columns.nbytes
 
     def length(self, layer: int) -> int:
-        """Return the number of keys of the layer."""
         return self._keys.length(layer)
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Observe the queries `[H, m, d]` of a prefill chunk. They are used if columns are chosen from the prompt."""
         self._columns.observe(layer, q)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Skew keys k `[Hkv, m, d]` and store them in the slots from `start` on."""
         assert start <= self.length(layer), f"layer {layer} has {self.length(layer)} keys, not {start}"
         if layer not in self._bases:
             self._bases[layer] = self._columns.basis(layer, k)
@@ -102,24 +95,18 @@ class PartialKeys:
             start = stop
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the key in slot `source` to slot `target`."""
         data = self._keys.reserve(layer, self.length(layer))
         data[:, :, target] = data[:, :, source]
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`. Reads r elements per token and KV head."""
         columns = self._keys.data(layer)[:, :, tokens.start : tokens.stop]
         return dot_scores(self._bases[layer].skew_query(q), columns)
 
     def basis(self, layer: int) -> Basis:
-        """Return the matrices that transform queries and keys to the stored columns."""
         return self._bases[layer]
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the stored keys `[Hkv, r, capacity]` for writing to `slots`.
-
-        Extend the length of the layer to include the slots.
-        """
+        """Return the stored keys `[Hkv, r, capacity]` for writing to `slots`."""
         return self._keys.reserve(layer, slots.stop)
 
     def append_batch(
@@ -131,25 +118,18 @@ class PartialKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        """Skew the newest keys k `[P, d]` of a batch and store them in slot `slots[p]` of list p.
-
-        A list belongs to one KV head of one sequence; P = B * Hkv.
-        """
         dispatch.append_partial(k, basis.key, storages, slots)
 
     def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         skewed = basis.skew_queries(q, storages.heads)
         return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
 
     def fork(self) -> PartialKeys:
-        """Return a copy-on-write copy."""
         twin = object.__new__(PartialKeys)
         twin._columns, twin._keys, twin._bases = self._columns.fork(), self._keys.fork(), dict(self._bases)
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that every layer has storage for all its tokens."""
         self._keys.check_integrity()
         assert self._keys.layers == self._bases.keys()
         for layer, basis in self._bases.items():
@@ -170,7 +150,7 @@ class Quantiser:
 
     @classmethod
     def fit(cls, basis: Basis, mean: torch.Tensor, std: torch.Tensor, bits: int) -> Quantiser:
-        """Compute the optimal steps for columns with normal distributions of `mean` and `std`, both `[Hkv, d]`."""
+        """Return the best quantiser for columns with normal distributions of `mean` and `std`, both `[Hkv, d]`."""
         # A column that was constant in calibration gets a thousandth of the largest standard deviation of its head.
         floor = std.amax(-1, keepdim=True).clamp_min(1e-6) / 1000
         return cls(basis, mean.contiguous(), std.maximum(floor) * GAUSSIAN_STEP[bits])
@@ -185,22 +165,19 @@ class QuantisedKeys:
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Create empty keys. `quantisers` are shared by all sequences, so their size is not included in `bytes`."""
+        """Create empty keys. All sequences share `quantisers`, so their size does not count."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of the packed keys."""
         return self._packed.nbytes
 
     def length(self, layer: int) -> int:
-        """Return the number of keys of the layer."""
         return self._packed.length(layer)
 
-    def observe(self, layer: int, q: torch.Tensor) -> None:
-        """No-op, because the columns are fixed."""
+    def observe(self, layer: int, q: torch.Tensor) -> None: ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
@@ -213,7 +190,7 @@ class QuantisedKeys:
             start += rows.shape[1]
 
     def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write up to `PROMPT_KEYS_AT_ONCE` keys into `data`, which has valid codes of the first `known` tokens."""
+        """Write up to `PROMPT_KEYS_AT_ONCE` keys into `data`, whose first `known` tokens have valid codes."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
@@ -231,7 +208,6 @@ class QuantisedKeys:
         data[:, first:last] = pack(codes, self._bits)
 
     def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the codes in slot `source` to slot `target`."""
         data = self.storage(layer, range(target, target + 1))
         (byte, field), (into, place) = divmod(source, self._fields), divmod(target, self._fields)
         codes = unpack(data[:, into : into + 1], self._bits)
@@ -239,10 +215,7 @@ class QuantisedKeys:
         data[:, into : into + 1] = pack(codes, self._bits)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
-        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`, which is quantised first.
-
-        Reads bits * d / 8 bytes per token and KV head.
-        """
+        """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`, which is quantised first."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
         begin = tokens.start - first * self._fields
         own = self._quantisers[layer]
@@ -251,14 +224,10 @@ class QuantisedKeys:
         return scores[:, :, begin : begin + len(tokens)]
 
     def basis(self, layer: int) -> Basis:
-        """Return the basis that transforms queries and keys before quantisation."""
         return self._quantisers[layer].basis
 
     def storage(self, layer: int, slots: range) -> torch.Tensor:
-        """Return the codes `[Hkv, capacity / f, w]` for writing to `slots`.
-
-        Extend the length of the layer to include the slots.
-        """
+        """Return the codes `[Hkv, capacity / f, w]` for writing to `slots`."""
         return self._packed.reserve(layer, slots.stop)
 
     def append_batch(
@@ -270,27 +239,20 @@ class QuantisedKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        """Skew, quantise and pack the newest keys k `[P, d]` of a batch into slot `slots[p]` of list p.
-
-        A list belongs to one KV head of one sequence; P = B * Hkv.
-        """
         own = self._quantisers[layer]
         dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
 
     def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        """Score the candidates of a batch for queries q `[H, B, d]`, and return the scores."""
         own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
         return dispatch.quantised_scores(
             skewed, storages, own.mean, own.step, self._bits, spans.starts, spans.stops, spans.tokens
         )
 
     def fork(self) -> QuantisedKeys:
-        """Return a copy-on-write copy."""
         twin = object.__new__(QuantisedKeys)
         twin._quantisers, twin._bits, twin._fields = self._quantisers, self._bits, self._fields
         twin._packed = self._packed.fork()
         return twin
 
     def check_integrity(self) -> None:
-        """Assert that every layer has storage for all its tokens."""
         self._packed.check_integrity()

@@ -1,4 +1,4 @@
-"""Interface of scoring keys: the compressed keys of a sequence with which its tokens are scored."""
+"""Interface of scoring keys, with which the tokens of a sequence are scored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from .bases import Basis
 
 
 class ListedKeys(Protocol):
-    """Selection data of one sequence that can be scored in a batch (`KeyLists`)."""
+    """Selection data of one sequence that can be scored in a batch."""
 
     def basis(self, layer: int) -> Basis | None:
-        """Return the basis of keys and queries of a layer, or None if they are not transformed.
-
-        The layer must have at least one key.
-        """
+        """Return the basis of keys and queries of a layer that has a key, or None if they are not transformed."""
         ...
 
     def storage(self, layer: int, slots: range) -> torch.Tensor | Pages:
-        """Return the stored keys of the layer for writing to `slots`.
+        """Return the stored keys of the layer for writing to `slots`, which extend its length.
 
-        Extend the length of the layer to include the slots. The memory is not shared with a fork until the next `fork`.
-        Calls return the same object until the memory is reallocated.
+        The memory is not shared with a fork until the next `fork`. Calls return the same object until it is
+        reallocated.
         """
         ...
 
@@ -54,10 +51,7 @@ class ListedKeys(Protocol):
         ...
 
     def score_batch(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
-        """Score the keys of a batch for queries q `[H, B, d]`, and return the scores.
-
-        Tokens that are not candidates of their list get the score -inf.
-        """
+        """Return the scores of a batch for queries q `[H, B, d]`; -inf for tokens that are not candidates."""
         ...
 
 
@@ -74,7 +68,7 @@ class ScoringKeys(ListedKeys, Protocol):
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Use the queries `[H, m, d]` of a prefill chunk to choose the dimensions of scoring keys, if they are open."""
+        """Use the queries `[H, m, d]` of a prefill chunk to choose columns, if these are not fixed yet."""
         ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
@@ -84,9 +78,7 @@ class ScoringKeys(ListedKeys, Protocol):
         """
         ...
 
-    def move(self, layer: int, source: int, target: int) -> None:
-        """Copy the key in slot `source` to slot `target`."""
-        ...
+    def move(self, layer: int, source: int, target: int) -> None: ...
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Return the estimated attention scores `[Hkv, G, n]` of n `tokens` for query q `[H, d]`.
@@ -95,10 +87,6 @@ class ScoringKeys(ListedKeys, Protocol):
         """
         ...
 
-    def fork(self) -> ScoringKeys:
-        """Return an independent copy."""
-        ...
+    def fork(self) -> ScoringKeys: ...
 
-    def check_integrity(self) -> None:
-        """Assert that every layer has storage for all its tokens."""
-        ...
+    def check_integrity(self) -> None: ...

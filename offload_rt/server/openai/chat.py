@@ -29,7 +29,7 @@ from .requests import ChatRequest, sampling_fields, structured_outputs
 router = APIRouter()
 
 MAX_BINS = 1024
-"""Maximum number of bins of a prompt in trace events. A bin is one or more consecutive tokens, counted together."""
+"""Maximum number of bins in trace events. A bin is one or more consecutive prompt tokens that are counted together."""
 
 
 class TraceEvents:
@@ -217,7 +217,7 @@ async def _events(
 
 
 def _delta(piece: Piece, number: int) -> dict[str, Any]:
-    """Return the `delta` of a stream event for `piece`. `number` is the number of earlier tool calls."""
+    """Return the field `delta` of a stream event for `piece`. `number` counts the earlier tool calls."""
     if isinstance(piece, Arguments):
         return {"tool_calls": [{"index": number - 1, "function": {"arguments": piece.text}}]}
     if isinstance(piece, Content):

@@ -52,7 +52,7 @@ class _Prompt:
 
 
 Choice = Callable[[Step, int], dict[str, Any]]
-"""Converts a step to a choice of the response. The second argument is the length of the earlier text in characters."""
+"""Converts a step to an entry of the response's `choices`. The int is the length of the earlier text in characters."""
 
 
 @router.post("/v1/completions")
@@ -125,21 +125,21 @@ FIM_MARKS: Sequence[Sequence[tuple[str, Part]]] = (
     (("▁<PRE>", "prefix"), ("▁<SUF>", "suffix"), ("▁<MID>", "")),  # Code Llama
     (("[SUFFIX]", "suffix"), ("[PREFIX]", "prefix")),  # Codestral
 )
-"""Special tokens of each model family, in the order of the prompt.
+"""Fill-in-the-middle tokens of each model family, in the order of the prompt.
 
-Each comes with the part of the text that follows it.
+Each token comes with the part of the text that follows it: "prefix", "suffix", or "" for none.
 """
 
 FIM_ENDS = (
     "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>",
 )  # fmt: skip
-"""Further tokens that end a completion. The tokens in `FIM_MARKS` also end it."""
+"""Tokens that end a completion in the middle, in addition to those in `FIM_MARKS`."""
 
 
 async def fill_in_middle(prompts: Prompts, prefix: str, suffix: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a fill-in-the-middle prompt, and the token ids that end its completion.
 
-    In such a prompt, special tokens mark the text before and after a gap, which the model fills.
+    Special tokens in the prompt mark the text before and after a gap, which the completion fills.
 
     Raises:
         RefusedError: The model has no fill-in-the-middle tokens.

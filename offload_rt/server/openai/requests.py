@@ -290,7 +290,6 @@ _SAME = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "allowed_token_ids",
     "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
-"""Fields with the same name and meaning in requests and in `SamplingParams`."""
 
 
 def sampling_fields(body: Body) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Items:
         return found
 
     def _event(self, change: str, **fields: Any) -> Event:
-        """Return an event about the text of the current item. `change` is "delta" or "done"."""
+        """Return a stream event about the text of the current item. `change` is "delta" or "done"."""
         at = {"item_id": self._id, "output_index": len(self.output)}
         if self._kind is ToolCall:
             return {"type": f"response.function_call_arguments.{change}"} | at | fields

@@ -125,18 +125,6 @@ async def delete(name: str, request: Request, service: CurrentService) -> dict[s
 
 @dataclass(frozen=True)
 class _Generation:
-    """Generates and stores one response.
-
-    Attributes:
-        service: The server's service.
-        request: The HTTP request.
-        body: Body of the request.
-        job: The rendered and tokenized conversation.
-        messages: Messages of the conversation without instructions.
-        before: Engine session of the conversation to continue, or None for a new conversation.
-        continues: Whether the response continues the text of the last message.
-    """
-
     service: Service
     request: Request
     body: ResponsesRequest
@@ -151,9 +139,9 @@ class _Generation:
 
     @contextmanager
     def _session(self, name: str) -> Iterator[str]:
-        """Lock an engine session for the response `name`, and yield the session's id.
+        """Lock the engine session of the response `name` until the `with` statement ends. Yield the session's id.
 
-        The session of the continued conversation is used. If another request is using it, a new session is created.
+        It is the session of the continued conversation, or a new one if another request is using that.
         """
         service, own, before = self.service, response_of(self.request.state.owner, name), self.before
         session = own if before is None or service.is_locked(before) else before
@@ -219,7 +207,6 @@ async def _last_response(events: AsyncGenerator[Event, None]) -> dict[str, Any]:
 
 
 def _initial_response(service: Service, body: ResponsesRequest, request: Request) -> dict[str, Any]:
-    """Return the response object before generation, without output."""
     return {
         "id": f"resp_{request.state.request_id}",
         "object": "response",
@@ -257,7 +244,6 @@ def _initial_response(service: Service, body: ResponsesRequest, request: Request
 
 
 def _completed_response(head: dict[str, Any], step: Step, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the response object with its output, status and token counts."""
     cut = step.finish_reason == "length"
     return head | {
         "status": "incomplete" if cut else "completed",

@@ -46,7 +46,7 @@ def reasoning_parser(configured: ReasoningParser, template: str) -> ReasoningPar
 
 
 def needs_special_tokens(tools: ToolParser, reasoning: ReasoningParser, *, offered: bool) -> bool:
-    """Return whether special tokens must be decoded to text, because the parsers need them as tags.
+    """Return whether special tokens must stay in the decoded text, because the parsers look for them.
 
     `offered` tells whether the response may call tools.
     """

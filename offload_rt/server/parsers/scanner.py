@@ -14,7 +14,7 @@ from .pieces import Arguments, Content, Piece, ToolCall, Tools, partial_tag
 
 T = TypeVar("T")
 Scan = Generator[None, None, T]
-"""A step of a parser: a generator that yields when it needs more text, and returns its result."""
+"""Return type of the reading methods: generators that yield when they need more text, and return a T."""
 
 WHITESPACE = " \t\n\r\f\v"
 
@@ -41,7 +41,7 @@ class Brackets:
         self.done = self.failed = False
 
     def feed(self, text: str) -> int:
-        """Read text and return how many of its characters belong to the bracketed text."""
+        """Read text. Return how many of its characters are before or at the closing bracket."""
         at = 0
         while at < len(text) and not (self.done or self.failed):
             if self._escaped:
@@ -60,7 +60,6 @@ class Brackets:
         return at
 
     def _process(self, character: str) -> bool:
-        """Process a bracket or a quote. Return whether the character belongs to the bracketed text."""
         if character in self._quotes:
             self._quote = character
         elif character in _CLOSING:
@@ -85,9 +84,9 @@ class Scanner:
     tags: tuple[str, ...] = ()
     """Tags that precede calls."""
     untagged: ClassVar[bool] = False
-    """Whether a response may also begin with calls that no tag precedes."""
+    """Whether calls may be at the beginning of a response without a tag before them."""
     marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """A chat template uses this format if it contains all texts of one of these tuples."""
+    """A chat template uses this format if all texts of one of these tuples occur in it."""
     special: ClassVar[bool] = False
     """Whether the tags are special tokens, which the detokenizer removes by default."""
 
@@ -265,7 +264,7 @@ class Scanner:
         self._found.append(Arguments(text))
 
     def stream_call(self, name: str) -> Scan[None]:
-        """Emit a call of the tool `name`. The JSON object that follows contains its arguments."""
+        """Emit a call of the tool `name`, whose arguments are the JSON object that follows."""
         self.emit_call(name)
         yield from self.stream_brackets(self.emit_arguments)
 

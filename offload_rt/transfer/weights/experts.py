@@ -1,12 +1,11 @@
-"""Offloading of mixture-of-experts weights that do not fit in device memory.
+"""Mixture-of-experts weights that stay in host memory.
 
-All experts are in host memory. Each layer keeps its most recently used experts in slots on the device. If the router
-chooses other experts, they are copied to the device. The experts module of transformers then computes with the weights
-in the slots, and gets slot indices in place of expert indices.
+Each layer keeps its most recently used experts in slots on the device. If the router chooses other experts, they are
+copied to the device. The experts module of transformers then computes with the weights in the slots, and gets slot
+indices in place of expert indices.
 
 The choice of experts is not predicted one layer ahead, because copying an expert takes many times longer than computing
-a layer. A correct prediction would save at most the time of one layer, and a wrong one would delay other transfers by a
-whole expert.
+a layer. A correct prediction would save at most the time of one layer, and a wrong one would delay other transfers.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ from ...models.weights import aligned, experts_of
 
 
 class ExpertCache(nn.Module):
-    """Device cache for the experts of one layer.
+    """Replacement for the experts module of one layer, which it calls with the slots as parameters.
 
-    It replaces the experts module of transformers, and calls it with the slots as its parameters. Each parameter of the
-    E experts has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on the device.
+    Each parameter of the E experts has the shape `[E, ...]` in host memory (page-locked on CUDA) and `[slots, ...]` on
+    the device.
     """
 
     def __init__(self, experts: Any, slots: int, device: torch.device) -> None:
-        """Move the parameters of the module `experts` to the host memory of the cache.
-
-        Raises:
-            MemoryLimitError: The host memory cannot be allocated.
-        """
+        """Move the parameters of `experts` to the host memory of the cache. Raises MemoryLimitError."""
         super().__init__()
         self.num_experts, self.slots = int(experts.num_experts), min(slots, int(experts.num_experts))
         weights = dict(experts.named_parameters())
@@ -60,12 +55,10 @@ class ExpertCache(nn.Module):
         self._last_use = [0] * self.slots
         self._now = 0
         self.bytes = self.chosen = self.found = 0
-        """Bytes copied to the device, number of chosen experts, and number of chosen experts that were on the device.
-        """
+        """Bytes copied to the device, chosen experts, and chosen experts that were on the device."""
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of all experts of the layer in host memory."""
         return sum(own.nbytes for own in self._host)
 
     @property
@@ -85,38 +78,35 @@ class ExpertCache(nn.Module):
         self.chosen += len(chosen)
         self.found += len(set(chosen) & set(self._expert_in_slot))
         if len(chosen) <= self.slots:
-            there = self._bring(chosen)
+            there = self._copy_to_slots(chosen)
             out: torch.Tensor = self._module[0](hidden, there[choices].to(index.device), weights)
             return out
-        return self._in_turns(hidden, choices, weights, chosen)
+        return self._forward_in_groups(hidden, choices, weights, chosen)
 
-    def _in_turns(
+    def _forward_in_groups(
         self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, chosen: Sequence[int]
     ) -> torch.Tensor:
-        """Compute `forward` for more experts than there are slots, one group of experts at a time.
-
-        Each expert is copied at most once. The outputs of all experts are kept until they are summed.
-        """
+        """Compute `forward` for more experts than there are slots. Each expert is copied at most once."""
         tokens, k = choices.shape
         flat, given = choices.flatten(), weights.flatten()
         parts = hidden.new_empty((tokens * k, hidden.shape[-1]))
-        for turn in self._turns(chosen):
-            there = self._bring(turn)[flat]
+        for turn in self._groups(chosen):
+            there = self._copy_to_slots(turn)[flat]
             asking = (there >= 0).nonzero().squeeze(1)
             slots, pairs = there[asking].to(hidden.device), asking.to(hidden.device)
             parts[pairs] = self._module[0](hidden[pairs // k], slots.unsqueeze(1), given[pairs].unsqueeze(1))
         return parts.view(tokens, k, -1).sum(1)
 
-    def _turns(self, chosen: Sequence[int]) -> Iterator[list[int]]:
-        """Split `chosen` into groups of up to `slots` experts. Experts that are on the device come first."""
+    def _groups(self, chosen: Sequence[int]) -> Iterator[list[int]]:
+        """Split `chosen` into groups of up to `slots` experts. Those on the device come first."""
         ordered = sorted(chosen, key=lambda expert: expert not in self._expert_in_slot)
         for first in range(0, len(ordered), self.slots):
             yield ordered[first : first + self.slots]
 
-    def _bring(self, experts: Sequence[int]) -> torch.Tensor:
-        """Copy up to `slots` experts to the device, in place of the least recently used ones, in the compute stream.
+    def _copy_to_slots(self, experts: Sequence[int]) -> torch.Tensor:
+        """Copy up to `slots` experts to the device, in place of the least recently used ones.
 
-        Return the slot of each expert, int64 `[E]` on the host. It is -1 for experts that are not in `experts`.
+        Return the slot of each expert, int64 `[E]` on the host; -1 for all other experts.
         """
         self._now += 1
         free = sorted(
@@ -136,7 +126,6 @@ class ExpertCache(nn.Module):
         return found
 
     def check_integrity(self) -> None:
-        """Assert that each slot contains the weights of its expert and that the experts module uses the slots."""
         held = [expert for expert in self._expert_in_slot if expert is not None]
         assert len(set(held)) == len(held) and max(self._last_use) <= self._now
         for weight, own, there in zip(self._module[0].parameters(), self._host, self._there, strict=True):
@@ -146,7 +135,7 @@ class ExpertCache(nn.Module):
 
 
 def keep_experts(layers: Sequence[nn.Module], slots: int, device: torch.device) -> list[ExpertCache]:
-    """Replace the experts module of every mixture-of-experts layer by an `ExpertCache`. Return the caches."""
+    """Replace the experts module of each mixture-of-experts layer by an `ExpertCache`."""
     caches = []
     for layer in layers:
         if (experts := experts_of(layer)) is None:

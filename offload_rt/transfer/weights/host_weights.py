@@ -1,4 +1,4 @@
-"""All weights of a model that are offloaded to host memory, with common counters."""
+"""All weights of a model that stay in host memory, with their counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class WeightUse:
     found: int = 0
 
     def since(self, before: WeightUse) -> WeightUse:
-        """Return these counters minus the earlier counters `before`."""
         return WeightUse(self.bytes - before.bytes, self.chosen - before.chosen, self.found - before.found)
 
     def __add__(self, other: WeightUse) -> WeightUse:
@@ -36,7 +35,7 @@ NOTHING_USED = WeightUse()
 
 @dataclass(frozen=True)
 class HostWeights:
-    """Offloaded weights of a model: streamed layers, experts and the embedding, each of them optional."""
+    """Weights in host memory: streamed layers, experts and the embedding, each of them optional."""
 
     stream: WeightStream | None = None
     experts: tuple[ExpertCache, ...] = ()
@@ -49,12 +48,12 @@ class HostWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the weights in host memory, without alignment padding."""
+        """Size in bytes, without alignment padding."""
         return sum(part.host_bytes for part in self._parts)
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the buffers and expert slots on the device."""
+        """Size in bytes of buffers and expert slots."""
         return sum(part.device_bytes for part in self._parts)
 
     @property

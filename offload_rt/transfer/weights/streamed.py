@@ -40,12 +40,9 @@ class WeightStream:
     def __init__(
         self, layers: Sequence[nn.Module], streamed: Collection[int], device: torch.device, stream: Stream
     ) -> None:
-        """Move the parameters of each layer in `streamed` into a host block of the layer.
+        """Move the parameters of each layer in `streamed` to one host block per layer. Raises MemoryLimitError.
 
         All parameters must be in host memory.
-
-        Raises:
-            MemoryLimitError: The host memory cannot be allocated.
         """
         assert len(streamed) > BUFFERS, "so few layers fit the device as well as the buffers"
         self._order = sorted(streamed)
@@ -57,7 +54,6 @@ class WeightStream:
         self._pending: list[Event | None] = [None] * BUFFERS
         self._current = 0
         self.bytes = 0
-        """Bytes copied to the device so far."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -69,11 +65,11 @@ class WeightStream:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the streamed weights, without alignment padding."""
+        """Size in bytes, without alignment padding."""
         return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:
-        """Make the parameters of `layer` available to later compute work. No-op if the layer is not streamed."""
+        """Make later compute work wait for the parameters of `layer`, if it is streamed."""
         if layer not in self._blocks:
             return
         if layer not in self._layer_in_buffer:
@@ -84,7 +80,7 @@ class WeightStream:
             self._pending[slot] = None
 
     def begin(self, layer: int) -> None:
-        """Mark `layer` as current and prefetch the next `BUFFERS` streamed layers, wrapping around to the first."""
+        """Mark `layer` as current, and prefetch the next `BUFFERS` streamed layers; the first follows the last."""
         self._current = layer
         following = itertools.chain((s for s in self._order if s >= layer), self._order)
         wanted = list(itertools.islice(following, BUFFERS))
@@ -93,7 +89,7 @@ class WeightStream:
                 self._load(upcoming, keep=wanted)
 
     def _load(self, layer: int, keep: Collection[int]) -> None:
-        """Start copying `layer` into a buffer that is empty or contains a layer that is not in `keep`."""
+        """Start copying `layer` into a buffer that is empty or whose layer is not in `keep`."""
         slot = next(slot for slot, held in enumerate(self._layer_in_buffer) if held is None or held not in keep)
         if (before := self._layer_in_buffer[slot]) is not None:
             self._blocks[before].look_at(None)
@@ -106,7 +102,6 @@ class WeightStream:
         self.bytes += block.bytes
 
     def check_integrity(self) -> None:
-        """Assert that the parameters of each layer are views of its buffer, or of host memory if it has none."""
         held = [layer for layer in self._layer_in_buffer if layer is not None]
         assert len(set(held)) == len(held)
         for layer, block in self._blocks.items():
@@ -135,7 +130,7 @@ class _Block:
         self.look_at(None)
 
     def look_at(self, slot: int | None) -> None:
-        """Set the parameters to views of buffer `slot`, or of host memory if `slot` is None."""
+        """Set the parameters to views of buffer `slot`, or of host memory if it is None."""
         for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
             place.put(view)
 

@@ -122,8 +122,9 @@ def test_llama_cpp_is_asked_token_by_token(monkeypatch: pytest.MonkeyPatch) -> N
     ask = make("reference", SpeedConfig((64,), 4, 1, "float32", gguf="model.gguf"))
     for _ in range(2):
         assert list(islice(ask([9, 3]), 4)) == [6, 12, 24, 48], "the second time as the first"
-    with pytest.raises(ConfigError, match="--gguf"):
-        make("reference", SpeedConfig((64,), 4, 1, "float32"))
+    for name in ("llama.cpp, 8-bit KV", "full, GGUF"):
+        with pytest.raises(ConfigError, match="--gguf"):
+            COMPETITORS[name]("reference", SpeedConfig((64,), 4, 1, "float32"))
 
 
 def test_everybody_computes_what_is_timed() -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from offload_rt.kernels import dispatch, lists, low_bit, low_bit_lists, segments
+from offload_rt.kernels import dispatch, kv_runs, lists, low_bit, low_bit_lists
 
 OPERATIONS = {
     lists: {
@@ -22,7 +22,7 @@ OPERATIONS = {
         "triton_resident": ["attend_resident"],
         "triton_skew": ["skew_queries"],
     },
-    segments: {"triton_segments": ["attend_runs"]},
+    kv_runs: {"triton_kv_runs": ["attend_runs"]},
     low_bit: {"triton_low_bit_rows": ["store_rows"]},
     low_bit_lists: {
         "triton_low_bit_rows": ["append_rows"],

@@ -95,7 +95,7 @@ WIDE = {
     "triton_scores._packed": 0,
     "triton_resident._attend": 1,
     "triton_attention._attend": 0,
-    "triton_segments._attend": 0,
+    "triton_kv_runs._attend": 0,
     "triton_select._histogram": 0,
     "triton_low_bit_scores._score": 1,
     "triton_low_bit._attend": 8,

@@ -132,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.pool.slides(blocks, start, stop) or before_window
         model.extend([letter] * count)
         for layer in range(len(self.windows)):
-            kept = self.pool.kept(blocks, layer, range(start, stop))
+            kept = self.pool.stored_range(blocks, layer, range(start, stop))
             for tokens in (range(kept.start, kept.start + len(kept) // 3), range(kept.start + len(kept) // 3, stop)):
                 # in two parts, like chunked prefill
                 rows = made_from(model.values[tokens.start : tokens.stop], layer, self.shape.rows(layer))

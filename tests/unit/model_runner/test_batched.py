@@ -31,7 +31,7 @@ from offload_rt.models.shape import load_shape
 from offload_rt.planning.memory_model import DeviceCosts
 from offload_rt.policies.registry import memory_demand
 from offload_rt.policies.rule import Rule
-from offload_rt.transfer.residency import place, places
+from offload_rt.transfer.residency import resident_index, resident_range
 from offload_rt.transfer.row_lists import RowLists
 
 
@@ -235,15 +235,17 @@ def test_the_places_of_what_is_visible_lie_together(sinks: int, recent: int, win
     for length in range(1, 30):
         visible = VisibleTokens.of(length, sinks=sinks, recent=recent, window=window)
         resident = {*visible.sinks, *visible.recent}
-        assert {place(token, sinks, recent) for token in resident} == set(places(visible, sinks, recent) or ())
+        assert {resident_index(token, sinks, recent) for token in resident} == set(
+            resident_range(visible, sinks, recent) or ()
+        )
 
 
 @pytest.mark.parametrize("floor", [4, 7])
 def test_a_window_cut_by_truncation_is_not_adjacent_if_it_wraps_around(floor: int) -> None:
     for length in range(floor + 1, 20):
         visible = VisibleTokens.of(length, sinks=0, recent=6, window=6, floor=floor)
-        at = {place(token, 0, 6) for token in visible.all}
-        assert places(visible, 0, 6) == (range(min(at), max(at) + 1) if max(at) - min(at) < len(at) else None)
+        at = {resident_index(token, 0, 6) for token in visible.all}
+        assert resident_range(visible, 0, 6) == (range(min(at), max(at) + 1) if max(at) - min(at) < len(at) else None)
 
 
 def test_a_device_that_holds_a_batch_together_is_planned_for() -> None:

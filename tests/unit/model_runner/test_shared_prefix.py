@@ -1,4 +1,4 @@
-"""Test shared segments of a batch: found from block ids, with the same attention as over whole sequences."""
+"""Test shared runs of a batch: found from block ids, with the same attention as over whole sequences."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.core import BLOCK_SIZE, BlockTable, VisibleTokens
-from offload_rt.kernels.segments import Run, attend_runs
-from offload_rt.model_runner.batch import Segment, SharedPrefixes, Sharing
+from offload_rt.kernels.kv_runs import Run, attend_runs
+from offload_rt.model_runner.batch import SharedPrefixes, SharedRun, Sharing
 
 
 @st.composite
@@ -29,25 +29,25 @@ def batches(draw: st.DrawFn) -> list[BlockTable]:
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(0, 6))
-def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_from: int) -> None:
-    """Each segment saves `pays_from` blocks or more, and its sequences share its blocks.
+def test_runs_are_exactly_what_is_shared(block_tables: list[BlockTable], pays_from: int) -> None:
+    """Each shared run saves `pays_from` blocks or more, and its sequences share its blocks.
 
-    Segments of a sequence are consecutive from slot 0 up to its private part.
+    Runs of a sequence are consecutive from slot 0 up to its private part.
     """
     sharing = Sharing.find(block_tables, 1, pays_from * BLOCK_SIZE)
     ordered = [block_tables[i].ids for i in sharing.order]
     assert sorted(sharing.order) == list(range(len(block_tables)))
     assert sharing.restore(torch.tensor(sharing.order)).tolist() == list(range(len(block_tables)))
     ends = [0] * len(block_tables)
-    for segment in sharing.segments:
-        sequences = segment.stop - segment.first
-        saved = (sequences - 1) * len(segment.tokens)
+    for run in sharing.runs:
+        sequences = run.stop - run.first
+        saved = (sequences - 1) * len(run.tokens)
         assert (saved if sequences > 3 else saved / 4) >= pays_from * BLOCK_SIZE
-        blocks = slice(segment.tokens.start // BLOCK_SIZE, segment.tokens.stop // BLOCK_SIZE)
-        assert len({tuple(ids[blocks]) for ids in ordered[segment.first : segment.stop]}) == 1
-        for b in range(segment.first, segment.stop):
-            assert ends[b] == segment.tokens.start
-            ends[b] = segment.tokens.stop
+        blocks = slice(run.tokens.start // BLOCK_SIZE, run.tokens.stop // BLOCK_SIZE)
+        assert len({tuple(ids[blocks]) for ids in ordered[run.first : run.stop]}) == 1
+        for b in range(run.first, run.stop):
+            assert ends[b] == run.tokens.start
+            ends[b] = run.tokens.stop
     assert tuple(ends) == sharing.private
     holders: dict[int, int] = {}
     for ids in ordered:
@@ -60,7 +60,7 @@ def test_segments_are_exactly_what_is_shared(block_tables: list[BlockTable], pay
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(0, 3))
-def test_attention_over_segments_is_attention_over_everything(
+def test_attention_over_runs_is_attention_over_everything(
     block_tables: list[BlockTable], seed: int, group: int, pays_from: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +87,7 @@ def test_attention_over_segments_is_attention_over_everything(
         middle = k.shape[1] // 2
         return [Run(first, stop, k[:, :middle], v[:, :middle]), Run(first, stop, k[:, middle:], v[:, middle:])]
 
-    shared = [run for s in sharing.segments for run in runs(s.first, s.stop, s.tokens)]
+    shared = [run for s in sharing.runs for run in runs(s.first, s.stop, s.tokens)]
     got, _ = attend_runs(q, [*shared, *(run for b, o in enumerate(own) for run in runs(b, b + 1, o.all))], 0.3)
     for b, (k, v) in enumerate(whole):
         scores = 0.3 * torch.einsum("hgd,hnd->hgn", q[:, b].view(kv_heads, group, d), k)
@@ -114,9 +114,9 @@ def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
     shared = SharedPrefixes(1, pays_from=BLOCK_SIZE // 2)
     block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
     first = shared.find(block_tables)
-    assert first.segments == (Segment(0, 2, range(2 * BLOCK_SIZE)),)
+    assert first.runs == (SharedRun(0, 2, range(2 * BLOCK_SIZE)),)
     assert shared.find(block_tables) is first
     block_tables[0].ids.append(4)
     assert shared.find(block_tables) is not first
-    assert shared.find(block_tables[:1]).segments == () and not shared.find(block_tables[:1]).overlapping
+    assert shared.find(block_tables[:1]).runs == () and not shared.find(block_tables[:1]).overlapping
     assert shared.find([]).order == ()

@@ -190,7 +190,7 @@ def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
 
 
 def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single sequence, no common block, or a short segment: logits are bit-identical to a run without segments."""
+    """A single sequence, no common block, or a short shared run: logits are bit-identical without shared runs."""
     llm = make()
     runner, prompts = llm.runner, [tiny_prompt(3 * BLOCK_SIZE + 9, seed=i) for i in range(3)]
     sequences = [runner.new_sequence(prompt, len(prompt) + 4) for prompt in prompts]

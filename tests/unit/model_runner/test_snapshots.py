@@ -267,7 +267,7 @@ class TestFaults:
         own = StateCapture.__init__
 
         def init(self: StateCapture, slots: Any, slot: int, pool: Any, targets: Any) -> None:
-            own(self, slots, slot, pool, {place - BLOCK_SIZE: target for place, target in targets.items()})
+            own(self, slots, slot, pool, {position - BLOCK_SIZE: target for position, target in targets.items()})
 
         monkeypatch.setattr(StateCapture, "__init__", init)
         prompt = prompt_of(300)

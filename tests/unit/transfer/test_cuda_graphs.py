@@ -123,7 +123,7 @@ def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: 
 def test_a_replayed_step_of_sequences_that_share_blocks_is_the_eager_one(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared tokens are fetched once: those that several sequences select, and in dense layers if segments pay."""
+    """Shared tokens are fetched once: those that several sequences select, and in dense layers if shared runs pay."""
     compiled(monkeypatch)
     runs, options = [], {"dense_layers": (0,)}
     for runner, made in ((make(True, **options), []), graphed(**options)):

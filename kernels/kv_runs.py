@@ -1,11 +1,9 @@
-"""Decode attention of a batch whose sequences share KV, in torch: the CPU path and the reference of `triton_segments`.
+"""Decode attention of a batch whose sequences share KV, in torch: for CPUs, and as the reference of `triton_kv_runs`.
 
-A run is contiguous KV together with the adjacent sequences of the batch that attend to it. Both ChunkAttention's two
-phases and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is
-one batched product with all their queries. The scores of all runs of single sequences are in one padded buffer, so that
-one softmax handles them.
-
-The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for float64 inputs).
+A *run* is contiguous KV with the adjacent sequences of the batch that attend to it. Both ChunkAttention's two phases
+and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is one
+batched product with all their queries. The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for float64
+inputs).
 """
 
 from __future__ import annotations
@@ -58,14 +56,14 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
 
 
 def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the queries q `[H, S, d]` of all S sequences of `run`. Return out `[H, S, d]` and lse `[H, S]`."""
+    """Attend with q `[H, S, d]` of the S sequences of a run. Return out `[H, S, d]` and lse `[H, S]`."""
     heads, queries, d = q.shape
     out, lse = attend_part(q.reshape(len(run.k), -1, d), run.k, run.v, scale)
     return out.view(heads, queries, d), lse.view(heads, queries)
 
 
 def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the query of sequence b to its private runs `own[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
+    """Attend with q `[H, B, d]`, sequence b to its private runs `own[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
     heads, batch, d = q.shape
     kv_heads = len(own[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
@@ -87,7 +85,7 @@ def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> 
 def _attend_padded(
     queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each of S sequences to its private runs, with scores in one padded buffer.
+    """Attend with each of S sequences to its private runs, with scores in one padded buffer and one softmax.
 
     Args:
         queries: Queries `[B, Hkv, G, d]` of the whole batch.
@@ -117,7 +115,7 @@ def _attend_padded(
 
 
 def _placed(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
-    """Yield each run with the total number of tokens in the runs before it."""
+    """Yield each run with the number of tokens in the runs before it."""
     at = 0
     for run in runs:
         yield at, run

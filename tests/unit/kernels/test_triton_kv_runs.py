@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.interpreter import ROUNDING, compiled
 
-from offload_rt.kernels import dispatch, segments
-from offload_rt.kernels.segments import Run
+from offload_rt.kernels import dispatch, kv_runs
+from offload_rt.kernels.kv_runs import Run
 
 
 def rows(device: torch.device, n: int, kv_heads: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,7 @@ HALVES = SHAPES if torch.cuda.is_available() else SHAPES[:2]
     ],
 )
 def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, group: int, dtype: torch.dtype) -> None:
-    from offload_rt.kernels.triton_segments import attend_runs
+    from offload_rt.kernels.triton_kv_runs import attend_runs
 
     torch.manual_seed(d + group)
     cuda, kv_heads, batch = compiled(kernel_device), 2, 7
@@ -50,7 +50,7 @@ def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, 
     runs = [Run(first, stop, *rows(kernel_device, n, kv_heads, d, dtype)) for first, stop, n in grown]
     q = torch.randn(kv_heads * group, batch, d, device=kernel_device).to(dtype)
     out, lse = attend_runs(q, runs, d**-0.5)
-    want, want_lse = segments.attend_runs(q.double(), widened(runs), d**-0.5)
+    want, want_lse = kv_runs.attend_runs(q.double(), widened(runs), d**-0.5)
     largest = max(float(run.v.double().abs().max()) for run in runs if run.v.numel())
     rounding = ROUNDING[dtype] if cuda else 0.0  # the interpreter multiplies in float32
     assert (out - want).abs().max() <= (rounding + 4e-6) * largest
@@ -58,7 +58,7 @@ def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, 
 
 
 def test_long_runs_are_cut_into_few_pieces(kernel_device: torch.device) -> None:
-    from offload_rt.kernels.triton_segments import _PIECES, _row, attend_runs
+    from offload_rt.kernels.triton_kv_runs import _PIECES, _row, attend_runs
 
     torch.manual_seed(0)
     slots = [0, 0]
@@ -67,7 +67,7 @@ def test_long_runs_are_cut_into_few_pieces(kernel_device: torch.device) -> None:
     runs += [Run(b, b + 1, *rows(kernel_device, 5, 1, 16, torch.float32)) for b in range(2)]
     q = torch.randn(1, 2, 16, device=kernel_device)
     out, _ = attend_runs(q, runs, 0.25)
-    want, _ = segments.attend_runs(q.double(), widened(runs), 0.25)
+    want, _ = kv_runs.attend_runs(q.double(), widened(runs), 0.25)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
 
 
@@ -80,5 +80,5 @@ def test_cuda_tensors_take_the_kernel() -> None:
     q = torch.randn(4, 2, 64, device=device).bfloat16()
     out, _ = dispatch.attend_runs(q, runs, 0.125)
     assert out.is_cuda and out.dtype == torch.float32
-    want, _ = segments.attend_runs(q.double(), widened(runs), 0.125)
+    want, _ = kv_runs.attend_runs(q.double(), widened(runs), 0.125)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-2)

@@ -1,12 +1,12 @@
-"""Decode attention of a batch whose sequences share KV, in Triton.
+"""Decode attention of a batch whose sequences share KV, in Triton. Reference: `kv_runs.attend_runs`.
 
-A run is contiguous KV with the sequences that attend to it (`segments.Run`). Kernels read KV in place. They find it by
-the addresses in a table of 88 bytes per run, which is copied to the device.
+Kernels find the KV of each run (`kv_runs.Run`) by the addresses in a table of 88 bytes per run, which is copied to the
+device.
 
 Runs of several sequences are computed in one launch, with tensor-core products and up to 64 queries per program, so
 that KV is read once per 64 queries. Runs of a single sequence take a second launch. The results are merged in float32.
-Long runs are split into pieces, so that a few sequences occupy all multiprocessors. Reference: `segments.attend_runs`.
-For rounding, see `triton_attention`.
+Long runs are split into pieces, so that a few sequences occupy all multiprocessors. For rounding, see
+`triton_attention`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .segments import Run
+from .kv_runs import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
 _PIECE, _PIECES = 256, 64
@@ -72,7 +72,7 @@ def _attend(
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all runs of a batch, in two launches and a merge. See `segments.attend_runs`.
+    """Attend to all runs of a batch, in two launches and a merge. See `kv_runs.attend_runs`.
 
     q and all KV must be on the same device and have the same dtype: float32, float16 or bfloat16.
     """
@@ -118,8 +118,8 @@ def max_queries(d: int, itemsize: int) -> int:
 def _row(run: Run, slots: list[int]) -> list[int]:
     """Return the table fields of a run. Its partial results get the next free slots among the parts of its sequences.
 
-    `slots[b]` is the next free slot of sequence b, and is increased. All sequences of a run must have the same next
-    slot. If runs form a tree, this is the case if parents are passed before their children.
+    `slots[b]`, the next free slot of sequence b, is increased. It must be equal in all sequences of the run. If runs
+    form a tree, this is so if parents are passed before their children.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)
@@ -133,12 +133,11 @@ def _row(run: Run, slots: list[int]) -> list[int]:
 
 
 def _alignment(rows: Sequence[Sequence[int]]) -> int:
-    """Return the alignment in elements: 8 if all addresses and strides are multiples of 8 elements, else 1."""
+    """Return 8 if all addresses and strides are multiples of 8 elements, else 1."""
     aligned = all(address % 16 == 0 for row in rows for address in row[:2])
     return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1
 
 
 def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Copy the table to the device, int64 `[runs, fields]`, without synchronising."""
     table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
