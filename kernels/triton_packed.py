@@ -151,12 +151,15 @@ def _linear(
     MINIMA: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr,
     UNITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute outputs [i * OUTS, (i + 1) * OUTS) of input rows [m * ROWS, (m + 1) * ROWS), in program (m, i).
+    """Compute outputs [i * OUTS, (i + 1) * OUTS) of input rows [m * ROWS, (m + 1) * ROWS), for m of n blocks of rows.
+
+    This is program i * n + m. The second axis of a grid could not hold all outputs of a large vocabulary.
 
     With EXPERTS, ROWS is 1, and row m is multiplied by the weight number `experts[m]` of a stack. The minimum of a
     group is multiplied by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
     """
-    m, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    blocks = (rows + ROWS - 1) // ROWS
+    m, place = (tl.program_id(0) % blocks).to(tl.int64), tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     first_out = tl.load(experts + m).to(tl.int64) * outs if EXPERTS else 0
     row = (packed + (first_out + place.to(tl.int64)) * (step * ALIGN))[:, None]
     LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
@@ -231,7 +234,7 @@ def linear(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(rows, outs)
     together = min(_ROWS, triton.next_power_of_2(rows)) if experts is None else 1
-    _linear[(triton.cdiv(rows, together), triton.cdiv(outs, _OUTS))](
+    _linear[(triton.cdiv(rows, together) * triton.cdiv(outs, _OUTS),)](
         x, packed, x if bias is None else bias, x if experts is None else experts, out, x.stride(0), rows, outs,
         *_offsets(form), BIAS=bias is not None, EXPERTS=experts is not None, ROWS=together, **_constants(form),
         num_warps=1,

@@ -95,7 +95,7 @@ def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) 
     path = tmp_path / "tiny.gguf"
     write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE | {"num_hidden_layers": 6})
     config = EngineConfig(
-        "full", max_model_len=128, host_memory="4MiB", dtype="float32", verify="off", cuda_graphs=False
+        "full", max_model_len=128, host_memory="4MiB", dtype="float32", verify="off", prefill_chunk_size=512
     )
     prompt = tiny_prompt(70)
     [expected] = completed(LLM(path, replace(config, device="cpu")).generate([prompt], GREEDY))
@@ -124,4 +124,4 @@ def test_a_product_does_not_wait_for_the_device() -> None:
         out = layer(own)
         assert len(sim.syncs) == before
         found = out.cpu()
-    torch.testing.assert_close(found.double(), x.double() @ weights.T + bias, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.double(), x.double() @ weights.T + bias, rtol=1e-5, atol=2e-3)
