@@ -37,7 +37,7 @@ def _points(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["policy"] != "full":
-            found.setdefault(_series(row), []).append((row["sparse_link"], row["kl"]))
+            found.setdefault(_series(row), []).append((row["sparse_fetched"], row["kl"]))
     return {name: sorted(points) for name, points in found.items()}
 
 

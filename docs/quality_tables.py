@@ -31,7 +31,7 @@ def divergence() -> str:
     """Distance of SmolLM2's next-token distribution from full attention, on the novel."""
     float32, bfloat16 = ({setting(row): row for row in load(name)} for name in DIVERGENCE)
     rows = [
-        [name, f"{row['sparse_link'] or row['link']:.1%}", f"{row['kl']:.1e}", f"{row['top_1']:.1%}",
+        [name, f"{row['sparse_fetched'] or row['fetched']:.1%}", f"{row['kl']:.1e}", f"{row['top_1']:.1%}",
          f"{bfloat16[name]['kl']:.1e}"]
         for name, row in float32.items() if name != "`full`"
     ]  # fmt: skip

@@ -111,12 +111,12 @@ class ModelUnderTest:
         """Return the part of a `RowStore` key that identifies the variant and its settings for this model."""
         # Use all options with their defaults: equal variants are measured once, and again if a default changes.
         provenance_key = self.policy(variant).provenance_key
-        return {"policy": variant.policy, "engine": variant.key["engine"], "lineage": provenance_key}
+        return {"policy": variant.policy, "engine": variant.key["engine"], "provenance": provenance_key}
 
     def describe(self, variant: Variant) -> dict[str, Any]:
         """Return the model and variant columns of a result row.
 
-        The column `lineage` (KV provenance key) identifies the options, defaults and skew artifact of the policy.
+        The column `provenance` (KV provenance key) identifies the options, defaults and skew artifact of the policy.
         """
         policy = self.policy(variant)
         return {
@@ -127,7 +127,7 @@ class ModelUnderTest:
             "engine": dict(variant.engine),
             "budget": variant.options.get("budget"),
             "dense_layers": sorted(policy.dense_layers),
-            "lineage": policy.provenance_key,
+            "provenance": policy.provenance_key,
         }
 
     def llm(self, variant: Variant) -> LLM:
@@ -178,9 +178,9 @@ def _scored(score: Score) -> Scored:
         nats=[-value for value in score.logprobs],
         is_greedy=score.is_greedy,
         attended=stats.exact_fraction,
-        link=stats.fetched_fraction,
+        fetched=stats.fetched_fraction,
         sparse_attended=stats.sparse_exact_fraction,
-        sparse_link=stats.sparse_fetched_fraction,
+        sparse_fetched=stats.sparse_fetched_fraction,
         missed=stats.missed_mass,
         worst_layer=stats.missed_mass_worst_layer,
     )
@@ -224,7 +224,7 @@ class Evaluation:
         name: Name of the text in results.
         out: Folder of the results. Rows in this folder are not measured again.
         say: Shows a line about the progress.
-        late: Returns True when no new row should be measured any more.
+        deadline_passed: If it returns True, no new row is measured.
     """
 
     tested: ModelUnderTest
@@ -232,4 +232,4 @@ class Evaluation:
     name: str
     out: Path
     say: Say = say_nothing
-    late: Callable[[], bool] = lambda: False
+    deadline_passed: Callable[[], bool] = lambda: False

@@ -79,9 +79,9 @@ class Scored:
     nats: list[float]
     is_greedy: list[bool]
     attended: float
-    link: float
+    fetched: float
     sparse_attended: float
-    sparse_link: float
+    sparse_fetched: float
     missed: float | None
     worst_layer: float | None
 

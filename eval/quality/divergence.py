@@ -93,7 +93,7 @@ def summary(rows: Sequence[Row], base: Sequence[Row]) -> Row:
     }
 
 
-COSTS = ("attended", "link", "sparse_attended", "sparse_link")
+COSTS = ("attended", "fetched", "sparse_attended", "sparse_fetched")
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -104,8 +104,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant, window by window.
 
-    A window is prefilled once for all variants with equal engine settings. If `evaluation.late` returns True, the
-    summary covers the windows that have been measured for all variants.
+    A window is prefilled once for all variants with equal engine settings. After the deadline, the summary covers the
+    windows that have been measured for all variants.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     shared = {"suite": "divergence", **tested.identity, "text": text_digest(evaluation.text), **asdict(config)}
@@ -117,7 +117,7 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
         rows: list[Row] = []
         for variant in every:
             key = shared | {"variant": tested.key(variant), "window": number}
-            if evaluation.late() and store.get(key) is None:
+            if evaluation.deadline_passed() and store.get(key) is None:
                 break
             rows.append(store.once(key, partial(measure, tested, variant, window.text, full)))
             evaluation.say(f"{evaluation.name}, window {number}, {variant.label}: KL {np.mean(rows[-1]['kl']):.2e}")
@@ -156,7 +156,7 @@ COLUMNS = (
     Column("policy", "variant"),
     Column("windows", "windows"),
     Column("attended", "sparse_attended", ".1%"),
-    Column("fetched", "sparse_link", ".1%"),
+    Column("fetched", "sparse_fetched", ".1%"),
     Column("KL mean", "kl", ".5f"),
     Column("99th percentile", "kl_p99", ".4f"),
     Column("same top token", "top_1", ".2%"),

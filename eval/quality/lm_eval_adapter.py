@@ -238,7 +238,7 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         """Return the exact attention and fetched fractions of each task, which the harness adds to its results."""
         means = {name: _mean_shares(shares) for name, shares in self.shares.items()}
-        return {"attended_and_link_fractions": means}
+        return {"attended_and_fetched_fractions": means}
 
     def _say_shares(self) -> None:
         """Print the exact attention and fetched fractions of each task to stderr."""

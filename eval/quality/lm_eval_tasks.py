@@ -75,12 +75,12 @@ def run_tasks(
     *,
     own_class: bool = False,
     say: Say = say_nothing,
-    late: Callable[[], bool] = lambda: False,
+    deadline_passed: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Run every task with every variant. Existing rows in `out` are reused. Write tasks.json, .csv and .md to `out`.
 
     All variants are compared with the first one, which should be `full`. With `own_class`, the transformers model of
-    the harness runs too. `late` is called before each row; if it returns True, the run stops.
+    the harness runs too. The run stops when `deadline_passed` returns True.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
@@ -97,7 +97,7 @@ def run_tasks(
                 | {"variant": tested.key(variant) if variant else OWN}
             )
             row = store.get(key)
-            if row is None and late():
+            if row is None and deadline_passed():
                 if base is None:
                     break
                 continue
@@ -184,7 +184,7 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
         "documents": len(samples),
         "requests": sum(len(sample["resps"]) for sample in samples),
         "attended": _mean([attended for attended, _ in fractions]),
-        "link": _mean([link for _, link in fractions]),
+        "fetched": _mean([fetched for _, fetched in fractions]),
         "samples": [
             {"metrics": {n: sample[n] for n in names if n in sample}, "responses": _responses(sample)}
             for sample in samples
@@ -298,7 +298,7 @@ COLUMNS = (
     Column("policy", "variant"),
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
-    Column("fetched", "link", ".1%"),
+    Column("fetched", "fetched", ".1%"),
     Column("documents", "documents"),
     Column("requests", "requests"),
     Column("metrics ± SE", "metrics_shown"),

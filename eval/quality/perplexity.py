@@ -120,7 +120,7 @@ def _chunks(nats: Sequence[float]) -> list[float]:
 def costs(scored: Sequence[Scored]) -> Row:
     """Return the cost columns as means over texts: exact attention and fetched fractions, and missed attention mass."""
     found: Row = {}
-    columns = {name: name for name in ("attended", "link", "sparse_attended", "sparse_link", "missed")}
+    columns = {name: name for name in ("attended", "fetched", "sparse_attended", "sparse_fetched", "missed")}
     for column, name in (columns | {"missed_worst": "worst_layer"}).items():
         values = [value for score in scored if (value := getattr(score, name)) is not None]
         found[column] = sum(values) / len(values) if values else None
@@ -158,7 +158,7 @@ def compare(row: Row, base: Row, name: str) -> Row:
 def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
     """Measure every variant. Compare it with the first one, which should be `full`, and with `infinigen` at its budget.
 
-    When `evaluation.late` returns True, only existing rows are returned.
+    After the deadline, only existing rows are returned.
     """
     tested, store = evaluation.tested, RowStore(evaluation.out)
     windows = cut_windows(tested, evaluation.text, config)
@@ -166,7 +166,7 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
     rows: list[Row] = []
     for variant in variants:
         key = shared | {"variant": tested.key(variant)}
-        if evaluation.late() and store.get(key) is None:
+        if evaluation.deadline_passed() and store.get(key) is None:
             continue
         row = store.once(key, partial(measure, tested, variant, windows))
         row = tested.describe(variant) | {"text": evaluation.name, "context": config.context} | row
@@ -220,8 +220,8 @@ COST = (
     Column("dense layers", "dense_layers"),
     Column("attended", "attended", ".1%"),
     Column("of sparse layers", "sparse_attended", ".1%"),
-    Column("fetched", "link", ".1%"),
-    Column("of sparse layers", "sparse_link", ".1%"),
+    Column("fetched", "fetched", ".1%"),
+    Column("of sparse layers", "sparse_fetched", ".1%"),
 )
 """Columns about cost, which follow the accuracy columns of every table."""
 

@@ -127,8 +127,8 @@ def against(row: Row, base: Row) -> Row:
 def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: RetrievalConfig) -> Report:
     """Measure every variant at every length, and write retrieval.json, .csv, .md and two plots.
 
-    All variants are compared with the first one, which should be `full`. When `evaluation.late` returns True, only the
-    first variant is measured.
+    All variants are compared with the first one, which should be `full`. After the deadline, only the first variant is
+    measured.
     """
     # Iterate over variants in the inner loop, so that a passage is prefilled once for all variants.
     tested, store = evaluation.tested, RowStore(evaluation.out)
@@ -139,7 +139,7 @@ def run_retrieval(evaluation: Evaluation, variants: Sequence[Variant], config: R
         for kind in config.kinds:
             passages = make_passages(haystack, config, length, kind)
             for i, variant in enumerate(variants):
-                if i and evaluation.late():
+                if i and evaluation.deadline_passed():
                     break
                 row = _row(store, tested, variant, length, passages)
                 found.setdefault(i, []).append(row)

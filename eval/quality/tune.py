@@ -139,7 +139,7 @@ class Search:
             scored.missed,
             scored.worst_layer,
             scored.sparse_attended,
-            fetched_bytes=scored.sparse_link * seen * token,
+            fetched_bytes=scored.sparse_fetched * seen * token,
             scoring_bytes=float(demand.scoring_bytes(geometry.layers, int(context))),
             window_bytes=min(chosen.sinks + chosen.recent, context) * token * len(layers),
         )

@@ -111,7 +111,7 @@ class Baseline(Protocol):
         ...
 
 
-class Peer:
+class TransformersBaseline:
     """transformers with one of its caches and SDPA attention."""
 
     def __init__(self, name: str, model: Any, cache: Cache, length: int, tokens: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class Peer:
         return {"exact_fraction": 1.0}
 
 
-class Context:
+class SyntheticContext:
     """A synthetic context in a host pool. Each sequence of the batch has its own copy, without shared blocks.
 
     Every policy decodes copies (forks) of these sequences.
@@ -161,11 +161,11 @@ class Context:
         return [self.pool.new_block_table(1) for _ in self._block_tables]
 
 
-class Ours:
+class OffloadBaseline:
     """This runtime with one policy. A step is a call of `Runner.decode`, without sampling."""
 
     def __init__(
-        self, name: str, model: LoadedModel, policy: Policy, context: Context, block_tables: list[BlockTable]
+        self, name: str, model: LoadedModel, policy: Policy, context: SyntheticContext, block_tables: list[BlockTable]
     ) -> None:
         self.name = name
         self._policy = policy
@@ -173,7 +173,7 @@ class Ours:
         self.runner = Runner(model, policy, context.pool, context.transfer, config)
         self._batch = [self._sequence(model, context, blocks) for blocks in block_tables]
 
-    def _sequence(self, model: LoadedModel, context: Context, blocks: BlockTable) -> Decoded:
+    def _sequence(self, model: LoadedModel, context: SyntheticContext, blocks: BlockTable) -> Decoded:
         context.transfer.storage.open(blocks, self._policy.sinks, self._policy.recent)
         keys = key_reader(context.pool, context.transfer.storage, blocks)
         trace = Trace(model.adapter.geometry.layers, missed_every=0)
@@ -202,13 +202,13 @@ class Ours:
             "exact_fraction": shares.attended,
             "sparse_exact_fraction": shares.sparse_attended,
             "fetched_fraction": shares.fetched,
-            "link_bytes_per_token": trace.bytes_to_device / steps,
+            "h2d_bytes_per_token": trace.bytes_to_device / steps,
             "scoring_bytes_device": first.state.device_bytes,
         }
 
 
 @dataclass(frozen=True)
-class Field:
+class BenchInputs:
     """The model and the context that all baselines use.
 
     Attributes:
@@ -223,7 +223,7 @@ class Field:
     model: Any
     own: Any
     synthetic: SyntheticKV
-    context: Context
+    context: SyntheticContext
     room: int
     batch: int = 1
 
@@ -237,11 +237,11 @@ class Field:
     def tokens(self) -> torch.Tensor:
         return torch.full((self.batch, 1), TOKEN, device=self.model.device)
 
-    def peer(self, name: str, cache: Cache) -> Peer:
-        return Peer(name, self.model, cache, self.synthetic.length, self.tokens)
+    def transformers(self, name: str, cache: Cache) -> TransformersBaseline:
+        return TransformersBaseline(name, self.model, cache, self.synthetic.length, self.tokens)
 
-    def ours(self, name: str, policy: str, options: Mapping[str, Any]) -> Ours:
-        return Ours(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
+    def offload(self, name: str, policy: str, options: Mapping[str, Any]) -> OffloadBaseline:
+        return OffloadBaseline(name, self.loaded, self.policy(policy, options), self.context, self.context.forks())
 
     def policy(self, policy: str, options: Mapping[str, Any]) -> Policy:
         artifact = self.synthetic.artifact()
@@ -252,26 +252,26 @@ class Skipped(Exception):  # noqa: N818 - a result, not an error
     """A baseline cannot run on this machine. The message says why."""
 
 
-def _static(field: Field) -> Baseline:
-    return field.peer("StaticCache", StaticCache(config=field.model.config, max_cache_len=field.room))
+def _static(inputs: BenchInputs) -> Baseline:
+    return inputs.transformers("StaticCache", StaticCache(config=inputs.model.config, max_cache_len=inputs.room))
 
 
-def _dynamic(field: Field) -> Baseline:
-    return field.peer("DynamicCache", DynamicCache(config=field.model.config))
+def _dynamic(inputs: BenchInputs) -> Baseline:
+    return inputs.transformers("DynamicCache", DynamicCache(config=inputs.model.config))
 
 
-def _offloaded(field: Field) -> Baseline:
-    if field.model.device.type != "cuda":
+def _offloaded(inputs: BenchInputs) -> Baseline:
+    if inputs.model.device.type != "cuda":
         raise Skipped("offloads from a CUDA device, and this is a CPU")
-    return field.peer("OffloadedCache", DynamicCache(config=field.model.config, offloading=True))
+    return inputs.transformers("OffloadedCache", DynamicCache(config=inputs.model.config, offloading=True))
 
 
-def _quantized(field: Field) -> Baseline:
+def _quantized(inputs: BenchInputs) -> Baseline:
     backends = {"quanto": "optimum.quanto", "hqq": "hqq"}
     found = [name for name, module in backends.items() if _installed(module)]
     if not found:
         raise Skipped("needs optimum-quanto (pip install offload-rt[bench]) or hqq, and neither is installed")
-    return field.peer("QuantizedCache", QuantizedCache(found[0], field.model.config))
+    return inputs.transformers("QuantizedCache", QuantizedCache(found[0], inputs.model.config))
 
 
 def _installed(module: str) -> bool:
@@ -285,40 +285,40 @@ SELECTION: dict[str, Any] = {"preset": "rows", "dense_layers": ()}
 """Options of the baseline "infinigen": no dense layers and no approximate KV."""
 
 
-def _infinigen(label: str = "", **options: Any) -> Callable[[Field], Baseline]:
+def _infinigen(label: str = "", **options: Any) -> Callable[[BenchInputs], Baseline]:
     name = f"infinigen, {label}" if label else "infinigen"
-    return lambda field: field.ours(name, "infinigen", SELECTION | options)
+    return lambda inputs: inputs.offload(name, "infinigen", SELECTION | options)
 
 
-def _default(field: Field) -> Baseline:
-    return field.ours("infinigen, default", "infinigen", {})
+def _default(inputs: BenchInputs) -> Baseline:
+    return inputs.offload("infinigen, default", "infinigen", {})
 
 
-def _resident(field: Field) -> Baseline:
-    return Resident(field.model, field.synthetic.length, field.tokens)
+def _resident(inputs: BenchInputs) -> Baseline:
+    return Resident(inputs.model, inputs.synthetic.length, inputs.tokens)
 
 
-def _full(field: Field) -> Baseline:
-    return field.ours("full", "full", {})
+def _full(inputs: BenchInputs) -> Baseline:
+    return inputs.offload("full", "full", {})
 
 
-def _floor_peer(field: Field) -> Baseline:
-    cache = DynamicCache(config=field.model.config)
-    return _Blank("floor: transformers", field.model, cache, 0, field.tokens)
+def _floor_peer(inputs: BenchInputs) -> Baseline:
+    cache = DynamicCache(config=inputs.model.config)
+    return _WithoutContext("floor: transformers", inputs.model, cache, 0, inputs.tokens)
 
 
-def _floor_ours(field: Field) -> Baseline:
-    policy = Full(field.synthetic.geometry.layers)
-    return Ours("floor: ours", field.loaded, policy, field.context, field.context.blank())
+def _floor_ours(inputs: BenchInputs) -> Baseline:
+    policy = Full(inputs.synthetic.geometry.layers)
+    return OffloadBaseline("floor: ours", inputs.loaded, policy, inputs.context, inputs.context.blank())
 
 
-class _Blank(Peer):
+class _WithoutContext(TransformersBaseline):
     """transformers with an empty context."""
 
     def fill(self, layer: int, kv: KVPart) -> None: ...
 
 
-MAKERS: dict[str, Callable[[Field], Baseline]] = {
+MAKERS: dict[str, Callable[[BenchInputs], Baseline]] = {
     "static": _static,
     "resident": _resident,
     "dynamic": _dynamic,

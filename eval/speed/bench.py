@@ -26,7 +26,7 @@ from ...models.registry import adapter_for
 from ...utils.config_fields import check_choice, option
 from ..core.plots import lines, picture
 from ..core.report import Column, Report, Row, Say
-from .baselines import MAKERS, SHAPES, Baseline, Context, Field, Shape, Skipped
+from .baselines import MAKERS, SHAPES, Baseline, BenchInputs, Shape, Skipped, SyntheticContext
 from .synthetic_kv import SyntheticKV
 
 BURST = 2
@@ -50,7 +50,7 @@ COLUMNS = (
     Column("x DynamicCache", "over_dynamic", ".2f"),
     Column("dense layers", "dense_layers"),
     Column("attended", "exact_fraction", ".1%"),
-    Column("link MiB/token", "link_mib", ".1f"),
+    Column("copied MiB/token", "h2d_mib", ".1f"),
 )
 
 
@@ -156,11 +156,11 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
     """Measure all baselines at one point, on a CPU in turns. Add baselines that cannot run to `skipped`."""
     # On CUDA the baselines run one after another, because device memory is too small for all at once.
     room = point.context + (WARM_UP + config.repeats) * BURST + BLOCK_SIZE
-    field = make_field(model, point.context, room, config.fraction, config.spread, point.batch)
+    inputs = make_inputs(model, point.context, room, config.fraction, config.spread, point.batch)
     rows: list[Row] = []
     for names in [(name,) for name in config.baselines] if _is_cuda(model) else [config.baselines]:
         try:
-            rows += _interleaved(config, field, point, names, say, skipped)
+            rows += _interleaved(config, inputs, point, names, say, skipped)
         except torch.OutOfMemoryError as error:
             line = f"{', '.join(names)} at {point}: the device has no room for it ({str(error).splitlines()[0]})"
             _skip(line, say, skipped)
@@ -172,14 +172,14 @@ def measure(config: BenchConfig, model: Any, point: Point, say: Say, skipped: li
 
 
 def _interleaved(
-    config: BenchConfig, field: Field, point: Point, names: Sequence[str], say: Say, skipped: list[str]
+    config: BenchConfig, inputs: BenchInputs, point: Point, names: Sequence[str], say: Say, skipped: list[str]
 ) -> list[Row]:
     """Measure the baselines `names` in turns. All are in memory at the same time."""
-    baselines = _baselines(names, field, say, skipped)
-    for layer, kv in enumerate(field.synthetic.layers(field.model.device)):
+    baselines = _baselines(names, inputs, say, skipped)
+    for layer, kv in enumerate(inputs.synthetic.layers(inputs.model.device)):
         for baseline in baselines:
             baseline.fill(layer, kv)
-    read = _clock(field.model.device)
+    read = _clock(inputs.model.device)
     say(f"{point}: {', '.join(baseline.name for baseline in baselines)}")
     seconds: list[list[float]] = [[] for _ in baselines]
     for repeat in range(WARM_UP + config.repeats):
@@ -195,12 +195,14 @@ def _interleaved(
 def _row(baseline: Baseline, point: Point, seconds: Sequence[float]) -> Row:
     lower, median, upper = (1e3 * q for q in quantiles(seconds, n=4, method="inclusive"))
     facts = baseline.facts()
-    crossing = facts.get("link_bytes_per_token")
+    crossing = facts.get("h2d_bytes_per_token")
     row = {"name": baseline.name, **asdict(point), "median": median, "lower": lower, "upper": upper}
-    return row | {"steps": len(seconds), "link_mib": None if crossing is None else crossing / 2**20, **facts}
+    return row | {"steps": len(seconds), "h2d_mib": None if crossing is None else crossing / 2**20, **facts}
 
 
-def make_field(model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1) -> Field:
+def make_inputs(
+    model: Any, length: int, room: int, fraction: float, spread: float = 0.0, batch: int = 1
+) -> BenchInputs:
     """Create a synthetic context of `length` tokens in a pool with room for `room` tokens per sequence and baseline."""
     adapter = adapter_for(model)
     synthetic = SyntheticKV.draw(adapter.geometry, length, fraction, spread)
@@ -209,15 +211,15 @@ def make_field(model: Any, length: int, room: int, fraction: float, spread: floa
     limit = adapter.geometry.kv_bytes(2 * slots, adapter.dtype)
     pool = HostPool(adapter.geometry, adapter.dtype, limit, pin=_is_cuda(model))
     transfer = build_transfer(pool, adapter.geometry, model.device)
-    context = Context(pool, transfer, synthetic, room, batch, model.device)
-    return Field(model, _own(model), synthetic, context, room, batch)
+    context = SyntheticContext(pool, transfer, synthetic, room, batch, model.device)
+    return BenchInputs(model, _own(model), synthetic, context, room, batch)
 
 
-def _baselines(names: Sequence[str], field: Field, say: Say, skipped: list[str]) -> list[Baseline]:
+def _baselines(names: Sequence[str], inputs: BenchInputs, say: Say, skipped: list[str]) -> list[Baseline]:
     made = []
     for name in (name for name in MAKERS if name in names):
         try:
-            made.append(MAKERS[name](field))
+            made.append(MAKERS[name](inputs))
         except Skipped as reason:
             _skip(f"{name}: it {reason}", say, skipped)
     return made

@@ -85,7 +85,7 @@ class Case:
     Attributes:
         name: Name of the operation.
         moved: Number of bytes that the operation must read and write.
-        over_link: Whether these bytes are copied from host to device, not within device memory.
+        over_pcie: Whether these bytes are copied from host to device, not within device memory.
         call: Runs the operation.
         error: Runs the operation once and returns the largest difference from float64, divided by the tolerance
             (kernels/README.md).
@@ -93,7 +93,7 @@ class Case:
 
     name: str
     moved: int
-    over_link: bool
+    over_pcie: bool
     call: Callable[[], Any]
     error: Callable[[], float]
 
@@ -184,16 +184,16 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
 def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> list[Row]:
     """Measure each operation, both launched from the host and in a replayed CUDA graph.
 
-    `rates` are the measured bandwidths in bytes per second: "device" within device memory, "link" from host to device.
+    `rates` are the measured bandwidths in bytes per second: "device" within device memory, "pcie" from host to device.
     """
     rows = []
     for case in cases(device, size):
         error = case.error()
         median, least = milliseconds(case.call, device, size.repeats)
         alone = replayed(case.call, device, size.repeats)
-        floor = 1e3 * case.moved / rates["link" if case.over_link else "device"]
+        floor = 1e3 * case.moved / rates["pcie" if case.over_pcie else "device"]
         rows.append(
-            {"kernel": case.name, "bytes": case.moved, "over_link": case.over_link, "ms": median, "least_ms": least}
+            {"kernel": case.name, "bytes": case.moved, "over_pcie": case.over_pcie, "ms": median, "least_ms": least}
             | {"floor_ms": floor, "replayed_ms": alone, "times_floor": (alone or median) / floor, "error": error}
         )
     return rows

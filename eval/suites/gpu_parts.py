@@ -58,7 +58,7 @@ def run_kernels(job: GpuJob) -> Iterator[Results]:
     """Compare the time of every operation with its lower bound, and its result with float64."""
     size = job.size.kernels
     rates = kernels.bandwidth(job.device, size.copied, size.repeats)
-    floors = {"device": rates["device"], "link": rates["host_to_device"]}
+    floors = {"device": rates["device"], "pcie": rates["host_to_device"]}
     yield {"size": asdict(size), "rows": kernels.measure(job.device, size, floors)}
 
 

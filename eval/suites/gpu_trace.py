@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..speed.baselines import MAKERS, SHAPES, Field
-from ..speed.bench import make_field
+from ..speed.baselines import MAKERS, SHAPES, BenchInputs
+from ..speed.bench import make_inputs
 from .gpu_job import GpuJob, Results
 
 TRANSFERS = ("_gather", "_write", "Memcpy HtoD", "Memcpy DtoH")
@@ -36,27 +36,27 @@ def run_trace(job: GpuJob) -> Iterator[Results]:
     rows: list[dict[str, Any]] = []
     for point in job.size.traced:
         began = time.perf_counter()
-        field = make_field(model, point.context, point.context + ROOM, point.fraction, 0.5, point.batch)
+        inputs = make_inputs(model, point.context, point.context + ROOM, point.fraction, 0.5, point.batch)
         made = time.perf_counter() - began
         for name in point.baselines:
             row: dict[str, Any] = asdict(point) | {"baselines": name, "seconds_to_make_the_context": made}
             try:
-                row |= _measured(job, field, name)
+                row |= _measured(job, inputs, name)
             except torch.OutOfMemoryError as error:
                 row["failed"] = str(error).splitlines()[0]
             rows.append(row)
             print({key: value for key, value in row.items() if key != "trace"}, flush=True)
             yield {"shape": asdict(shape) | {"dtype": str(shape.dtype)}, "rows": rows}
-        del field
+        del inputs
 
 
-def _measured(job: GpuJob, field: Field, name: str) -> dict[str, Any]:
+def _measured(job: GpuJob, inputs: BenchInputs, name: str) -> dict[str, Any]:
     """Return time per step, transferred bytes, memory and trace of one baseline."""
     began = time.perf_counter()
     if job.cuda:
         torch.cuda.reset_peak_memory_stats()
-    baseline = MAKERS[name](field)
-    for layer, kv in enumerate(field.synthetic.layers(job.device)):
+    baseline = MAKERS[name](inputs)
+    for layer, kv in enumerate(inputs.synthetic.layers(job.device)):
         baseline.fill(layer, kv)
     filled = time.perf_counter() - began
     first = [1e3 * job.timed(baseline.step)[0] for _ in range(WARM_UP)]
@@ -93,7 +93,7 @@ def traced(step: Callable[[], None], steps: int) -> dict[str, Any]:
 
     Returns:
         "kernels": name, launches and µs, in descending order of time. "streams": number of launches and µs of work by
-        stream. "wall": µs from the start of the first kernel to the end of the last one. "link busy": µs while a
+        stream. "wall": µs from the start of the first kernel to the end of the last one. "PCIe busy": µs while a
         kernel or copy uses PCIe. "device busy": µs while any kernel runs.
     """
     torch.cuda.synchronize()
@@ -122,7 +122,7 @@ def summary(events: Sequence[DeviceEvent], steps: int) -> dict[str, Any]:
         "streams": {str(name): {"launches": len(us) / steps, "us": sum(us) / steps} for name, us in streams.items()},
         "wall": (max(s.stop for s in events) - min(s.start for s in events)) / steps if events else 0.0,
         "device busy": covered(events) / steps,
-        "link busy": covered([event for event in events if event.is_transfer]) / steps,
+        "PCIe busy": covered([event for event in events if event.is_transfer]) / steps,
     }
 
 

@@ -217,7 +217,7 @@ class Paper:
         data: dict[str, list[dict[str, Any]]] = {}
         for option, variants in swept.items():
             for variant in variants:
-                row = {key: found[variant.label][key] for key in ("right", "error", "link", "sparse_attended")}
+                row = {key: found[variant.label][key] for key in ("right", "error", "fetched", "sparse_attended")}
                 cost = self._milliseconds(variant)
                 data.setdefault(option, []).append({option: variant.options[option], "ms_per_token": cost, **row})
         title = f"Needles found and cost, {self.title}"

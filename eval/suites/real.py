@@ -137,7 +137,7 @@ class Real:
         wanted = self.size.contexts or CONTEXTS.get(self.tested.name, (4096, 8192))
         return tuple(context for context in wanted if context <= most)
 
-    def late(self) -> bool:
+    def deadline_passed(self) -> bool:
         return time.monotonic() > self.until
 
     def texts(self) -> list[tuple[str, str, str]]:
@@ -184,29 +184,31 @@ class Real:
     def ruler(self) -> None:
         """Run the tasks of RULER that need no download."""
         lengths = tuple(context for context in self.contexts if context >= 4096)[:1]
-        self._tasks("ruler", TasksConfig(self._of(RULER), limit=self.size.limit, lengths=lengths or (4096,)))
+        self._tasks("ruler", TasksConfig(self._requested(RULER), limit=self.size.limit, lengths=lengths or (4096,)))
 
     def extraction(self) -> None:
         """Run the tasks with long outputs, also with a KV cache of 4 bits."""
-        self._tasks("extraction", TasksConfig(self._of(EXTRACTION), limit=self.size.limit), (KV_INT4,))
+        self._tasks("extraction", TasksConfig(self._requested(EXTRACTION), limit=self.size.limit), (KV_INT4,))
 
     def tasks(self) -> None:
         """Run the question tasks with five examples."""
-        self._tasks("questions", TasksConfig(self._of(TASKS), num_fewshot=5, limit=self.size.limit))
+        self._tasks("questions", TasksConfig(self._requested(TASKS), num_fewshot=5, limit=self.size.limit))
 
-    def _of(self, tasks: Sequence[str]) -> tuple[str, ...]:
+    def _requested(self, tasks: Sequence[str]) -> tuple[str, ...]:
         """Return those of `tasks` that the user has requested. If none were requested, return all."""
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
         """Run harness tasks one after another until the deadline, under all variants and `more`."""
         variants = self.chosen or [*looked_up(), *more]
-        done = run_tasks(self.tested, variants, config, self.out / name, say=self.say, late=self.late)
+        done = run_tasks(
+            self.tested, variants, config, self.out / name, say=self.say, deadline_passed=self.deadline_passed
+        )
         about = {**self.tested.identity, **config.about}
         Report(name, f"{name} under {self.tested.name}", about, TASK_COLUMNS, done.rows).write(self.out)
 
     def _evaluation(self, text: str, name: str) -> Evaluation:
-        return Evaluation(self.tested, text, name, self.out, self.say, self.late)
+        return Evaluation(self.tested, text, name, self.out, self.say, self.deadline_passed)
 
     def _rows(self, evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> list[Row]:
         """Return the rows of variants that were measured before the deadline or in an earlier run."""
@@ -236,7 +238,7 @@ COLUMNS = (
     Column("tokens decoded", "scored_tokens"),
     Column("exact fraction, sparse layers", "sparse_attended", ".1%"),
     Column("all layers", "attended", ".1%"),
-    Column("fetched", "link", ".1%"),
+    Column("fetched", "fetched", ".1%"),
     Column("missed mass", "missed", ".3f"),
     Column("worst layer", "missed_worst", ".3f"),
     Column("perplexity", "perplexity", ".3f"),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ..errors import ModelError
 from ..utils.extras import install_command
-from ..utils.small_files import truncated
+from ..utils.small_files import incomplete_file
 
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -141,7 +141,7 @@ def read_header(path: Path) -> GGUFHeader:
     found = tuple(_tensor(path, name, shape, kind, start + offset) for name, shape, kind, offset in tensors)
     missing = max((tensor.start + tensor.size for tensor in found), default=0) - path.stat().st_size
     if missing > 0:
-        raise truncated(path, missing)
+        raise incomplete_file(path, missing)
     return GGUFHeader(fields, found)
 
 

@@ -127,15 +127,15 @@ class GPT2Adapter(LearnedPositionsAdapter):
         return self._split_heads(q), self._split_heads(k), self._split_heads(v)
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._split_heads(self._fused(layer, attention_input, slice(None, self.geometry.hidden)))
+        return self._split_heads(self._qkv_columns(layer, attention_input, slice(None, self.geometry.hidden)))
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self._fused(layer, attention_input, slice(self.geometry.hidden, None)).chunk(2, dim=-1)
+        k, v = self._qkv_columns(layer, attention_input, slice(self.geometry.hidden, None)).chunk(2, dim=-1)
         return self._split_heads(k), self._split_heads(v)
 
-    def _fused(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
+    def _qkv_columns(self, layer: int, attention_input: torch.Tensor, columns: slice) -> torch.Tensor:
         """Return the given columns of q, k and v, which one Conv1D computes, for inputs `[T, D]`.
 
         Its weight is not copied.

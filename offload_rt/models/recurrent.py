@@ -189,7 +189,7 @@ class RecurrentState:
                 seen[slot] += tokens
             self._finished(layer)
 
-    def _of(self, kind: str, layer: int) -> torch.Tensor:
+    def _state(self, kind: str, layer: int) -> torch.Tensor:
         """Return the convolution or recurrent state `[B, ...]` of a layer.
 
         It may be modified in place until `finish`.
@@ -214,22 +214,22 @@ class RecurrentState:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
         """Return the last inputs of a layer's convolution, `[B, channels, kernel]`; zeros before the first token."""
-        return self._of("conv", layer_idx)
+        return self._state("conv", layer_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
         """Return the recurrent state of a layer, `[B, ...]`; zeros before the first token."""
-        return self._of("recurrent", layer_idx)
+        return self._state("recurrent", layer_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
         """Append inputs `[B, channels, T]` of a convolution. Return old and new inputs `[B, channels, kernel + T]`."""
-        state = self._of("conv", layer_idx)
+        state = self._state("conv", layer_idx)
         inputs = torch.cat([state, conv_states.to(state.dtype)], dim=-1)
         state.copy_(inputs[..., -state.shape[-1] :])
         return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **options: Any) -> torch.Tensor:
         """Replace the recurrent state of a layer by `recurrent_states` `[B, ...]` and return it."""
-        state = self._of("recurrent", layer_idx)
+        state = self._state("recurrent", layer_idx)
         assert state.shape == recurrent_states.shape
         return state.copy_(recurrent_states)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelError
-from ..utils.small_files import read_json, truncated
+from ..utils.small_files import incomplete_file, read_json
 from .source import ModelSource
 
 INDEX = "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def check_complete(path: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"'{path}' is damaged: its header cannot be read ({error})") from error
     if missing > 0:
-        raise truncated(path, missing)
+        raise incomplete_file(path, missing)
     return path
 
 

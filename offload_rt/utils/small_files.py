@@ -39,6 +39,6 @@ def read_json(path: Path) -> Any:
     return parse_json(read_small(path))
 
 
-def truncated(path: Path, missing: int) -> ModelError:
+def incomplete_file(path: Path, missing: int) -> ModelError:
     """Return the error for a file of weights that lacks its last `missing` bytes."""
     return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")

@@ -18,8 +18,8 @@ from offload_rt.core import VisibleTokens
 from offload_rt.errors import ConfigError, InputError
 from offload_rt.eval.core.report import say_nothing
 from offload_rt.eval.speed import bench
-from offload_rt.eval.speed.baselines import MAKERS, TOKEN, Field, Ours, Peer, Shape
-from offload_rt.eval.speed.bench import BenchConfig, make_field, run_bench
+from offload_rt.eval.speed.baselines import MAKERS, TOKEN, BenchInputs, OffloadBaseline, Shape, TransformersBaseline
+from offload_rt.eval.speed.bench import BenchConfig, make_inputs, run_bench
 from offload_rt.eval.speed.synthetic_kv import RESIDENT, SyntheticKV
 from offload_rt.kernels import low_bit_sequence, native
 from offload_rt.models.registry import adapter_for
@@ -34,16 +34,16 @@ SHAPES = {
 
 
 @pytest.fixture(params=SHAPES, scope="module")
-def field(request: pytest.FixtureRequest) -> Field:
+def inputs(request: pytest.FixtureRequest) -> BenchInputs:
     model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
-    return make_field(model, LENGTH, LENGTH + 128, FRACTION)
+    return make_inputs(model, LENGTH, LENGTH + 128, FRACTION)
 
 
 @pytest.fixture(params=SHAPES, scope="module")
-def uneven(request: pytest.FixtureRequest) -> Field:
+def uneven(request: pytest.FixtureRequest) -> BenchInputs:
     """Heads with half as many and half again as many, two sequences."""
     model = SHAPES[request.param].model(LENGTH + 256, torch.device("cpu"))
-    return make_field(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
+    return make_inputs(model, LENGTH, LENGTH + 128, FRACTION, spread=0.5, batch=2)
 
 
 def test_contexts_of_sliding_windows_are_refused() -> None:
@@ -51,14 +51,14 @@ def test_contexts_of_sliding_windows_are_refused() -> None:
         SyntheticKV.draw(adapter_for(architecture("gemma4")).geometry, LENGTH, FRACTION)
 
 
-def filled(field: Field, name: str) -> Any:
-    baseline = MAKERS[name](field)
-    for layer, kv in enumerate(field.synthetic.layers()):
+def filled(inputs: BenchInputs, name: str) -> Any:
+    baseline = MAKERS[name](inputs)
+    for layer, kv in enumerate(inputs.synthetic.layers()):
         baseline.fill(layer, kv)
     return baseline
 
 
-def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]]:
+def recorded_selections(ours: OffloadBaseline, steps: int) -> list[tuple[int, torch.Tensor]]:
     """(layer, tokens) of every selection of `steps` steps."""
     found: list[tuple[int, torch.Tensor]] = []
     state: Any = ours._batch[0].state
@@ -77,16 +77,16 @@ def recorded_selections(ours: Ours, steps: int) -> list[tuple[int, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ["infinigen", "infinigen-paper"])
-def test_the_planted_tokens_are_selected_and_no_others(field: Field, name: str) -> None:
-    found = recorded_selections(filled(field, name), 3)
-    assert len(found) == 3 * field.synthetic.geometry.layers
+def test_the_planted_tokens_are_selected_and_no_others(inputs: BenchInputs, name: str) -> None:
+    found = recorded_selections(filled(inputs, name), 3)
+    assert len(found) == 3 * inputs.synthetic.geometry.layers
     for layer, tokens in found:
         share = tokens.shape[1] / (LENGTH - sum(RESIDENT))
         assert 0.9 * FRACTION <= share <= 1.1 * FRACTION
-        assert torch.equal(tokens.sort(1).values, torch.stack(field.synthetic.tokens[layer])), f"layer {layer}"
+        assert torch.equal(tokens.sort(1).values, torch.stack(inputs.synthetic.tokens[layer])), f"layer {layer}"
 
 
-def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: Field) -> None:
+def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: BenchInputs) -> None:
     """The layer's count is the mean; a head with fewer fills up from what other heads have planted."""
     for layer, tokens in recorded_selections(filled(uneven, "infinigen"), 2):
         planted = [set(rows.tolist()) for rows in uneven.synthetic.tokens[layer]]
@@ -97,7 +97,7 @@ def test_of_uneven_heads_each_takes_its_planted_tokens_first(uneven: Field) -> N
             assert len(taken) == n and (taken <= own if len(own) >= n else own <= taken <= set().union(*planted))
 
 
-def test_counts_by_head_are_what_was_asked_for(uneven: Field) -> None:
+def test_counts_by_head_are_what_was_asked_for(uneven: BenchInputs) -> None:
     geometry = uneven.synthetic.geometry
     n = round(FRACTION * (LENGTH - sum(RESIDENT)))
     for heads in uneven.synthetic.tokens:
@@ -106,17 +106,17 @@ def test_counts_by_head_are_what_was_asked_for(uneven: Field) -> None:
         assert counts[0] == round(n / 2) and abs(counts[-1] - 1.5 * n) <= 2
 
 
-def test_planted_tokens_differ_between_heads_and_spare_what_is_resident(field: Field) -> None:
-    tokens = field.synthetic.tokens
+def test_planted_tokens_differ_between_heads_and_spare_what_is_resident(inputs: BenchInputs) -> None:
+    tokens = inputs.synthetic.tokens
     assert not torch.equal(tokens[0][0], tokens[0][1]) and not torch.equal(tokens[0][0], tokens[1][0])
     for row in (row for heads in tokens for row in heads):
         assert row.min() >= RESIDENT[0] and row.max() < LENGTH - RESIDENT[1]
         assert len(row.unique()) == len(row) == len(tokens[0][0])
 
 
-def test_the_artifact_has_the_moments_of_the_planted_keys(field: Field) -> None:
-    artifact = field.synthetic.artifact()
-    for layer, kv in enumerate(field.synthetic.layers()):
+def test_the_artifact_has_the_moments_of_the_planted_keys(inputs: BenchInputs) -> None:
+    artifact = inputs.synthetic.artifact()
+    for layer, kv in enumerate(inputs.synthetic.layers()):
         skewed = torch.bmm(kv.k, artifact.key[layer])
         # 2,048 samples of deviation 0.1: means within 5 * 0.1 / 45, deviations within 5 * 0.1 / 64
         torch.testing.assert_close(artifact.key_mean[layer], skewed.mean(1), rtol=0.01, atol=0.012)
@@ -125,70 +125,70 @@ def test_the_artifact_has_the_moments_of_the_planted_keys(field: Field) -> None:
         torch.testing.assert_close(artifact.query[layer] @ artifact.key[layer].mT, identity, rtol=0, atol=1e-5)
 
 
-def test_every_call_gives_the_same_rows(field: Field) -> None:
-    for a, b in zip(field.synthetic.layers(), field.synthetic.layers(), strict=True):
+def test_every_call_gives_the_same_rows(inputs: BenchInputs) -> None:
+    for a, b in zip(inputs.synthetic.layers(), inputs.synthetic.layers(), strict=True):
         assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
 
 
-def logits_of(ours: Ours) -> torch.Tensor:
+def logits_of(ours: OffloadBaseline) -> torch.Tensor:
     return ours.runner.decode(ours._batch)
 
 
-def test_full_decodes_what_transformers_decodes_on_the_same_context(field: Field) -> None:
+def test_full_decodes_what_transformers_decodes_on_the_same_context(inputs: BenchInputs) -> None:
     """Without the planted vector (transformers' queries do not have it) both see the same keys and values."""
-    ours: Any = filled(field, "full")
-    ours.runner.adapter = adapter_for(field.model)
-    peer: Any = filled(field, "dynamic")
+    ours: Any = filled(inputs, "full")
+    ours.runner.adapter = adapter_for(inputs.model)
+    peer: Any = filled(inputs, "dynamic")
     with torch.inference_mode():
-        expected = field.model(
+        expected = inputs.model(
             input_ids=torch.tensor([[TOKEN]]), position_ids=torch.tensor([[LENGTH]]), past_key_values=peer._cache
         ).logits[0, -1]
     difference = (logits_of(ours)[0] - expected).abs().max() / expected.abs().max()
     assert difference < 2e-5  # the project's bound for logits of `full`
 
 
-def test_a_batch_decodes_what_its_sequences_decode_alone(field: Field, uneven: Field) -> None:
+def test_a_batch_decodes_what_its_sequences_decode_alone(inputs: BenchInputs, uneven: BenchInputs) -> None:
     for name in ("full", "infinigen"):
         rows = logits_of(filled(uneven, name))
         assert rows.shape[0] == 2
         # Products over a batch sum in another order than over one sequence.
         assert (rows[0] - rows[1]).abs().max() / rows.abs().max() < 1e-5
-    peer: Peer = filled(uneven, "static")
+    peer: TransformersBaseline = filled(uneven, "static")
     peer.step()
     assert peer._tokens.shape == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_a_peer_grows_by_the_token_it_decodes(field: Field, name: str) -> None:
-    peer: Peer = filled(field, name)
+def test_a_peer_grows_by_the_token_it_decodes(inputs: BenchInputs, name: str) -> None:
+    peer: TransformersBaseline = filled(inputs, name)
     for steps in (1, 2):
         peer.step()
         assert int(peer._cache.get_seq_length()) == LENGTH + steps
 
 
-def test_baselines_on_one_pool_do_not_touch_each_other(field: Field) -> None:
-    alone, other = filled(field, "full"), filled(field, "full")
+def test_baselines_on_one_pool_do_not_touch_each_other(inputs: BenchInputs) -> None:
+    alone, other = filled(inputs, "full"), filled(inputs, "full")
     expected = [logits_of(alone) for _ in range(3)]
-    disturbed = filled(field, "full")
+    disturbed = filled(inputs, "full")
     for logits in expected:
         assert torch.equal(logits_of(disturbed), logits)
         other.step()
-    field.context.pool.check_integrity()
+    inputs.context.pool.check_integrity()
 
 
-def test_the_floor_has_no_context(field: Field) -> None:
+def test_the_floor_has_no_context(inputs: BenchInputs) -> None:
     for name in ("floor", "floor-ours"):
-        baseline = filled(field, name)
+        baseline = filled(inputs, name)
         baseline.step()
         facts = baseline.facts()
-        assert facts.get("link_bytes_per_token", 0) == 0
+        assert facts.get("h2d_bytes_per_token", 0) == 0
 
 
-def test_what_cannot_run_here_is_skipped_with_its_reason(field: Field) -> None:
+def test_what_cannot_run_here_is_skipped_with_its_reason(inputs: BenchInputs) -> None:
     said: list[str] = []
     skipped: list[str] = []
     for _ in range(2):  # each reason is reported once
-        made = bench._baselines(("static", "offloaded"), field, said.append, skipped)
+        made = bench._baselines(("static", "offloaded"), inputs, said.append, skipped)
     assert [c.name for c in made] == ["StaticCache"]
     assert skipped == ["offloaded: it offloads from a CUDA device, and this is a CPU"]
     assert said == [f"skipped {skipped[0]}"]
@@ -217,7 +217,7 @@ def test_a_run_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sparse["over_static"] == rows[-4]["median"] / sparse["median"] and sparse["over_dynamic"] is None
     resident, n = sum(RESIDENT), round(FRACTION * (1024 - sum(RESIDENT)))
     assert sparse["sparse_exact_fraction"] == pytest.approx((resident + n) / 1024, rel=0.01)
-    assert sparse["link_bytes_per_token"] == 3 * 2 * n * 2 * 32 * 4  # layers, KV heads, rows, K and V, d, bytes
+    assert sparse["h2d_bytes_per_token"] == 3 * 2 * n * 2 * 32 * 4  # layers, KV heads, rows, K and V, d, bytes
     assert "| StaticCache |" in (tmp_path / "new" / "decode_step.md").read_text()
     assert (tmp_path / "new" / "time_per_step.png").stat().st_size > 1000
 

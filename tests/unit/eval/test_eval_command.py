@@ -80,7 +80,7 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         assert artifact.method == method
         assert full["fingerprint"] == ours["fingerprint"] == artifact.fingerprint
         runtime = LLM(model, policy="infinigen", policy_options=ours["options"], skew=folder)
-        assert ours["lineage"] == runtime.runner.policy.provenance_key
+        assert ours["provenance"] == runtime.runner.policy.provenance_key
         other = "svd" if method == "balanced" else "balanced"
         both = rf"made with the method '{method}', .* name '{other}'"
         with pytest.raises(ConfigError, match=both):
@@ -90,7 +90,7 @@ def test_a_skew_artifact_is_used_and_its_model_named(tmp_path: Path, capsys: pyt
         LLM(model, policy_options={"skew": method}, skew=folder / "skew.safetensors")
     (full, svd), (again, balanced) = rows.values()
     assert full == again
-    assert svd["lineage"] != balanced["lineage"]
+    assert svd["provenance"] != balanced["provenance"]
     assert svd["nats_per_token"] != balanced["nats_per_token"]
     assert len(list((out / "rows").iterdir())) == 3  # full was measured once
 

@@ -32,7 +32,7 @@ def test_divergence_is_that_of_torch_and_counts_equal_top_tokens() -> None:
 
 def test_summary_weights_windows_by_their_tokens() -> None:
     base: list[Row] = [{"nats": 2.0, "tokens": 1, "kl": [0.0], "agrees": [1]}] * 2
-    costs: Row = {"attended": 0.5, "link": None, "sparse_attended": 0.5, "sparse_link": 0.25}
+    costs: Row = {"attended": 0.5, "fetched": None, "sparse_attended": 0.5, "sparse_fetched": 0.25}
     rows = [
         costs | {"nats": 2.0, "tokens": 1, "kl": [0.3], "agrees": [0]},
         costs | {"nats": 2.0, "tokens": 3, "kl": [0.1, 0.0, 0.0], "agrees": [1, 1, 1]},
@@ -40,7 +40,7 @@ def test_summary_weights_windows_by_their_tokens() -> None:
     found = summary(rows, base)
     assert (found["kl"], found["top_1"]) == pytest.approx((0.1, 0.75))
     assert found["kl_interval"] == pytest.approx([0.1 / 3, 0.3])
-    assert (found["sparse_link"], found["link"]) == (0.25, None)
+    assert (found["sparse_fetched"], found["fetched"]) == (0.25, None)
 
 
 def test_distributions_are_those_of_transformers() -> None:

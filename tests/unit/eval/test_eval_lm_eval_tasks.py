@@ -184,7 +184,7 @@ def test_shares_are_told_for_each_task(ours: OffloadLM, capsys: pytest.CaptureFi
     assert few.generate_until(asked) == ours.generate_until(asked)
     said = capsys.readouterr().err
     assert "None: 2 requests, attended 100.00%" in said and "told: 3 requests, attended 100.00%" in said
-    assert few.get_model_info()["attended_and_link_fractions"]["told"][0] == 1.0
+    assert few.get_model_info()["attended_and_fetched_fractions"]["told"][0] == 1.0
     assert len(few.fractions) == 5
     with pytest.raises(InputError, match="leave --apply_chat_template out"):
         few.apply_chat_template([{"role": "user", "content": "Who?"}])
@@ -249,7 +249,7 @@ def test_tasks_under_policies_resume_and_compare(tmp_path: Path, monkeypatch: py
     assert len(said) == len(report.rows) == 6
     other = Variant("streaming", {"budget": 0.2, "recent": 2, "sinks": 1})
     more = TasksConfig(tasks=("copa_local", "rte_local"), limit=3)
-    late = run_tasks(tested, [variants[0], other, variants[1]], more, tmp_path, late=lambda: True)
+    late = run_tasks(tested, [variants[0], other, variants[1]], more, tmp_path, deadline_passed=lambda: True)
     assert [(row["task"], row["variant"]) for row in late.rows] == [("copa_local", v.label) for v in variants]
 
 

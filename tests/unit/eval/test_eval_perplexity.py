@@ -51,8 +51,8 @@ def test_costs_are_means_over_texts_of_what_was_measured() -> None:
     sparse = [Scored([1.0], [True], 0.2, 0.1, 0.15, 0.05, m, 2 * m) for m in (0.1, 0.2)]
     found = costs([dense, *sparse])
     assert (found["missed"], found["missed_worst"]) == pytest.approx((0.15, 0.3))
-    assert (found["attended"], found["link"]) == pytest.approx((1.4 / 3, 1.1 / 3))
-    assert (found["sparse_attended"], found["sparse_link"]) == pytest.approx((0.1, 0.1 / 3))
+    assert (found["attended"], found["fetched"]) == pytest.approx((1.4 / 3, 1.1 / 3))
+    assert (found["sparse_attended"], found["sparse_fetched"]) == pytest.approx((0.1, 0.1 / 3))
     assert costs([dense])["missed"] is None
 
 
@@ -154,8 +154,8 @@ def test_a_row_is_known_by_what_its_options_mean() -> None:
     tested = ModelUnderTest("reference")
     plain, recent = (tested.key(Variant("infinigen", options)) for options in ({}, {"recent": 5}))
     named = tested.key(Variant("infinigen", {"recent": InfiniGenOptions().recent}))
-    assert plain["lineage"] == named["lineage"] != recent["lineage"]
-    assert tested.key(Variant("full"))["lineage"] == "exact"
+    assert plain["provenance"] == named["provenance"] != recent["provenance"]
+    assert tested.key(Variant("full"))["provenance"] == "exact"
 
 
 def test_rows_are_whole_or_absent(tmp_path: Path) -> None:

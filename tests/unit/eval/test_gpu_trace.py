@@ -20,4 +20,4 @@ def test_kernels_and_streams_are_summed_per_step() -> None:
     found = summary(EVENTS, 2)
     assert found["kernels"][0] == {"kernel": "gemm", "launches": 1.0, "us": 10.0}
     assert found["streams"] == {"7": {"launches": 1.0, "us": 10.0}, "8": {"launches": 1.0, "us": 12.0}}
-    assert (found["wall"], found["device busy"], found["link busy"]) == (20.0, 18.0, 10.5)
+    assert (found["wall"], found["device busy"], found["PCIe busy"]) == (20.0, 18.0, 10.5)

@@ -43,7 +43,6 @@ NAMES = {
 WORD_ALLOWED = {
     "chunk": (5, "chunked prefill, chunks of a streamed response, and the decoding chunks of the paper's Figure 12"),
     "tail": (3, "fields of stored session histories: the partly filled last block"),
-    "link": (4, "fields of recorded evaluation results"),
     "missed": (15, "the option `max_missed_mass` and its statistics"),
 }
 """How many identifiers may still contain a word, with the reason. The numbers may only fall."""
