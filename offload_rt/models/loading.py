@@ -181,9 +181,10 @@ def _read_checkpoint(
     landing = torch.device("cpu") if on_host else device
     loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
     fix_rope_scaling(loaded, max_model_len)
-    quantize_checkpoint(loaded, quantize, device)
-    if on_host and not placement:
-        loaded.to(device)  # type: ignore[arg-type]
+    with one_error(f"cannot quantise the weights of {source}"):
+        quantize_checkpoint(loaded, quantize, device)
+        if on_host and not placement:
+            loaded.to(device)  # type: ignore[arg-type]
     use_backends(loaded, device)
     return loaded
 

@@ -107,7 +107,7 @@ def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) 
         llm = LLM(path, replace(config, device="cuda", device_memory=least))
         [found] = completed(llm.generate([prompt], GREEDY))
         stream = llm.runner.weights and llm.runner.weights.stream
-        assert stream and stream.bytes % sum(shape.sizes.layers[layer] for layer in stream.layers) == 0
+        assert stream and stream.bytes > 0 and stream.bytes % max(shape.sizes.layers) == 0
     assert found.token_ids == expected.token_ids
 
 
