@@ -15,7 +15,7 @@ from .reference import capped, merge_lse, scaled_scores
 KEYS_AT_ONCE = 1024
 """Number of keys that are processed at a time with soft caps or sinks."""
 
-FEW = 128
+FEW_QUERIES = 128
 """Maximum number of queries per KV head (tokens times query heads of its group) that one call computes together."""
 
 
@@ -43,7 +43,7 @@ def attend_causal(
         return causal_cpu.attend_causal(library, q, k, v, scale, window, softcap, sinks)
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
-    if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW:
+    if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW_QUERIES:
         return _few(q.unflatten(0, (k.shape[0], -1)), k, v, scale)
     if window is None and heads > k.shape[0] and _takes_groups(q, k, v):
         return _lower_right(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]

@@ -64,8 +64,7 @@ def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
     Returns:
         Packed codes, uint8 `[..., w]` with w = d * bits / 8, and the codes of the steps, uint8 `[...]`. Byte i contains
-        the codes of
-        channels i, i + w, i + 2w, and so on, the first one in the lowest bits.
+        the codes of channels i, i + w, i + 2w, and so on, the first one in the lowest bits.
     """
     steps = encode_steps(x.abs().amax(-1) / (1 << (bits - 1)))
     codes = (x / decode_steps(steps).to(x.dtype).unsqueeze(-1)).floor_() + (1 << (bits - 1))
@@ -184,8 +183,7 @@ def approximate_attention(
 
     Returns:
         out `[Hkv, G, d]`, not yet multiplied by the inverse of `mixing`, and lse `[Hkv, G]`, in float32 (float64 for
-        float64
-        inputs). If all tokens are excluded, out is 0 and lse is -inf.
+        float64 inputs). If all tokens are excluded, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
     hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)

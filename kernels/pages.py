@@ -69,7 +69,7 @@ class Pages:
     def parts(self, tokens: range) -> Iterator[tuple[torch.Tensor, slice, slice]]:
         """Yield the pages that contain `tokens`, as blocks `[Hkv, PAGE_BLOCKS, block_bytes]`.
 
-        With each come the slice of the page's tokens that are in `tokens`, and the corresponding slice of `tokens`.
+        Each item also has the slice of the page's tokens that are in `tokens`, and the corresponding slice of `tokens`.
         """
         at = tokens.start
         while at < tokens.stop:

@@ -52,7 +52,7 @@ class PointerTable:
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of every list is aligned for the widest load."""
+        """Whether every row of the tensors is aligned for the widest memory load of a kernel."""
         size = self.tensors[0].itemsize
         starts = (x for tensor in self.tensors for x in (tensor.data_ptr(), *(size * s for s in tensor.stride()[:2])))
         return all(x % ALIGNED == 0 for x in starts)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-CACHED = 8 << 20
+CACHE_BYTES = 8 << 20
 """Size in bytes of keys that fit in the caches of a processor."""
 
-FEW = 8
+FEW_QUERIES = 8
 """Maximum number of queries per KV head for which products with keys larger than the caches are computed as k q^T."""
 
 
@@ -34,7 +34,7 @@ def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float, out: torch.Ten
         return _half_products(q, k, out).mul_(scale)
     q = q * scale
     # For few queries and keys that exceed the caches, k q^T is faster, because it reads the keys sequentially.
-    if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW and k.nbytes >= CACHED:
+    if k.device.type == "cpu" and k.dtype == torch.float32 and q.shape[1] <= FEW_QUERIES and k.nbytes >= CACHE_BYTES:
         product = torch.bmm(k, q.transpose(1, 2)).transpose(1, 2)
         return product.contiguous() if out is None else out.copy_(product)
     return torch.bmm(q, k.transpose(1, 2), out=out)

@@ -89,8 +89,7 @@ def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         int8 codes `[Hkv, G, d]`, symmetric around 0, and scales `[Hkv, G, 1]`, one per query head. Their rounding error
-        is less
-        than a fifth of that of int4 keys.
+        is less than a fifth of that of int4 keys.
     """
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
     return (weights / scale).round_().to(torch.int8), scale

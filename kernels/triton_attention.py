@@ -112,7 +112,7 @@ def peak_and_sum(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
 
-    LISTED parts are read at a time, a constant, so that longer contexts do not need another compilation.
+    LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):
@@ -131,7 +131,7 @@ def _merge(
     outs: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge row r of all parts, in program r."""
+    """Merge the results of all parts for row r (one query), in program r."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
     peak, whole = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
     safe = tl.where(peak == float("-inf"), 0.0, peak)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-FEW = 32
+FEW_ROWS = 32
 """Maximum number of rows for which each program computes one row, because one row per multiprocessor is fastest."""
 
 _TILE = 4096
@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     assert weight.shape == (d,) and weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     width: int = triton.next_power_of_2(d)
-    rows = 1 if tokens <= FEW else max(1, _TILE // width)
+    rows = 1 if tokens <= FEW_ROWS else max(1, _TILE // width)
     warps = min(16, max(1, rows * width // 256))
     _rms_norm[(triton.cdiv(tokens, rows),)](
         x, weight, out, x.stride(0), tokens, eps, d=d, D=width, ROWS=rows, num_warps=warps

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_norm import FEW
+from .triton_norm import FEW_ROWS
 
 _TILE = 2048
 """Number of elements of a program that rotates several tokens."""
@@ -46,7 +46,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     assert x.stride(2) == 1 and d % 2 == 0
     out = torch.empty(heads, tokens, d, dtype=x.dtype, device=x.device)
     width: int = triton.next_power_of_2(d)
-    rows = 1 if tokens <= FEW else max(1, _TILE // width)
+    rows = 1 if tokens <= FEW_ROWS else max(1, _TILE // width)
     # Disable fused multiply-add, which would not round the first product.
     _rotate[(heads, triton.cdiv(tokens, rows))](
         x, cos, sin, out, x.stride(0), x.stride(1), tokens, d=d, D=width, ROWS=rows,

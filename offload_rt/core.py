@@ -151,7 +151,7 @@ class ModelGeometry:
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
-        """One layer for each window length."""
+        """Index of one layer for each window length."""
         return {window: layer for layer, window in enumerate(self.windows)}
 
     def decoder_layer(self, layer: int) -> int:
@@ -168,7 +168,7 @@ class ModelGeometry:
         return max(self.between(layer) for layer in range(self.layers))
 
     def keeps_state(self, layer: int) -> bool:
-        """Return whether attention layer `layer` or a decoder layer before the next one has recurrent state."""
+        """Return whether `layer`, or a decoder layer between it and the next attention layer, has recurrent state."""
         return any(state.after == layer for state in self.states)
 
     def state_bytes(self, dtype: torch.dtype) -> int:

@@ -173,10 +173,10 @@ class BeamSearchRequest(Request):
         if self._beams.done:
             self.finish_reason = self._ended(self._beams.finished[0])[0] or "length"
             return self._events()
-        self._move(runner, [(parent % len(self.sequences), token) for parent, token in chosen])
+        self._continue_with(runner, [(parent % len(self.sequences), token) for parent, token in chosen])
         return []
 
-    def _move(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
+    def _continue_with(self, runner: Runner, chosen: list[tuple[int, int]]) -> None:
         """Replace the sequences of the beams by sequences for the `chosen` pairs (parent beam, token).
 
         Sequences without a continuation are freed first. The first continuation of a beam reuses its sequence; the

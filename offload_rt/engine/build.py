@@ -67,11 +67,11 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | str | None) -> Runner:
-    plan, placement = _plan(model, config)
+    plan, placement = _plan_memory(model, config)
     loaded = _load(model, config, tokenizer, placement)
     options = default_options(config.skew, config.policy, config.policy_options, loaded.fingerprint)
     config = replace(config, policy_options=options)
-    streamed, weights = _bring_weights(loaded, placement)
+    streamed, weights = _stream_weights(loaded, placement)
     keys_on_host = plan is not None and plan.keys_on_host
     artifact = artifact_loader(streamed, config)
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
@@ -155,7 +155,7 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
     return Runner(model, policy, runner.pool, transfer, config, weights=runner.weights, draft=draft, order=runner.order)
 
 
-def _plan(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
+def _plan_memory(model: Model, config: EngineConfig) -> tuple[DevicePlan | None, Placement]:
     """Return the device memory plan, or None without `device_memory`, and the placement of the weights.
 
     Only the model's dimensions are read. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
@@ -230,8 +230,8 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
 def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
-    On a CPU, unquantised KV is read in place. In all other cases, and with a `working_set` (entries per layer and KV
-    head), KV is copied to staging buffers.
+    On a CPU, unquantised KV is read in place. Otherwise, or with a `working_set` (entries per layer and KV head), KV is
+    copied to staging buffers.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)
@@ -254,7 +254,7 @@ def _reads_in_place(pool: HostPool) -> bool:
     return found
 
 
-def _bring_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
+def _stream_weights(loaded: LoadedModel, placement: Placement) -> tuple[LoadedModel, HostWeights | None]:
     """Create the streams that copy weights from host memory to the device, if `placement` requires any.
 
     Return the model, whose adapter then waits for the copies, and the streams.

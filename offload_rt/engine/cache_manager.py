@@ -54,7 +54,7 @@ class CacheManager:
         models is not shared if the pool keeps no snapshots of recurrent state.
         """
         shared = self._config.enable_prefix_caching and self._pool.format.exact
-        return shared and self._pool.keeps_states
+        return shared and self._pool.reuses_prefixes
 
     @property
     def evicts(self) -> bool:
@@ -99,7 +99,8 @@ class CacheManager:
     def block_table(self, known: Seq[int], capacity: int, stop: int, provenance: str) -> BlockTable:
         """Return a new block table with slots for `capacity` tokens, beginning with the cached blocks of `known`.
 
-        For `stop`, see `reserve_slots`; for `provenance`, `first_uncached`. Raises PoolFullError.
+        Sliding layers get slots for a first part of the prefill up to `stop` (`reserve_slots`). `provenance` is the end
+        of the KV provenance key (`salt_provenance`). Raises PoolFullError.
         """
         blocks = BlockTable()
         if self.shares and not self._policy.wants_queries:

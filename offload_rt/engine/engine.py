@@ -202,7 +202,7 @@ class Engine:
 
     def _decode_group(self, group: list[Request]) -> list[TokenOutput]:
         try:
-            steps = self._steps(group)
+            steps = self._compute_logits(group)
         except Exception as error:
             self._decode_failed(group, error)
             return []
@@ -220,7 +220,7 @@ class Engine:
             except Exception as error:
                 self._decode_failed(group, error, self._speculative.rejected)
 
-    def _steps(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
+    def _compute_logits(self, group: list[Request]) -> list[tuple[Request, Iterable[Answer]]]:
         """Compute the next logits of each request; with speculative decoding, of several tokens.
 
         The most likely tokens of all requests are copied to the host together, so that it waits for the device only
@@ -319,7 +319,7 @@ class Suspects:
         self._positions: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def add(self, request: Request) -> None:
-        """Add a request before its sequences, which hold the position of the failure, are freed."""
+        """Add a request. Call this before its sequences are freed, because they hold the position of the failure."""
         self._positions[request] = request.sequences[0].position
 
     def groups(self, running: Seq[Request]) -> list[list[Request]]:

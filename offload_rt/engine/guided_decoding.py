@@ -56,7 +56,7 @@ class GuidedDecoder:
             grammar = _grammar(spec, library)
         except ValueError as error:
             raise InputError(f"structured_outputs are invalid: {error}") from error
-        self._matcher: LLMatcher = _compiled(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
+        self._matcher: LLMatcher = _grammar_of(tokenizer, vocab, tuple(sorted(ends)), grammar).deep_copy()
 
     def copy(self) -> GuidedDecoder:
         twin = object.__new__(GuidedDecoder)
@@ -142,9 +142,11 @@ def _nesting(schema: Any) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _compiled(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
-    """Return a cached grammar. Callers must copy it before they advance it."""
-    what, table = "structured_outputs are invalid", _table(tokenizer, vocab, ends)
+def _grammar_of(
+    tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...], grammar: str
+) -> LLMatcher:
+    """Return a compiled grammar from a cache. Callers must copy it before they advance it."""
+    what, table = "structured_outputs are invalid", _tokenizer_table(tokenizer, vocab, ends)
     try:
         found: LLMatcher = _library().LLMatcher(table, grammar)
     except ValueError as error:
@@ -159,7 +161,7 @@ def _raise_error(matcher: LLMatcher, what: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
+def _tokenizer_table(tokenizer: PreTrainedTokenizerBase | None, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
     """Return llguidance's table of each token's bytes, which takes a second to build.
 
     Raise InputError for slow tokenizers.

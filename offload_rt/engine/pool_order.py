@@ -90,7 +90,7 @@ class PoolMember(ABC):
     @property
     @abstractmethod
     def uses_memory(self) -> bool:
-        """Whether a request of this engine has started."""
+        """Whether a request of this engine has started and therefore uses memory of the pool."""
 
     @property
     @abstractmethod
@@ -124,7 +124,10 @@ class PoolMember(ABC):
         self._gave_way_at, self._seen = self.order.requests_ended, self.order.times_freed
 
     def may_admit(self) -> bool:
-        """Return False after `give_way`, and while the pool is reserved for an older request of another engine."""
+        """Return whether this engine may admit requests.
+
+        The result is False after `give_way`, and while the pool is reserved for an older request of another engine.
+        """
         older = self._older(self._active_others())
         waits = older and self._gave_way_at == self.order.requests_ended
         if waits or any(other.claims for other in older):

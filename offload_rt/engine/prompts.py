@@ -48,7 +48,7 @@ def each_prompt(prompts: object) -> list[str | list[int]]:
         return [str(prompts)]
     if isinstance(prompts, (bytes, bytearray)):
         raise InputError(f"a prompt is {type(prompts).__name__}: decode it to text, or {WANTED}")
-    if _encoding(prompts):
+    if _is_encoding(prompts):
         return [list(ids) for ids in _unpadded(prompts)]
     values = _as_list(prompts)
     if not isinstance(values, list):
@@ -93,7 +93,7 @@ def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: s
     return [*ids[:first], *ids[len(ids) - (max_tokens - first) :]]
 
 
-def _encoding(prompts: Any) -> bool:
+def _is_encoding(prompts: Any) -> bool:
     """Return whether `prompts` is a tokenizer's output. Raise InputError if it is a chat message."""
     if not isinstance(prompts, Mapping) and not hasattr(prompts, "input_ids"):
         return False
@@ -106,7 +106,7 @@ def _encoding(prompts: Any) -> bool:
 
 
 def _unpadded(encoding: Any) -> list[list[int]]:
-    rows = _rows(encoding["input_ids"])
+    rows = _token_rows(encoding["input_ids"])
     if encoding.get("attention_mask") is None:
         return rows
     given = _as_list(encoding["attention_mask"])
@@ -117,7 +117,7 @@ def _unpadded(encoding: Any) -> list[list[int]]:
     return [[i for i, m in zip(row, mask, strict=True) if m] for row, mask in zip(rows, masks, strict=True)]
 
 
-def _rows(values: Any) -> list[list[int]]:
+def _token_rows(values: Any) -> list[list[int]]:
     """Convert integers `[T]` or `[B, T]` to a list of rows."""
     plain = _as_list(values)
     if not isinstance(plain, list):

@@ -254,7 +254,7 @@ class SampledRequest(Request):
 
     @property
     def width(self) -> int:
-        """One, plus the number of completions that will still fork from this one."""
+        """Maximum number of sequences: one, plus the completions that will still fork from this one."""
         return 1 + len(self._pending)
 
     @property

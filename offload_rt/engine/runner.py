@@ -186,11 +186,9 @@ class Runner(SequenceManager):
         want_logits: bool = False,
         every_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
-        """Prefill the tokens [position, stop) in one call.
+        """Prefill the tokens [position, stop) in one call. For `every_logits`, see `begin_prefill`.
 
-        With `want_logits`, return the logits `[V]` of the last token.
-
-        For `every_logits`, see `begin_prefill`.
+        With `want_logits`, return the logits `[V]` of the last token, else None.
         """
         while True:
             prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, every_logits=every_logits)

@@ -162,11 +162,10 @@ def _seed_at(seed: int, position: int) -> int:
     torch's CPU generator uses only the lower 32 bits of a seed. Mixing makes them differ for neighbouring seeds and
     positions.
     """
-    return _mixed(_mixed(seed) + position)
+    return _splitmix64(_splitmix64(seed) + position)
 
 
-def _mixed(value: int) -> int:
-    """Mix the 64 bits of `value` with one step of the SplitMix64 generator."""
+def _splitmix64(value: int) -> int:
     value = (value + _SEED_STEP) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

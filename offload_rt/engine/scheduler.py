@@ -98,7 +98,7 @@ class Scheduler(PoolMember):
             if self.running:
                 self._runner.retry_after_reclaim(lambda: self._runner.pool.check_spare(width))
         except Exception as error:
-            self._not_started(request, error)
+            self._handle_start_error(request, error)
             return
         self.waiting.popleft()
         request.metrics.first_scheduled_time = request.metrics.first_scheduled_time or time.time()
@@ -109,8 +109,8 @@ class Scheduler(PoolMember):
         else:
             self.prefilling = request, prefill
 
-    def _not_started(self, request: Request, error: Exception) -> None:
-        """Handle an `error` of `Request.start`: wait if other requests will free memory of the full pool, else fail."""
+    def _handle_start_error(self, request: Request, error: Exception) -> None:
+        """Let the request wait if other requests will free memory of the full pool. Otherwise it fails."""
         try:
             request.drop(self._runner)
         except Exception as other:
@@ -220,12 +220,12 @@ class Scheduler(PoolMember):
             request.finish(self._runner, "abort")
         except Exception as error:
             failed = error
-            self._free(request)
+            self._free_again(request)
         self.ended.append(request)
         self.order.freed(ended=True)
         return failed
 
-    def _free(self, request: Request) -> None:
+    def _free_again(self, request: Request) -> None:
         """Free the memory of a request, after a first attempt has failed.
 
         If this fails too, the block counts of the pool may be wrong, so all engines of the pool stop.
@@ -242,7 +242,10 @@ class Scheduler(PoolMember):
             broken.__cause__ = error
 
     def preempt(self, request: Request, *, swap: bool = True) -> None:
-        """Free the memory of a request and put it at the head of the queue. `swap` allows to write its KV to disk."""
+        """Free the memory of a request and put it at the head of the queue.
+
+        With `swap`, its KV may be written to disk.
+        """
         swapped = self._swap_out(request) if swap else None
         if not self.restart(request):
             if self._swap is not None and swapped is not None:

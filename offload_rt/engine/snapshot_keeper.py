@@ -35,7 +35,7 @@ class SnapshotKeeper:
     def restore(self, sequence: Sequence, snapshot: int | None = None) -> None:
         """Copy a snapshot to the recurrent state of a new sequence.
 
-        None is the snapshot at the end of its cached blocks.
+        None means the snapshot at the end of its cached blocks.
         """
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)

@@ -61,7 +61,7 @@ class Fractions:
         )
 
 
-def _memory(runner: Runner) -> tuple[int, int, int]:
+def _weight_and_peak_bytes(runner: Runner) -> tuple[int, int, int]:
     """Return the size in bytes of all weights, of the weights on the device, and of the peak use of device memory."""
     draft, weights, device = runner.draft, runner.weights, runner.adapter.device
     total = runner.model.weight_bytes + (0 if draft is None else draft.model.weight_bytes)
@@ -85,7 +85,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     trace.settle()
     shares = Fractions.of(trace, dense)
     missed, worst = layer_means(trace, dense)
-    weight_bytes, on_device, peak = _memory(runner)
+    weight_bytes, on_device, peak = _weight_and_peak_bytes(runner)
     kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
     estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None

@@ -99,7 +99,7 @@ class Swap:
         """
         if not self._restorable(sequence):
             return None
-        runner, swapped = self._runner, self._swapped(sequence)
+        runner, swapped = self._runner, self._describe(sequence)
         fresh = [name for name in swapped.names if name.key not in self._disk]
         token_bytes = self._runner.pool.block_bytes // BLOCK_SIZE
         written = sum(name.count for name in fresh) * token_bytes
@@ -136,7 +136,7 @@ class Swap:
         if fewer than `spare` blocks would remain free.
         """
         runner, pool = self._runner, self._runner.pool
-        blocks = self._known(swapped, tokens)
+        blocks = self._cached_exact_blocks(swapped, tokens)
         with runner.cache_manager.released_on_error(blocks):
             found = self._find(swapped, blocks)
             pool.check_grows(blocks, swapped.position + 1, spare)
@@ -152,7 +152,7 @@ class Swap:
         try:
             if self._load(blocks, found):
                 runner.reload(sequence)
-                self._learn(sequence)
+                self._rebuild_policy_state(sequence)
                 restored = True
         finally:
             if not restored:
@@ -189,8 +189,8 @@ class Swap:
             return sequence.position * (self._prefill_seconds_per_token or step)
         return sequence.exact * (self._prefill_seconds_per_token or step) + decoded * step / batch
 
-    def _swapped(self, sequence: Sequence) -> SwappedSequence:
-        """Return the description of a sequence that will be written to disk.
+    def _describe(self, sequence: Sequence) -> SwappedSequence:
+        """Return what is needed to restore a sequence, before it is written to disk.
 
         It names the blocks of full-attention layers, and the blocks of sliding layers that the next token attends to.
         Blocks with exact KV are named by their tokens; other names are unique to this sequence.
@@ -206,7 +206,7 @@ class Swap:
             sequence.provenance, sequence.blocks.floor,
         )  # fmt: skip
 
-    def _known(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
+    def _cached_exact_blocks(self, swapped: SwappedSequence, tokens: Seq[int]) -> BlockTable:
         """Return the cached blocks of the tokens that an exact prefill computed."""
         if not self._runner.config.enable_prefix_caching:
             return BlockTable(floor=swapped.floor)
@@ -238,8 +238,7 @@ class Swap:
         return True
 
     @torch.inference_mode()
-    def _learn(self, sequence: Sequence) -> None:
-        """Rebuild the policy state from the KV in the pool."""
+    def _rebuild_policy_state(self, sequence: Sequence) -> None:
         runner = self._runner
         for layer in range(runner.adapter.geometry.layers):
             if layer not in runner.policy.dense_layers:

@@ -61,7 +61,7 @@ class Arena:
         return KVPart(planes[:, 0], planes[:, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a view of the p planes (`layout`) of `storage_layers`, `[p, size, width]`.
+        """Return stored K and V as a view `[p, size, width]`: one plane per storage layer, KV head, and K or V.
 
         `offset` is the first token slot of the slab.
         """

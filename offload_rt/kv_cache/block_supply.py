@@ -122,7 +122,7 @@ class BlockSupply(StoredRows):
         return self.cached.idle_blocks
 
     @property
-    def keeps_states(self) -> bool:
+    def reuses_prefixes(self) -> bool:
         """Whether a new sequence can start from a cached prefix.
 
         This is False for models with recurrent state if the pool has no memory for snapshots.

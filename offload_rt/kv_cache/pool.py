@@ -73,7 +73,7 @@ class HostPool(BlockSupply):
     def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
         """Return whether `slide` would change the block table.
 
-        KV that is still being appended must then be copied first.
+        If so, KV that is still being appended must be copied to the pool before `slide`.
         """
         if not self.groups.sliding:
             return False

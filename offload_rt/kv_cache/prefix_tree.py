@@ -46,7 +46,7 @@ def pack_tokens(tokens: Sequence[int], stop: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def _same_tokens(block: bytes, other: bytes) -> int:
+def _count_equal_tokens(block: bytes, other: bytes) -> int:
     """Return how many leading tokens are equal. `other` must not be longer than `block`."""
     return next((i for i in range(0, len(other), 8) if block[i : i + 8] != other[i : i + 8]), len(other)) // 8
 
@@ -155,7 +155,7 @@ class PrefixTree:
                 # Blocks with other provenance keys may belong to another client (cache salt), so their tokens must not
                 # be revealed.
                 mine = (child for child in children.values() if child.provenance_key in provenance_keys)
-                return known + max((_same_tokens(child.tokens, data) for child in mine), default=0)
+                return known + max((_count_equal_tokens(child.tokens, data) for child in mine), default=0)
             parent, known = node, known + BLOCK_SIZE
         return known
 
@@ -209,7 +209,7 @@ class PrefixTree:
                 node.idle = True
                 node.used = self._clock
                 self.idle += 1
-                self._queue(node)
+                self._queue_if_idle_leaf(node)
 
     def evict(self, count: int) -> list[int]:
         """Remove up to `count` idle blocks, leaves with the lowest rank first. Return their ids."""
@@ -220,7 +220,7 @@ class PrefixTree:
             if self._nodes.get(node.key) is not node or not node.idle or node.children:
                 continue
             if node.rank > rank:
-                self._queue(node)
+                self._queue_if_idle_leaf(node)
                 continue
             gone += self._remove(node)
         return gone
@@ -262,8 +262,7 @@ class PrefixTree:
     def _children(self, parent: _Node | None) -> dict[bytes, _Node]:
         return self._tops if parent is None else parent.children
 
-    def _queue(self, node: _Node) -> None:
-        """Add a node to the eviction queue if it is an idle leaf and not in the queue."""
+    def _queue_if_idle_leaf(self, node: _Node) -> None:
         if node.idle and not node.children and not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.rank, node.key, node))
@@ -271,7 +270,7 @@ class PrefixTree:
     def _remove(self, node: _Node) -> list[int]:
         del self._children(node.parent)[node.key]
         if node.parent is not None:
-            self._queue(node.parent)
+            self._queue_if_idle_leaf(node.parent)
         gone = [node]
         for other in gone:  # The loop is breadth-first: it appends to the list that it iterates over.
             gone += other.children.values()

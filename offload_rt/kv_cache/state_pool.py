@@ -43,27 +43,27 @@ class StatePool:
         return self.slots * self.slot_bytes
 
     def save(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the states of one decoder layer to a slot."""
+        """Copy `recurrent` and `conv`, the states of one decoder layer, to a slot."""
         self.lock(slot)
         for target, source in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def restore(self, slot: int, layer: int, recurrent: torch.Tensor | None, conv: torch.Tensor) -> None:
-        """Copy the states of one decoder layer from a slot to the arguments."""
+        """Copy the states of one decoder layer from a slot to `recurrent` and `conv`."""
         for source, target in zip(self._views(slot, layer), (recurrent, conv), strict=True):
             if target is not None:
                 target.copy_(source, non_blocking=self._pin)
 
     def read(self, slot: int) -> bytes:
         """Wait for pending copies from the device. Return the bytes of a slot."""
-        self._settle()
+        self._wait_for_copies()
         return self._rows[slot].numpy().tobytes()
 
     def write(self, slot: int, data: memoryview) -> None:
-        """Wait for pending copies. Replace the bytes of a slot."""
+        """Wait for pending copies from and to the device. Then replace the bytes of a slot."""
         self.lock(slot)
-        self._settle()  # a queued copy may still read the slot, or overwrite it later
+        self._wait_for_copies()  # a queued copy may still read the slot, or overwrite it later
         self._rows[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def lock(self, slot: int) -> None:
@@ -72,7 +72,7 @@ class StatePool:
             page_lock(self._rows[slot], self)
             self._locked.add(slot)
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Wait for pending copies of the model's device, which need not be the current CUDA device."""
         if self._pin:
             torch.cuda.current_stream(self._device).synchronize()

@@ -83,7 +83,7 @@ class StoredRows:
             self.fill_storage_layer(storage_layer, span, part.k, part.v)
 
     def fill_storage_layer(self, storage_layer: int, span: SlotSpan, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V `[Hkv, size, width]`, in the row shape of full-attention layers."""
+        """Write K and V `[Hkv, size, width]` to the slots of `span`, in the row shape of full-attention layers."""
         self._arena.fill(span.slab, storage_layer, span.offset, k, v)
 
     def view_storage_layers(self, layer: int, span: SlotSpan) -> Iterator[tuple[int, KVPart]]:

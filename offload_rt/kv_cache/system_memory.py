@@ -13,7 +13,7 @@ from ..utils.units import format_size
 
 _FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _SECOND = ("memory.max", "memory.current", "inactive_file")
-"""Names in cgroup v1 and v2: file with the limit, file with the usage, and reclaimable page cache in memory.stat."""
+"""Names in cgroup v1 and v2: the files with the limit and the usage, and the field of reclaimable page cache."""
 
 
 def available_memory() -> int:
@@ -22,7 +22,7 @@ def available_memory() -> int:
 
 
 def memory_limit(wanted: int | None, at_most: int) -> int:
-    """Return `wanted`, or by default half of the available memory, but at most `at_most` bytes.
+    """Return `wanted`. If it is None, return half of the available memory, at most `at_most` bytes.
 
     Raises MemoryLimitError if `wanted` exceeds the available memory.
     """

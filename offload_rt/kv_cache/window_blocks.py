@@ -56,7 +56,7 @@ class WindowBlocks:
     def take(self, blocks: Sequence[int], floor: int) -> dict[int, tuple[int, ...]]:
         """Return the window blocks that a sequence needs to continue after `blocks`, by block index.
 
-        They are referenced for the sequence. No token attends to tokens before `floor`.
+        A reference to each is added for the sequence. No token attends to tokens before `floor`.
         """
         if not self._groups.sliding or not blocks:
             return {}

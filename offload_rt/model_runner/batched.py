@@ -31,8 +31,8 @@ from .trace import TransferUse
 def selects_together(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
-    Models with soft-capped scores attend sequence by sequence. So do batches in which a sequence sees resident KV of a
-    sliding-window layer that is not contiguous.
+    The result is False for models with soft-capped scores, and if resident KV that a sequence sees in a sliding-window
+    layer is not contiguous.
     """
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):

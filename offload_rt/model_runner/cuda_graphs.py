@@ -71,9 +71,9 @@ class _Captured:
         self._graph = graph
         self._layers: list[int] = []
         with inputs.rows.capturing():
-            self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._body(batch, inputs))
+            self._logits, self._selected_counts, *self._tallies = graph.capture(lambda: self._launch(batch, inputs))
 
-    def _body(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+    def _launch(self, batch: DecodeBatch, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """Launch a step, and join all streams at its end."""
         mode = BatchedMode(batch, inputs, dense=True)
         logits = DecodeStep(batch, mode).compute()

@@ -56,7 +56,8 @@ class PerSequenceMode:
         shared_fetches = None
         if batch.sharing.overlapping and len(chosen) == len(selections):
             shared_fetches = rows.fetch_together(batch.block_tables, layer, visible, chosen)
-        return partial(self._attend_each, layer, selections, self._start(layer, visible, selections, shared_fetches))
+        fetches = self._start_fetches(layer, visible, selections, shared_fetches)
+        return partial(self._attend_each, layer, selections, fetches)
 
     def fetch_all(self, layer: int) -> Attend:
         """Start fetching all visible tokens of `layer`: shared runs first, then the private part of each sequence.
@@ -73,7 +74,7 @@ class PerSequenceMode:
         if shared_runs:
             visible = [batch.sharing.private_part(b, seen) for b, seen in enumerate(visible)]
         selections = [None] * len(visible)
-        fetches = self._start(layer, visible, selections)
+        fetches = self._start_fetches(layer, visible, selections)
         if shared_runs:
             return partial(self._attend_shared_runs, layer, shared_runs, shared, fetches)
         return partial(self._attend_each, layer, selections, fetches)
@@ -81,14 +82,17 @@ class PerSequenceMode:
     def finish(self) -> None:
         """Record the step in the traces after the last layer. Here, fetches are recorded when they start."""
 
-    def _start(
+    def _start_fetches(
         self,
         layer: int,
         visible: Seq[VisibleTokens],
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch of `visible` or `selections` per sequence, unless `started`. Record them in the traces."""
+        """Start one fetch per sequence, unless they have been `started`. Record them in the traces.
+
+        A fetch is for the tokens of `selections`, or for all `visible` tokens if the selection is None.
+        """
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):
             fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]

@@ -161,7 +161,7 @@ class Prefill:
         self.sequence.trace.bytes_requested += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer, last=self._layer == last)
-        self._adapter.run_stages(self._layer, self._hidden, self._computed(self._layer == last))
+        self._adapter.run_stages(self._layer, self._hidden, self._needed_slices(self._layer == last))
         self._layer += 1
         if self._layer > last:
             self._end_segment()
@@ -188,13 +188,13 @@ class Prefill:
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
         slides = adapter.geometry.windows[layer] is not None
         if rows.past:
-            self._attend_past(rows, self._computed(last))
+            self._attend_past(rows, self._needed_slices(last))
         for s, positions in zip(self._slices, self._positions, strict=True) if not rows.past else ():
             attention_input = adapter.attention_input(layer, self._hidden[s])
             q = adapter.query(layer, attention_input, positions)
             if not slides:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
-            if s not in self._computed(last):
+            if s not in self._needed_slices(last):
                 continue
             if last and self._every_logits is None and not self._keeps_state:
                 q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)
@@ -211,7 +211,7 @@ class Prefill:
         geometry = self._adapter.geometry
         return geometry.keeps_state(geometry.layers - 1)
 
-    def _computed(self, last: bool) -> list[slice]:
+    def _needed_slices(self, last: bool) -> list[slice]:
         """Return the slices whose output is needed. In the last layer, these are the slices with requested logits."""
         if not last or self._every_logits is not None or self._keeps_state:
             return self._slices

@@ -50,8 +50,7 @@ class SlotTable:
 
         Returns:
             The KV moves of each layer. The caller applies them in order and then frees the block. None if the block
-            cannot be given
-            up.
+            cannot be given up.
         """
         return None
 
@@ -117,7 +116,7 @@ class InPlaceEviction(SlotTable):
         """
         remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining
-        if first <= self._sinks or dropped <= 0 or not self._owns(blocks, first):
+        if first <= self._sinks or dropped <= 0 or not self._claim_blocks_from(blocks, first):
             return None
         protected = self._protected(blocks, used - self._recent)[:used]
         state = self._state.cut(used)
@@ -127,14 +126,14 @@ class InPlaceEviction(SlotTable):
         ring = [(slot, slot - dropped) for slot in range(used - self._recent, used)]
         moves: list[Moves] = [[] for _ in range(self._all_layers)]
         for index, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
-            moves[layer] = _filled(set(evicted), range(first, used - self._recent)) + ring
+            moves[layer] = _moves_to_victims(set(evicted), range(first, used - self._recent)) + ring
             state.follow(index, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
         if self.grows:
             self.grows, self._ring_start = False, self._known
         return moves
 
-    def _owns(self, blocks: BlockTable, first: int) -> bool:
+    def _claim_blocks_from(self, blocks: BlockTable, first: int) -> bool:
         """Make all blocks from slot `first` on exclusive to this sequence. Return False if others use one."""
         return all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids)))
 
@@ -202,7 +201,7 @@ class InPlaceEviction(SlotTable):
             )
 
 
-def _filled(gone: set[int], vacated: range) -> Moves:
-    """Return moves of the tokens in `vacated` slots that remain to the slots of the victims `gone`."""
+def _moves_to_victims(gone: set[int], vacated: range) -> Moves:
+    """Return moves of the remaining tokens in `vacated` slots to the slots of evicted tokens (`gone`)."""
     holes = sorted(gone - set(vacated))
     return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))

@@ -114,11 +114,11 @@ class StepInputs:
         for window, layer in self._by_window.items():
             seen = batch.visible[layer] + padding * [NOTHING]
             numbers.append([_resident_index(slot, *self._sizes[window]) for slot in newest[layer]])
-            bounds += self._resident(seen, *self._sizes[window], self._heads_of[window])
+            bounds += self._resident_bounds(seen, *self._sizes[window], self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
-    def _resident(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
+    def _resident_bounds(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
         """Return start and end of the visible resident KV of each KV head, `[P]` each. P = B * Hkv."""
         spans = [span for seen in visible if (span := resident_range(seen, sinks, recent)) is not None]
         assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`selects_together`)"
@@ -161,7 +161,10 @@ class StepInputs:
 
     @property
     def static(self) -> bool:
-        """Whether launches depend only on these tensors, so that a graph can capture them: the host copies no KV."""
+        """Whether a CUDA graph can capture the step.
+
+        Launches must depend only on these tensors, and the host must copy no KV.
+        """
         return self.rows.in_place
 
 

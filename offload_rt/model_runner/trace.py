@@ -22,7 +22,7 @@ class Recorder(Protocol):
     """Receiver of the tokens that one sequence selects."""
 
     def selected(self, position: int, layer: int, tokens: torch.Tensor) -> None:
-        """Record which tokens the token at `position` selected: positions int64 `[Hkv, n]`.
+        """Record that the token at `position` selected the tokens at positions `tokens`, int64 `[Hkv, n]`.
 
         Layers come in ascending order.
         """

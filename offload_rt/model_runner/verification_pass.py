@@ -48,7 +48,7 @@ class VerificationPass:
             attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
             adapter.run_stages(layer, hidden, [slice(None)])
-        self._keep_mixer_inputs()
+        self._divide_recorded_inputs()
         return list(adapter.logits(hidden).split(self._token_counts))
 
     def _recurrent_state(self) -> RecurrentState | None:
@@ -57,22 +57,22 @@ class VerificationPass:
         if slots is None:
             return None
         state = slots.view([one.state_slot for one in self._sequences], counts=self._token_counts)
-        if any(self._recorded(one) for one in self._sequences):
+        if any(self._mark_to_record_from(one) for one in self._sequences):
             state.inputs = {}
         return state
 
-    def _recorded(self, sequence: Sequence) -> StateMark | None:
+    def _mark_to_record_from(self, sequence: Sequence) -> StateMark | None:
         """Return the mark at which the pass begins if it needs recorded inputs, else None."""
         mark = sequence.mark
         return None if mark is None or mark.inputs is None or mark.tokens != sequence.position else mark
 
-    def _keep_mixer_inputs(self) -> None:
+    def _divide_recorded_inputs(self) -> None:
         """Divide the recorded inputs of recurrent layers between the marks of the sequences."""
         if self._state is None or self._state.inputs is None:
             return
         parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
-            if (mark := self._recorded(sequence)) is not None:
+            if (mark := self._mark_to_record_from(sequence)) is not None:
                 # A view would keep the inputs of the whole batch in memory.
                 mark.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 

@@ -306,7 +306,7 @@ class Projections:
         return out
 
     def _padded(self, by_head: Norm) -> Norm:
-        """Return a function that calls `by_head` and then pads the last axis with zeros to `head_dim`."""
+        """Return a function like `by_head` that also pads the last axis of its result with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
             return by_head
 

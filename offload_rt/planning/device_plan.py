@@ -101,7 +101,7 @@ def plan_device(limit: int, costs: DeviceCosts, context: int) -> DevicePlan:
             streamed = _evenly_spaced(count, layers, costs.shape.geometry)
             if _weights(chosen, streamed) <= available:
                 return DevicePlan(limit, chosen, context, streamed)
-    raise MemoryLimitError(_too_small(limit, chosen, context))
+    raise MemoryLimitError(_too_small_message(limit, chosen, context))
 
 
 def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
@@ -207,8 +207,7 @@ def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
     return sizes.fixed + staying + (BUFFERS * max(sizes.layers[layer] for layer in streamed) if streamed else 0)
 
 
-def _too_small(limit: int, costs: DeviceCosts, context: int) -> str:
-    """Return the error message for a limit that is too small for the minimum of `costs`."""
+def _too_small_message(limit: int, costs: DeviceCosts, context: int) -> str:
     layers = len(costs.shape.sizes.layers)
     counts = {0, layers} if layers > BUFFERS else {0}
     least = min(_weights(costs, _evenly_spaced(count, layers, costs.shape.geometry)) for count in counts)

@@ -64,10 +64,9 @@ class DeviceCosts:
 
     def fixed(self) -> int:
         """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
-        return self.basis() + self._rotation(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
+        return self.basis() + self._rope_bytes(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
 
-    def _rotation(self, tokens: int) -> int:
-        """Return the size in bytes of the RoPE tables (cos and sin) of `tokens` tokens."""
+    def _rope_bytes(self, tokens: int) -> int:
         return 2 * tokens * self.shape.geometry.head_dim * self.shape.dtype.itemsize
 
     @cached_property
@@ -124,7 +123,7 @@ class DeviceCosts:
             return 0
         if layer in self.demand.dense:
             return context
-        return max(1, int(self.demand.share * context), min(context, self.demand.whole))
+        return max(1, int(self.demand.share * context), min(context, self.demand.always_dense_until))
 
     def h2d_bytes(self, context: int) -> int:
         """Return the maximum size in bytes of the KV that a step of one sequence copies to the device."""
@@ -160,11 +159,13 @@ class DeviceCosts:
 
     def prefill(self, context: int) -> int:
         """Return the size in bytes of a prefill's temporary memory, with RoPE tables except those in `fixed`."""
-        return self._layer_work(context) + self._rotation(max(0, min(context, KEPT * self.slice) - self.slice))
+        return self._prefill_layer_bytes(context) + self._rope_bytes(
+            max(0, min(context, KEPT * self.slice) - self.slice)
+        )
 
-    def _layer_work(self, context: int) -> int:
+    def _prefill_layer_bytes(self, context: int) -> int:
         """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
-        geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._compute
+        geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._widest_itemsize
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
         heads = geometry.heads * geometry.head_dim
         # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention to
@@ -186,9 +187,9 @@ class DeviceCosts:
             queries = min(context, self.slice) * geometry.group
             weighed = min(self.demand.weights_at_once, queries * context) * (2 * compute + 10)
         work = max(min(context, self.slice) * max(mlp, attention), learned)
-        return rows + weighed + work + self._logits(1) + self._unpacked()
+        return rows + weighed + work + self._logits_bytes(1) + self._unpacked_bytes()
 
-    def _unpacked(self) -> int:
+    def _unpacked_bytes(self) -> int:
         """Return the size in bytes of the weights that products of many rows unpack at a time on a GPU."""
         shape = self.shape
         if shape.packing != PACKED.method or shape.device.type == "cpu":
@@ -201,11 +202,11 @@ class DeviceCosts:
         # The float64 sums of a slice need no additional memory, because attention and MLP need more.
         if not self.demand.guess_bytes + self.demand.basis_bytes:
             return 0
-        return replace(self, slice=max(self.slice, SLICE))._layer_work(TOKENS)
+        return replace(self, slice=max(self.slice, SLICE))._prefill_layer_bytes(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of a decode step's hidden states, logits, scores and attention weights."""
-        geometry, compute, contexts = self.shape.geometry, self._compute, self._padded(contexts)
+        geometry, compute, contexts = self.shape.geometry, self._widest_itemsize, self._padded(contexts)
         wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
         at_once = len(contexts) if self.shape.device.type != "cpu" else 1  # sequences whose scores exist at a time
@@ -219,7 +220,12 @@ class DeviceCosts:
         resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         attended = max(self.fetched(longest, layer) + own for layer, own in enumerate(resident))
         weights = attended * geometry.heads * 4 * compute * at_once
-        return len(contexts) * wide * compute + self._logits(len(contexts)) + max(scored, weights) + self._unpacked()
+        return (
+            len(contexts) * wide * compute
+            + self._logits_bytes(len(contexts))
+            + max(scored, weights)
+            + self._unpacked_bytes()
+        )
 
     def total(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
@@ -229,14 +235,13 @@ class DeviceCosts:
         return lasting + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
     @property
-    def _compute(self) -> int:
-        """Bytes per element of the widest dtype used in computations."""
+    def _widest_itemsize(self) -> int:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
-    def _logits(self, sequences: int) -> int:
+    def _logits_bytes(self, sequences: int) -> int:
         """Return the size in bytes of a batch's logits, two wider copies, and the tensors that sample one sequence."""
-        vocab = self.shape.geometry.vocab
-        return vocab * (sequences * (self.shape.dtype.itemsize + 2 * self._compute) + 6 * self._compute + 16)
+        vocab, wide = self.shape.geometry.vocab, self._widest_itemsize
+        return vocab * (sequences * (self.shape.dtype.itemsize + 2 * wide) + 6 * wide + 16)
 
 
 @dataclass(frozen=True)

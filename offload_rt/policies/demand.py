@@ -20,7 +20,7 @@ class MemoryDemand:
         guess_bytes: Size in bytes of the tensors that correct predicted queries. They are always on the device.
         weights_at_once: Largest number of attention weights that the policy computes at a time in prefill; 0 if it
             computes none.
-        whole: Longest context, in tokens, for which every layer fetches all KV regardless of `share`.
+        always_dense_until: Longest context, in tokens, for which every layer fetches all KV regardless of `share`.
     """
 
     dense: tuple[int, ...]
@@ -32,7 +32,7 @@ class MemoryDemand:
     basis_bytes: int = 0
     guess_bytes: int = 0
     weights_at_once: int = 0
-    whole: int = 0
+    always_dense_until: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:
         """Return the size in bytes of selection data, without spare capacity."""

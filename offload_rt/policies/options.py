@@ -185,7 +185,7 @@ class InfiniGenOptions(PolicyOptions):
         return "int8" if self.scorer == "auto" else self.scorer
 
     @property
-    def whole(self) -> int:
+    def always_dense_until(self) -> int:
         """Longest context, in tokens, for which every layer attends to all tokens on any device."""
         return 0
 
@@ -216,7 +216,7 @@ class AutoOptions(InfiniGenOptions):
         check(self.dense_until is None or self.dense_until >= 0, f"dense_until={self.dense_until} must not be negative")
 
     @property
-    def whole(self) -> int:
+    def always_dense_until(self) -> int:
         return self.dense_until or 0
 
 

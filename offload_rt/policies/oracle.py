@@ -21,7 +21,7 @@ class OracleState(ScorerState):
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None: ...
 
-    def _stored(self, layer: int, pages: range) -> torch.Tensor:
+    def _entries_of_pages(self, layer: int, pages: range) -> torch.Tensor:
         return self._keys(layer, pages).to(self._policy.device)
 
 

@@ -293,9 +293,9 @@ class ScorerState(PolicyState):
         numbers = torch.tensor([*[seen.start] * heads, *[seen.stop] * heads, limit, visible.all.stop])
         starts, stops, limits, contexts = to_device(numbers, policy.device).split([heads, heads, 1, 1])
         spans = Spans(starts, stops, limits, contexts, visible.all.stop, limit)
-        return TokenLists(self._stored(layer, pages), pages.start * page, page, spans)
+        return TokenLists(self._entries_of_pages(layer, pages), pages.start * page, page, spans)
 
-    def _stored(self, layer: int, pages: range) -> torch.Tensor:
+    def _entries_of_pages(self, layer: int, pages: range) -> torch.Tensor:
         """Return the stored entries of m pages, `[Hkv, m, w]`."""
         return self._entries.data(layer)[:, pages.start : pages.stop]
 

@@ -74,12 +74,12 @@ class DamagedSession:
 
     @property
     def space(self) -> str:
-        """Digest of the namespace, which takes the place of the unknown model name."""
+        """Digest of the namespace, which is shown because the name of the model is unknown."""
         return self.document.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """Name of the history file, which takes the place of the unknown session name."""
+        """Name of the history file, which is shown because the name of the session is unknown."""
         return self.document.partition("/")[2]
 
     def is_called(self, name: str, model: str | None) -> bool:

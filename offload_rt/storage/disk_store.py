@@ -177,7 +177,7 @@ class DiskStore:
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the blocks of a sequence as used now, in the order of its blocks."""
+        """Mark the blocks of a sequence, given in the order of the sequence, as used now."""
         if not self._folder.read_only:
             self._index.mark_used([self._path(key) for key in keys])
 

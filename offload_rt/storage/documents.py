@@ -157,12 +157,12 @@ class DocumentStore:
         with folder.mutex:
             current = read_document(newest)
             if current.data is not None:
-                self._keep(newest, before, seal(current.data))
+                self._keep_previous(newest, before, seal(current.data))
             elif current.damage:
                 folder.put_aside(newest)
             folder.finish(temporary, newest, len(record))
 
-    def _keep(self, newest: Path, before: Path, record: bytes) -> None:
+    def _keep_previous(self, newest: Path, before: Path, record: bytes) -> None:
         """Copy the current content of `newest` to the file `before` of the previous generation."""
         temporary = self._folder.temporary(before)
         try:
@@ -208,7 +208,7 @@ class DocumentStore:
         return found
 
     def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
-        """Return a summary of each document of a namespace, by name: of its newest intact generation.
+        """Return a summary of the newest intact generation of each document of a namespace, by name.
 
         The value is None if there is no intact generation, or if `summarise` returns None.
         """
@@ -233,8 +233,7 @@ class DocumentStore:
 
         Returns:
             If `summarise` is given, the sorted names of unreadable files. One of them may be a file of the document, if
-            it was
-            renamed before it was damaged.
+            it was renamed before it was damaged.
         """
         newest, _ = self._paths(name)
         doomed, unreadable = list[Path](), list[str]()

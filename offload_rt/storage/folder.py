@@ -76,8 +76,8 @@ class StoreFolder:
                 if not read_only:
                     make_private_folder(path)
                     self._take_lock()
-                    self._protect()
-                self._scan()
+                    self._correct_modes()
+                self._load_index()
             if not read_only:
                 self.free_space(0)
         except BaseException:
@@ -314,7 +314,7 @@ class StoreFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()}\n".encode(), 0)
 
-    def _scan(self) -> None:
+    def _load_index(self) -> None:
         """Add the existing files to the index. A writer also removes temporary files of crashed processes."""
         found = []
         for path in self._store_files():
@@ -328,7 +328,7 @@ class StoreFolder:
             if not self.read_only:
                 self.index.write_stamp(path)
 
-    def _protect(self) -> None:
+    def _correct_modes(self) -> None:
         """Make the store's folders and files readable only by their owner, including files of earlier versions."""
         with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
             known = (_LOCK, SERVER_FOLDER)

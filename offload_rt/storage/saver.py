@@ -131,8 +131,8 @@ class Saver:
             [span] = self._pool.spans(blocks, block.group, tokens)
             # A block table with only sliding-window blocks has capacity 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
-            entry = PendingBlock(block, self._pool_block(blocks, block), span, cost, claim)
-            if not self._attach(saving, entry):
+            entry = PendingBlock(block, self._pool_block_id(blocks, block), span, cost, claim)
+            if not self._attach_extent(saving, entry):
                 if saving.buffered == most:
                     break
                 saving.buffered += 1
@@ -153,10 +153,10 @@ class Saver:
             if layer < self._last:
                 return
             for entry in saving.entries:
-                self._move(self._file, entry)
+                self._move_to_store(self._file, entry)
         self._jobs.put((saving, layer))
 
-    def _attach(self, saving: SaveHandle, entry: PendingBlock) -> bool:
+    def _attach_extent(self, saving: SaveHandle, entry: PendingBlock) -> bool:
         """Let the pool write a block directly to a new store file. Return False if the block must be copied instead."""
         file, block = self._file, entry.block
         if (
@@ -172,7 +172,7 @@ class Saver:
             entry.give_up()
         return False
 
-    def _move(self, file: FileArena, entry: PendingBlock) -> None:
+    def _move_to_store(self, file: FileArena, entry: PendingBlock) -> None:
         """Write a complete block of a pool on disk directly to a store file, if it is still in memory."""
         if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
             return
@@ -200,7 +200,7 @@ class Saver:
             self.layer_done(saving, layer)
         return len(saving.entries)
 
-    def _pool_block(self, blocks: BlockTable, block: NamedBlock) -> int:
+    def _pool_block_id(self, blocks: BlockTable, block: NamedBlock) -> int:
         """Return the id of the pool block with the KV of `block`, or -1 if it has been released."""
         found = self._pool.blocks_of(blocks, block.group, range(block.index, block.index + 1))
         return found[0] if found else -1
@@ -208,15 +208,16 @@ class Saver:
     def cancel_replaced(self) -> set[bytes]:
         """Stop saving blocks that their block table has replaced or released. Return their keys.
 
-        Call this after operations that do so, before the next write to the pool: an equal block is already in the
-        prefix tree, a shared partial block is copied before it grows, or the block leaves the sliding window.
+        This happens if an equal block is already in the prefix tree, a shared partial block is copied before it grows,
+        or the block leaves the sliding window. Call this method after such an operation, before the next write to the
+        pool.
         """
         cancelled = set()
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
                 for entry in saving.entries:
-                    if self._pool_block(saving.blocks, entry.block) != entry.pool_block:
+                    if self._pool_block_id(saving.blocks, entry.block) != entry.pool_block:
                         entry.moved = True
                         cancelled.add(entry.block.key)
         return cancelled
@@ -229,7 +230,7 @@ class Saver:
             for entry in saving.entries
             if entry.extent is not None
             and (entry.block.index + 1) * BLOCK_SIZE > saving.blocks.length
-            and self._pool_block(saving.blocks, entry.block) == entry.pool_block
+            and self._pool_block_id(saving.blocks, entry.block) == entry.pool_block
         ]
         self._give_up(saving)
         if self._file is not None:

@@ -206,7 +206,7 @@ class Transfer(Protocol):
 
     @property
     def batched(self) -> BatchedRows | None:
-        """None if fetches of whole batches are not supported."""
+        """Fetches of whole batches, or None if they are not supported."""
         ...
 
     @property

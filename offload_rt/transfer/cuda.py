@@ -65,9 +65,9 @@ class CudaStorage(KVStorage):
             )
             return state.pool.token_bytes(layer)
         one.residency.store(layer, start, k, v)
-        return self._write(one, layer, start, k, v)
+        return self._start_write_back(one, layer, start, k, v)
 
-    def _write(self, one: OpenSequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
+    def _start_write_back(self, one: OpenSequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> int:
         """Start writing k and v `[Hkv, m, d]` to the pool. Return the number of bytes."""
         state, blocks = self._state, one.blocks
         kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
@@ -94,7 +94,7 @@ class CudaStorage(KVStorage):
         state.settle(blocks)
         state.prefetch.record_event().synchronize()
         state.pool.move(blocks, layer, source, target)
-        self._moved(one, layer, source, target)
+        self._update_after_move(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Start writing the resident KV entry to the target slot, after all reads of that slot."""
@@ -103,9 +103,9 @@ class CudaStorage(KVStorage):
         k, v = one.residency.row(layer, source)
         state.write_back.wait_for(state.prefetch.record_event())
         lists.write_back(layer, k, v, lists.row(target))
-        self._moved(one, layer, source, target)
+        self._update_after_move(one, layer, source, target)
 
-    def _moved(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
+    def _update_after_move(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
         """Update resident KV and working set after KV was copied from pool slot `source` to `target`."""
         state = self._state
         one.residency.move(layer, source, target)
@@ -127,7 +127,7 @@ class CudaStorage(KVStorage):
         for part in slices:
             # Make each head contiguous with one copy, instead of one copy per head below.
             own = KVPart(part.k.contiguous(), part.v.contiguous())
-            written += self._write(one, layer, stop, own.k, own.v)
+            written += self._start_write_back(one, layer, stop, own.k, own.v)
             fresh.append(own)
             stop += own.k.shape[1]
         kv = join(fresh if loaded is None else [*loaded.wait(), *fresh])

@@ -135,7 +135,7 @@ class CudaRows(RowFetch):
     ) -> list[PendingFetch]:
         """Start one fetch per sequence, in one transfer.
 
-        If its `visible` is not None, the result begins with resident KV.
+        A result begins with the resident KV of its `visible`, unless that is None.
         """
         state = self._state
         tokens, counts = self._listed(selections)
@@ -157,8 +157,7 @@ class CudaRows(RowFetch):
 
         Returns:
             The tokens `[P, n]`, padded to the longest list, and the number of valid tokens of each list `[P]`, or None
-            if all are
-            valid.
+            if all are valid.
         """
         counts = [one.counts for one in selections if one.counts is not None]
         assert len(counts) in (0, len(selections)), "either all selections of a batch have counts or none"

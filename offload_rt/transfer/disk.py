@@ -232,7 +232,7 @@ class DiskRows(RowFetch):
         self, blocks: BlockTable, layer: int, visible: VisibleTokens, selection: Selection | None
     ) -> PendingFetch:
         if selection is not None:
-            return self._rows(blocks, layer, selection, visible)
+            return self._start_selected_read(blocks, layer, selection, visible)
         run = self._state.run(blocks, layer, visible.candidates)
         size = len(visible.candidates) * self._state.pool.token_bytes(layer)
         return _RangeFetch(run, size, self._state[blocks].residency, layer, visible)
@@ -242,9 +242,9 @@ class DiskRows(RowFetch):
         return _RangeFetch(self._state.run(blocks, layer, tokens), size)
 
     def fetch_more(self, blocks: BlockTable, layer: int, extra: Selection) -> PendingFetch:
-        return self._rows(blocks, layer, extra)
+        return self._start_selected_read(blocks, layer, extra)
 
-    def _rows(
+    def _start_selected_read(
         self, blocks: BlockTable, layer: int, selection: Selection, visible: VisibleTokens | None = None
     ) -> PendingFetch:
         """Start reading the selected KV. If `visible` is not None, leave space for its resident KV before it."""

@@ -109,7 +109,7 @@ class Residency:
 
 
 def resident_index(token: int, sinks: int, recent: int) -> int:
-    """Return the index of a resident token in `Residency`."""
+    """Return the index of a resident token in the ring buffer of `Residency`."""
     return token if token < sinks else sinks + (token - sinks) % recent
 
 

@@ -286,9 +286,10 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Fill `staged` with the KV of `tokens`, from the working sets or else from the pool. Return the tally.
+        """Fill `staged` with the KV of `tokens`, from the working sets or else from the pool.
 
         If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device.
+        Return `PendingBatchFetch.tally`.
         """
         ids, valid, found = self._ids(layer, tokens), None, None
         if counts is not None:
@@ -316,7 +317,7 @@ class RowLists:
     def _tally(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `PendingBatchFetch.tally`.
+        """Return the numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
 
         `found` is the look-up in the working sets. `again` is not negative for entries that were fetched for another
         sequence.

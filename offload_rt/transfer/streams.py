@@ -40,7 +40,7 @@ class Stream(Protocol):
     def wait_for(self, event: Event) -> None: ...
 
     def hold_compute(self, event: Event, *tensors: torch.Tensor) -> None:
-        """Make later compute work wait for `event`. It uses `tensors`, which were allocated in this stream."""
+        """Make later compute work, which uses `tensors` of this stream, wait for `event`."""
         ...
 
 

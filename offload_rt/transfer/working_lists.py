@@ -1,4 +1,4 @@
-"""Working sets of the sequences of a batch, as lists (`kernels.lists`)."""
+"""Working sets of the sequences of a batch. Kernels get the addresses of all of them in one table."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WorkingLists:
         copy_into(addresses, self._tables)
 
     def look_up(self, layer: int, tokens: torch.Tensor, valid: torch.Tensor | None) -> LookUp:
-        """Look up tokens `[P, n]` (`working_set.look_up`). Then call `take` and `put`, in this order."""
+        """Look up which of the tokens `[P, n]` are cached. Then call `take` and `put`, in this order."""
         if layer not in self._used:
             self._used.add(layer)
             self._bind()

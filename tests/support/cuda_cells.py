@@ -377,15 +377,12 @@ _CELLS = [
 ]
 
 _DAILY = {
-    "full": "lazy",
     "full, batch": "seed 1",
     "infinigen": "late prefetch and write-back",
-    "quest": "eager",
     "quest, graphs": "late prefetch",
-    "h2o": "lazy",
+    "h2o": "eager",
     "streaming": "seed 1",
     "oracle": "lazy",
-    "default": "seed 0",
     "default, batch": "late compute",
     "default, gpt-oss, graphs": "seed 0",
     "tail": "late compute",
@@ -396,7 +393,6 @@ _DAILY = {
     "working set, quest": "late compute",
     "eviction, full": "lazy",
     "rounded, full": "late prefetch",
-    "shared, full": "late prefetch",
     "continued, full": "late write-back",
     "a window, full": "seed 1",
     "hybrid, shared": "late compute",
@@ -405,7 +401,6 @@ _DAILY = {
     "sessions, full": "seed 0",
     "prompts": "late prefetch",
     "streamed, full": "late prefetch",
-    "exact": "late write-back",
 }
 """Each schedule, policy and scene at least once."""
 

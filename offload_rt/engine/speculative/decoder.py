@@ -228,7 +228,7 @@ class SpeculativeDecoder:
     def _decode_steps(self, drafts: Seq[Draft]) -> None:
         samplers = {draft: draft.request.draft_sampler() for draft in drafts}
         while unfinished := [draft for draft in drafts if len(draft.tokens) < draft.decoded]:
-            logits = self._step([draft.sequence for draft in unfinished])
+            logits = self._draft_step([draft.sequence for draft in unfinished])
             for draft, row, best in zip(unfinished, logits, best_tokens(logits), strict=True):
                 sequence = draft.sequence
                 try:
@@ -240,7 +240,7 @@ class SpeculativeDecoder:
                 sequence.tokens.append(token)
                 draft.tokens.append(token)
 
-    def _step(self, sequences: Seq[Sequence]) -> torch.Tensor:
+    def _draft_step(self, sequences: Seq[Sequence]) -> torch.Tensor:
         """Run one draft step. Return float32 logits `[B, V]`."""
         if self._model is not None:
             return torch.stack(self._model.step(sequences))
@@ -265,14 +265,14 @@ class SpeculativeDecoder:
         self._passed = _Pass(sum(map(len, rows)), len(batch), seconds)
         for sequence, draft in batch:
             sequence.trace.decode_seconds += seconds
-            draft.plain_seconds = self._update_plain_seconds(draft, seconds / len(batch)) * len(batch)
+            draft.plain_seconds = self._plain_seconds(draft, seconds / len(batch)) * len(batch)
         logits, start = torch.cat(rows), 0
         best = best_tokens(logits)
         for draft in drafts:
             stop = start + (len(draft.tokens) + 1) * len(draft.request.sequences)
             draft.logits, draft.best, start = logits[start:stop], best[start:stop], stop
 
-    def _update_plain_seconds(self, draft: Draft, seconds: float) -> float:
+    def _plain_seconds(self, draft: Draft, seconds: float) -> float:
         """Return the shortest duration, per sequence, of a pass without draft tokens, or infinity.
 
         `seconds` is the duration of the pass that has just run with `draft`.

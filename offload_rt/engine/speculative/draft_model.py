@@ -73,8 +73,8 @@ class DraftModel:
         Return float32 logits `[V]` of each sequence, where V is the vocabulary size of the target model.
         """
         began, runner = time.perf_counter(), self._runner
-        batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._followed, sequences)]
-        logits = [self._fitted(rows[-1]) for rows in verify(runner, batch)]
+        batch = [(drafter, len(drafter.tokens) - drafter.position) for drafter in map(self._same_tokens, sequences)]
+        logits = [self._fit_to_target_vocab(rows[-1]) for rows in verify(runner, batch)]
         for drafter, count in batch:
             for _ in range(count):
                 accept(runner, drafter)
@@ -91,7 +91,7 @@ class DraftModel:
             sequence.drafter = self._runner.retry_after_reclaim(
                 lambda: self._runner.new_sequence(tokens, len(tokens), reuse=len(tokens), provenance=provenance)
             )
-        drafter = self._followed(sequence)
+        drafter = self._same_tokens(sequence)
         newest = len(drafter.tokens) - 1
         if newest - drafter.position > CATCH_UP:
             self._runner.retry_after_reclaim(lambda: self._runner.pool.reserve(drafter.blocks, newest))
@@ -99,7 +99,7 @@ class DraftModel:
             sequence.trace.take_transferred_bytes(drafter.trace)
         return drafter
 
-    def _followed(self, sequence: Sequence) -> Sequence:
+    def _same_tokens(self, sequence: Sequence) -> Sequence:
         """Return the draft sequence with the same tokens as `sequence`.
 
         KV after the first token that differs is discarded. The KV of the newest token is always computed again.
@@ -119,7 +119,7 @@ class DraftModel:
         drafter.tokens[known:] = sequence.tokens[known:]
         return drafter
 
-    def _fitted(self, logits: torch.Tensor) -> torch.Tensor:
+    def _fit_to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         """Cut or pad logits `[V]` to the vocabulary size of the target model."""
         if len(logits) >= self._vocab:
             return logits[: self._vocab]

@@ -37,7 +37,7 @@ class BlockFile:
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.direct = _set_direct(handle)
+        self.direct = _enable_direct_io(handle)
         self._end = weakref.finalize(self, os.close, handle)
 
     def allocate(self, offset: int, size: int) -> None:
@@ -130,8 +130,8 @@ def write_all(handle: int, offset: int, data: memoryview) -> None:
         offset, data = offset + count, data[count:]
 
 
-def _set_direct(handle: int) -> bool:
-    """Enable direct I/O. Return False if the file system does not support it."""
+def _enable_direct_io(handle: int) -> bool:
+    """Return False if the file system does not support direct I/O."""
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
         os.pread(handle, 0, 0)

@@ -157,7 +157,7 @@ class FileArena:
                 data = self._buffers.pop(block)
                 self._written[block] = False
                 self._extents.assign(block, extent)
-                self._write_buffer(block, data[:layers])
+                self._queue_block_write(block, data[:layers])
             return buffered
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -174,14 +174,14 @@ class FileArena:
             if whole:
                 data = aligned(whole * self.file_layout.layer_bytes).view(whole, -1)
                 rows = torch.stack((own_k, own_v), dim=2).cpu().unflatten(1, (whole, BLOCK_SIZE))
-                self._rows(data)[:] = rows.transpose(0, 1)
+                self._as_vectors(data)[:] = rows.transpose(0, 1)
                 with self._mutex:
                     for own in range(block, block + whole):
                         self._cache.remove(self.file_layout.layer_entry_ids(own, storage_layer))
-                self._write(range(block, block + whole), storage_layer, data)
+                self._queue_layer_write(range(block, block + whole), storage_layer, data)
             else:
                 with self._mutex:
-                    rows = self._rows(self._buffer_of(block))[storage_layer, :, first : first + count]
+                    rows = self._as_vectors(self._buffer_of(block))[storage_layer, :, first : first + count]
                     rows[:, :, 0], rows[:, :, 1] = own_k, own_v
                     for slot in range(first, first + count):
                         self._cache.remove(self.file_layout.layer_entry_ids(block, storage_layer)[slot::BLOCK_SIZE])
@@ -191,8 +191,8 @@ class FileArena:
         """Copy the first `tokens` token slots of a block, in all its layers."""
         with self._mutex:
             data = self._read_block(source) if source in self._extents else self._buffer_of(source)
-            rows = self._rows(data)[:, :, :tokens].clone()
-            self._rows(self._buffer_of(target))[:, :, :tokens] = rows
+            rows = self._as_vectors(data)[:, :, :tokens].clone()
+            self._as_vectors(self._buffer_of(target))[:, :, :tokens] = rows
             self._forget_all(target)
 
     def _count_writable(self, block: int, storage_layer: int, most: int) -> int:
@@ -209,7 +209,7 @@ class FileArena:
         count = self.file_layout.block_entries
         self._cache.remove(range(block * count, (block + 1) * count))
 
-    def _write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
+    def _queue_layer_write(self, blocks: range, storage_layer: int, data: torch.Tensor) -> None:
         """Queue a write of one storage layer of full blocks, uint8 `[blocks, layer bytes]`."""
         with self._mutex:
             stored = [range(block, block + 1) for block in blocks if block in self._extents]
@@ -224,10 +224,10 @@ class FileArena:
             self.use.bytes_written += data.numel()
         self._writer.add([(block, storage_layer) for block in blocks], pieces)
 
-    def _write_buffer(self, block: int, data: torch.Tensor) -> None:
+    def _queue_block_write(self, block: int, data: torch.Tensor) -> None:
         """Queue a write of all layers of a block, uint8 `[layers, layer bytes]`."""
         for storage_layer, own in enumerate(data):
-            self._write(range(block, block + 1), storage_layer, own[None])
+            self._queue_layer_write(range(block, block + 1), storage_layer, own[None])
 
     def _buffer_of(self, block: int) -> torch.Tensor:
         """Return the memory buffer of a block, filled from the disk if it is new.
@@ -238,7 +238,7 @@ class FileArena:
             self._buffers.move_to_end(block)
             return self._buffers[block]
         while len(self._buffers) >= self.budget.block_buffers:
-            self._write_buffer(*self._buffers.popitem(last=False))
+            self._queue_block_write(*self._buffers.popitem(last=False))
         if self._written[block] or block in self._extents:
             self._buffers[block] = self._read_block(block)
             self._extents.release(block)
@@ -259,7 +259,7 @@ class FileArena:
         """Wait for pending writes of a block. Raise DiskError if one failed."""
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
-    def _rows(self, data: torch.Tensor) -> torch.Tensor:
+    def _as_vectors(self, data: torch.Tensor) -> torch.Tensor:
         """View n storage layers, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
         own = data[:, : self.file_layout.layer_entries * self.file_layout.entry_bytes].view(self.dtype)
         return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
@@ -276,7 +276,7 @@ class FileArena:
         with self._extents:
             with self._mutex:
                 buffered = self._buffers.keys() & range(start, start + count)
-                copies = {block: self._rows(self._buffers[block])[storage_layer].clone() for block in buffered}
+                copies = {block: self._as_vectors(self._buffers[block])[storage_layer].clone() for block in buffered}
                 on_disk = np.array([i for i in range(count) if start + i not in buffered], np.int64)
                 self._writer.wait_layer(storage_layer, start + on_disk)
                 offsets = self._extents.layer_positions(start + on_disk, storage_layer)
@@ -289,7 +289,7 @@ class FileArena:
         return KVPart(flat[:, :, 0], flat[:, :, 1])
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
-        """Return a copy of the p planes (`layout`) of `storage_layers`, `[p, size, width]`."""
+        """Return stored K and V as a copy `[p, size, width]`: one plane per storage layer, KV head, and K or V."""
         parts = [self.view(slab, storage_layer, offset, size) for storage_layer in storage_layers]
         return torch.stack([torch.stack((part.k, part.v), dim=1) for part in parts]).flatten(0, 2)
 
@@ -321,7 +321,7 @@ class FileArena:
         for block in self._buffers.keys() & set(blocks.tolist()):
             here = blocks == block
             slots = torch.from_numpy(ids[here] % self.file_layout.block_entries)
-            found = self._rows(self._buffers[block]).flatten(0, 2)[slots]
+            found = self._as_vectors(self._buffers[block]).flatten(0, 2)[slots]
             out.index_copy_(0, torch.from_numpy(into[here]), found.flatten(1))
             ids, into, blocks = ids[~here], into[~here], blocks[~here]
         return ids, into

@@ -72,7 +72,7 @@ def disk_limit(folder: Path, limit: int | None, host_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Byte offsets and sizes in the file. `arena` has the number and shape of the blocks."""
+    """Byte offsets and sizes in the file of a KV cache on disk. `arena` has the number and shape of the blocks."""
 
     arena: ArenaLayout
 

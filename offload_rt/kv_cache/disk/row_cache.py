@@ -82,7 +82,7 @@ class RowCache:
         return self._owner[slots] - 1
 
     def advance(self, steps: float) -> None:
-        """Advance the clock by `steps` decode steps. A prefill passes a fraction."""
+        """Advance the clock by `steps` decode steps; a fraction for one layer of a step."""
         self._now = (self._now + 1) & 0xFFFFFFFF
         self._weight *= DECAY**-steps
         if self._weight > MOST_WEIGHT:

@@ -80,7 +80,7 @@ class InfiniGenState(PolicyState):
             return Selection(torch.empty(kv_heads, 0, dtype=torch.int64, device=q.device))
         query = q.to(self._policy.keys_device)
         if self._policy.rule is not None:
-            return self._counted(self._policy.rule, layer, query, visible)
+            return self._select_as_batch(self._policy.rule, layer, query, visible)
         alpha, limit = self._policy.selection.alpha, self._policy.selection.limit(visible)
         if self._approximate is None:
             tokens = select_tokens(self._keys.scores(layer, query, candidates), alpha, limit)
@@ -91,8 +91,8 @@ class InfiniGenState(PolicyState):
                 self._prepared = prepared
         return Selection((tokens + candidates.start if candidates.start else tokens).to(q.device))
 
-    def _counted(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
-        """Select tokens with the implementation for batches. Their number stays on the device (`Selection.counts`)."""
+    def _select_as_batch(self, rule: Rule, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
+        """Select tokens with the code for batches, so that their number stays on the device (`Selection.counts`)."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
         moved = lists.hold([self._keys], [slots - 1])
@@ -152,7 +152,7 @@ class InfiniGenState(PolicyState):
         return InfiniGenState(self._policy, self._keys.fork())
 
     def fork_prefix(self, tokens: int) -> InfiniGenState | None:
-        """Return a state that shares pages of approximate KV; None without approximate KV."""
+        """Return a state of the first `tokens` tokens that shares their pages; None without approximate KV."""
         if self._approximate is None:
             return None
         return InfiniGenState(self._policy, self._approximate.fork(tokens))
@@ -200,7 +200,7 @@ class InfiniGen:
         """
         _check(options, geometry, artifact)
         self.alpha = geometry.default_alpha if options.alpha is None else options.alpha
-        self.query_source = _settled_source(options, device)
+        self.query_source = _resolve_source(options, device)
         source = self.query_source if isinstance(self.query_source, str) else options.source
         self.options = replace(options, alpha=self.alpha, source=source)
         self.geometry = geometry
@@ -251,7 +251,7 @@ class InfiniGen:
             key_page=0 if options.approximate_kv == "off" else PAGE_TOKENS,
             basis_bytes=bases + artifact_bytes(geometry),
             guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
-            whole=options.whole,
+            always_dense_until=options.always_dense_until,
         )
 
     def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
@@ -329,7 +329,7 @@ def _padded_tokens(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1), -1)
 
 
-def _settled_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
+def _resolve_source(options: InfiniGenOptions, device: torch.device) -> QuerySource:
     """Return the source of the predicted query, with "auto" replaced by the default of the device."""
     if options.ahead is not None:
         return options.ahead

@@ -48,12 +48,12 @@ class HostWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes, without alignment padding."""
+        """Size in bytes of the weights in host memory, without alignment padding."""
         return sum(part.host_bytes for part in self._parts)
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of buffers and expert slots."""
+        """Size in bytes of buffers and expert slots on the device."""
         return sum(part.device_bytes for part in self._parts)
 
     @property

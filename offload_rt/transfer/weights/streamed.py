@@ -65,7 +65,7 @@ class WeightStream:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes, without alignment padding."""
+        """Size in bytes of the streamed weights, without alignment padding."""
         return sum(block.weights for block in self._blocks.values())
 
     def use(self, layer: int) -> None:

@@ -60,6 +60,7 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     assert sampled < described.index("--policy ")
 
 
+@pytest.mark.slow
 def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "llama", "llama", head_dim=32, max_position_embeddings=1024)
     plot, stats = tmp_path / "plot.png", tmp_path / "stats.json"
@@ -75,6 +76,7 @@ def test_a_text_is_compared_with_full_attention(cli: Cli, pages: Path, tmp_path:
     assert plot.read_bytes().startswith(b"\x89PNG") and len(drawn["data"]["selected"]) == 20
     assert set(drawn["data"]["mass"]) == {"full", "infinigen", "infinigen\n--preset rows", "streaming"}
     assert all(sum(parts) == pytest.approx(1) for parts in drawn["data"]["mass"].values())
+    given = (*given, "--prompt-tokens", "200")
     run = cli(*given, "--plot", str(plot), "--missed-mass-every", "0")
     drawn = json.loads(plot.with_suffix(".json").read_text())
     assert run.code == 0 and drawn["data"]["mass"].keys() == {"full"}, (

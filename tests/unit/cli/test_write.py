@@ -97,8 +97,8 @@ def test_a_longer_document_is_that_of_one_run(tmp_path: Path, roomy: str) -> Non
     """The end of a document that is complete is no place where a turn ends."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
-    write(roomy, whole, max_tokens=100, **given)
-    for count in (30, 70, 100):
+    write(roomy, whole, max_tokens=60, **given)
+    for count in (20, 40, 60):
         write(roomy, parts, max_tokens=count, **given)
     assert parts.read_text() == whole.read_text()
 

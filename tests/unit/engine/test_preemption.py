@@ -29,7 +29,7 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.storage.options import StoreOptions
 
 PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
-PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
+PARAMS = [greedy(20), SamplingParams(max_tokens=16, seed=3), greedy(14)]
 
 
 def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:
@@ -292,7 +292,7 @@ def test_decoded_rows_are_named_after_their_sequence(tmp_path: Path) -> None:
     for token in tiny_prompt(BLOCK_SIZE, seed=9):
         sequence.tokens.append(token)
         llm.runner.decode([sequence])
-    first, second = swap._swapped(sequence).names, swap._swapped(sequence).names
+    first, second = swap._describe(sequence).names, swap._describe(sequence).names
     alike = [one.key == other.key for one, other in zip(first, second, strict=True)]
     assert alike == [True, False, False], "one block is exact, one in part, one decoded"
     llm.runner.free(sequence)

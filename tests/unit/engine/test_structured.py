@@ -174,13 +174,13 @@ def test_a_schema_may_be_text() -> None:
 def test_a_structure_is_understood_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated requests and their completions share one token table."""
     understood: list[str] = []
-    table = guided_decoding._table
+    table = guided_decoding._tokenizer_table
 
     def counted(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
         understood.append("once")
         return table(tokenizer, vocab, ends)
 
-    monkeypatch.setattr(guided_decoding, "_table", counted)
+    monkeypatch.setattr(guided_decoding, "_tokenizer_table", counted)
     llm, asked = (
         runtime(),
         SamplingParams(max_tokens=8, seed=1, n=2, structured_outputs=StructuredOutputs(regex="[ab]{9}c")),

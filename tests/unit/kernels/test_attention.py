@@ -192,7 +192,7 @@ def test_keys_beyond_the_caches_give_the_same_scores(group: int, monkeypatch: py
     q, k = torch.randn(2, group, 32), torch.randn(2, 100, 40)[:, :, :32]
     want = (q.double() @ k.double().mT).float()
     for cached in (0, 1 << 30):
-        monkeypatch.setattr(reference, "CACHED", cached)
+        monkeypatch.setattr(reference, "CACHE_BYTES", cached)
         got = reference.scaled_scores(q, k, 1.0)
         assert got.is_contiguous()
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

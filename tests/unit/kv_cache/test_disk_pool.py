@@ -170,7 +170,7 @@ def test_a_file_system_without_nameless_files_or_direct_access(tmp_path: Path, m
         return real(path, flags, *args, **named)
 
     monkeypatch.setattr(os, "open", refusing)
-    monkeypatch.setattr(direct_file, "_set_direct", lambda handle: False)
+    monkeypatch.setattr(direct_file, "_enable_direct_io", lambda handle: False)
     (tmp_path / f"{direct_file.NAMED}left.rows").write_bytes(b"of a process that was killed before it could unlink")
     file = DirectFile(tmp_path)
     assert list(tmp_path.iterdir()) == [] and not file.direct

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import LATENT, REFUSED, RUNS, VOCAB, WINDOW, architecture, build
+from support.architectures import LATENT, RECURRENT, REFUSED, RUNS, VOCAB, WINDOW, architecture, build
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 from torch import nn
@@ -89,6 +89,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     relative to the largest logit."""
     model = architecture(name)
     adapter = adapter_for(model)
+    assert bool(adapter.geometry.states) == (name in RECURRENT)
     first = 0 if adapter.geometry.chunked else 5  # Llama 4 counts positions from the first given token
     tokens, positions = torch.tensor(prompt_of(3 * WINDOW)), torch.arange(first, first + 3 * WINDOW)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]

@@ -73,7 +73,7 @@ class PlainTable:
             self.slots[slot], self.scores[slot] = None, -1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
@@ -103,7 +103,7 @@ def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
         assert [[None if t < 0 else t for t in row] for row in layer.tokens.tolist()] == [one.slots for one in plain]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
 def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
