@@ -27,6 +27,9 @@ OUT := out
 
 export OMP_NUM_THREADS ?= 2
 
+# Each process of the tests would compile all files again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo demo-real docs site test quick test-training stress gpu bench bench-real paper real lint venv clean
 
 venv: $(READY)
@@ -61,12 +64,15 @@ test: $(READY)
 	$(MAKE) -j2 lint site
 	$(AT_LEVEL) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
 
-# Files whose first cases take two thirds of the time of all first cases; PART=FOLDER runs them.
-QUICK_WITHOUT := eval stress cli/test_write.py kernels/test_native.py models/test_packed_composition.py policies/test_scorer.py \
-	project/test_docs_snippets.py \
-	$(addprefix kv_cache/test_,disk_extents.py layer_groups.py pool_properties.py) \
-	$(addprefix model_runner/test_,exact_hybrids.py snapshots.py) \
-	$(addprefix sessions/test_,hybrid_sessions.py prefix_store.py session_limits.py turn_queue.py) \
+# Files whose first cases take three quarters of the time of all first cases; PART=FOLDER runs them.
+QUICK_WITHOUT := eval stress cli/test_write.py kernels/test_native.py policies/test_scorer.py project/test_docs_snippets.py \
+	$(addprefix engine/test_,draft_model.py drop_in.py engine.py preemption.py threads.py) \
+	$(addprefix kv_cache/test_,disk_extents.py disk_pool.py eviction.py layer_groups.py pool_properties.py) \
+	$(addprefix model_runner/test_,exact.py exact_hybrids.py hybrids.py sharing.py snapshots.py sparse_decode.py \
+	trained_hybrid.py) \
+	$(addprefix models/test_,multimodal.py packed_composition.py packed_weights.py) \
+	$(addprefix server/test_server_,agents.py engine.py sessions.py) \
+	$(addprefix sessions/test_,hybrid_sessions.py prefix_store.py session_limits.py sessions.py turn_queue.py) \
 	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py device_limit.py device_memory.py prefill_counts.py step_counts.py \
 	weight_placement.py working_set.py)
 QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,$(QUICK_WITHOUT)))
@@ -89,7 +95,7 @@ STRESS_sampled := tests/unit/kv_cache/test_pool_properties.py tests/unit/session
 STRESS_sessions := tests/unit/sessions/test_reliability.py tests/unit/sessions/test_hybrid_sessions.py
 # Each model with each policy, feature and beam search.
 STRESS_composition := tests/unit/model_runner/test_sparse_decode.py tests/unit/model_runner/test_composition.py tests/unit/model_runner/test_exactness.py tests/unit/engine/test_beam.py \
-	tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
+	tests/unit/model_runner/test_in_place.py tests/unit/transfer/test_cuda_graphs.py tests/unit/eval/test_eval_paper.py tests/unit/eval/test_eval_real_speed.py
 # 500 requests in a pool that is too small for them.
 STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/test_async_llm.py
 # Every architecture, GGUF files, and transformers' generate.

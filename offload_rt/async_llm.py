@@ -346,7 +346,8 @@ class AsyncLLM:
     def _fail(self, request: Request, error: Exception) -> None:
         """Send an error to the client of a request and end all its completions.
 
-        If the client already has the whole response, the turn's history could not be written: only log this error.
+        If the client already has the whole response, the error is only logged. It means that the history of the turn
+        could not be written.
         """
         if (client := self._by_number.get(request.prompt.id)) is not None:
             self._leave(client)

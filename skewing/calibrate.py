@@ -146,7 +146,7 @@ def measure(
 
 @torch.no_grad()
 def guess_quality(adapter: ModelAdapter, token_ids: Sequence[int], correction: Correction) -> dict[Source | int, float]:
-    """Return the quality of predicted queries by source of the prediction (see `GuessQuality`).
+    """Return how good predicted queries are, for each tensor that they can be predicted from (`GuessQuality`).
 
     `token_ids` are one text, of at most as many tokens as the model has positions.
     """

@@ -66,9 +66,9 @@ class GuessSums:
             self._sums[:, source_index(source), layer] += found.cpu()
 
     def fit(self) -> Correction:
-        """Fit a line in each channel by least squares: true inputs over predicted inputs.
+        """Fit the correction by least squares: in each channel, a line that maps predicted to true inputs.
 
-        Constant inputs have slope 1.
+        Channels with constant predictions get slope 1.
         """
         g, t, square, product, count = self._sums
         mean, truth = g / count, t / count

@@ -57,13 +57,13 @@ class GuessQuality:
             self._most[source].append(most)
 
     def shares(self) -> dict[Source | int, float]:
-        """Return the relative attention mass by source of the prediction, mean over layers."""
+        """Return the relative attention mass for each tensor that queries are predicted from, mean over layers."""
         return {source: sum(mass) / sum(self._most[source]) for source, mass in self._mass.items()}
 
     def _weights(self, layer: int, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the attention weights `[Hkv, G, P, N]` of queries computed from `inputs` `[P, D]`.
+        """Return the attention weights `[Hkv, G, P, N]` of the queries at `positions`, computed from `inputs` `[P, D]`.
 
-        The weights of all tokens except resident ones sum to 1.
+        Resident tokens have the weight 0. The weights of all other tokens sum to 1.
         """
         geometry = self._adapter.geometry
         q = self._adapter.query(layer, inputs, positions).float().unflatten(0, (geometry.kv_heads, -1))

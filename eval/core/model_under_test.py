@@ -206,12 +206,8 @@ def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int]
     ends = [size[stop] for _, stop in encoded["offset_mapping"]]
     probe: Any = tokenizer("a")["input_ids"]
     bare: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return list(encoded["input_ids"]), ends, tuple(probe[: _leading(probe, bare)])
-
-
-def _leading(probe: Sequence[int], bare: Sequence[int]) -> int:
-    """Return how many special tokens `probe` begins with. `bare` are the tokens of its text without special tokens."""
-    return next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))
+    specials = next(i for i in range(len(probe)) if list(probe[i : i + len(bare)]) == list(bare))
+    return list(encoded["input_ids"]), ends, tuple(probe[:specials])
 
 
 @dataclass(frozen=True)

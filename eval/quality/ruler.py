@@ -49,7 +49,7 @@ def begin_documents(seed: int) -> None:
 
 @contextmanager
 def first_documents(limit: int | None) -> Iterator[None]:
-    """Load tasks with at most `limit` documents during the `with` statement (None: no limit)."""
+    """Limit tasks that are loaded within the `with` statement to `limit` documents (None: no limit)."""
     # Generating all 500 documents takes minutes at 32k tokens.
     from lm_eval.api.task import ConfigurableTask
 

@@ -38,7 +38,7 @@ CODE_PRODUCTS = {"scalar": 4, "neon": 8, "avx2": 16, "avx512": 32, "avx512_bf16"
 """Number of products of a code and a weight per vector instruction. Additions are included."""
 VALUE_PRODUCTS = {"scalar": 4, "neon": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}
 EXPONENTIAL, RANKING = 14, 4
-"""Number of vector instructions for LANES exponentials, and for LANES scores of a top-k selection."""
+"""Minimum number of vector instructions for the exponentials, and for the top-k selection, of one vector."""
 
 COLD = 96 << 20
 """Number of bytes that are read before the same data is read again, so that no processor cache has it."""

@@ -29,7 +29,7 @@ from ..core.report import environment, write_text
 from ..speed.kernels import bandwidth
 from .gpu_job import SMALL, GpuJob, GpuSize, Results
 from .gpu_parts import LIMIT, PARTS
-from .programs import CLI, ROOT, STOPPED, run_program
+from .programs import CLI, ROOT, TIMED_OUT, run_program
 
 QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
          "pcie.link.width.max", "memory.total", "clocks.max.sm")  # fmt: skip
@@ -96,10 +96,10 @@ def run_part(name: str, job: GpuJob) -> bool:
 
 def failures(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of failed programs in the results `found` of a part. Timeouts do not count as failures."""
-    if found.get("exit_code", 0) not in (0, STOPPED):
+    if found.get("exit_code", 0) not in (0, TIMED_OUT):
         yield "its program"
     for name, own in found.items():
-        if isinstance(own, Mapping) and own.get("exit_code", 0) not in (0, STOPPED):
+        if isinstance(own, Mapping) and own.get("exit_code", 0) not in (0, TIMED_OUT):
             yield name
 
 
@@ -149,7 +149,7 @@ def _run_all(flags: list[str], small: bool) -> int:
             print(f"{name}: about {part.minutes:g} minutes", flush=True)
         code, output = run_program([*CLI, "eval", "gpu", "--part", name, *flags], LIMIT + 60)
         print(output, end="", flush=True)
-        if code == STOPPED:
+        if code == TIMED_OUT:
             print(f"{name}: stopped after {LIMIT + 60} s; results up to then are kept")
         elif code:
             failed.append(name)

@@ -26,7 +26,7 @@ from .gpu_job import GpuJob, Results
 from .gpu_prefill import run_prefill
 from .gpu_trace import run_trace
 from .gpu_trained import run_trained
-from .programs import CLI, ROOT, TOLD
+from .programs import CLI, KEPT_OUTPUT, ROOT
 
 LIMIT = 570
 """Timeout in seconds of each program that a part runs."""
@@ -86,7 +86,7 @@ def run_accuracy(job: GpuJob) -> Iterator[Results]:
         ended = [programs.run_program([*CLI, "eval", *words, *shared], LIMIT // 4) for words in runs]
         code, output = max(code for code, _ in ended), "".join(output for _, output in ended)
         tables = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(out.glob("*.json"))}
-        found[folder.name] = {"exit_code": code, **tables} | ({} if code == 0 else {"output": output[-TOLD:]})
+        found[folder.name] = {"exit_code": code, **tables} | ({} if code == 0 else {"output": output[-KEPT_OUTPUT:]})
         yield found
 
 

@@ -14,7 +14,7 @@ from ...llm import LLM
 from ...sampling_params import SamplingParams
 from . import programs
 from .gpu_job import GpuJob, Results
-from .programs import CLI, TOLD
+from .programs import CLI, KEPT_OUTPUT
 
 
 def run_trained(job: GpuJob) -> Iterator[Results]:
@@ -111,4 +111,4 @@ def _evaluated(job: GpuJob, folder: Path, name: str) -> dict[str, Any]:
     code, output = programs.run_program(command, job.size.trained_limit)
     path = out / f"{name}.json"
     table = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return {"exit_code": code, "rows": table.get("rows", [])} | ({} if code == 0 else {"output": output[-TOLD:]})
+    return {"exit_code": code, "rows": table.get("rows", [])} | ({} if code == 0 else {"output": output[-KEPT_OUTPUT:]})

@@ -118,9 +118,10 @@ class Paper:
         run_perplexity(self.evaluation, self._compared(), config)
 
     def _compared(self) -> list[Variant]:
-        """Return a variant for each combination of policy, budget and dense layers, and with a quantized KV cache.
+        """Return the variants of the perplexity figures: each policy at each budget with each set of dense layers.
 
-        The latter are `full` and `infinigen` at a budget of 10 %, for each format in `FORMATS`.
+        In addition, `full` and `infinigen` at a budget of 10 % run with a quantized KV cache, in each format of
+        `FORMATS`.
         """
         rounded: list[Variant] = []
         for kv_cache_dtype in FORMATS:

@@ -17,17 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CLI = (sys.executable, "-P", "-m", "offload_rt")
 """Command line of `offload-rt` that also works if its script is not on the path."""
 
-STOPPED = 124
+TIMED_OUT = 124
 """Exit code for a program that was stopped at its time limit."""
 
-TOLD = 6000
+KEPT_OUTPUT = 6000
 """Number of characters of a failed program's output that are kept."""
 
 
 def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple[int, str]:
     """Run a program in the root of the repository. Return its exit code and output.
 
-    After `limit` seconds, the program is interrupted, and the result has the exit code `STOPPED`. `variables` are
+    After `limit` seconds, the program is interrupted, and the result has the exit code `TIMED_OUT`. `variables` are
     environment variables of the program.
     """
     with tempfile.TemporaryFile("w+") as log:
@@ -41,7 +41,7 @@ def run_program(command: Sequence[str], limit: float, **variables: str) -> tuple
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            code = STOPPED
+            code = TIMED_OUT
         log.seek(0)
         return code, log.read()
 
@@ -60,5 +60,5 @@ def run_tests(arguments: Sequence[str], limit: float, prefix: Sequence[str] = ()
     passed = counts.get("tests", 0) - sum(counts.get(k, 0) for k in ("failures", "errors", "skipped"))
     none_of_it = 5  # exit code of pytest if no test was selected
     return {"exit_code": 0 if code == none_of_it else code, "passed": passed, **counts} | (
-        {} if code in (0, none_of_it) else {"output": output[-TOLD:]}
+        {} if code in (0, none_of_it) else {"output": output[-KEPT_OUTPUT:]}
     )

@@ -34,7 +34,7 @@ WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16, "dense_layers": ()}
 There are no dense layers, so a budget applies to all layers.
 """
 
-ALONE = 1e-4
+RESIDENT_ONLY = 1e-4
 """A budget smaller than the resident window, so that all other tokens are only approximated."""
 
 KV_INT4 = Variant("full", {}, {"kv_cache_dtype": "int4"})
@@ -91,7 +91,9 @@ def compared(budgets: Sequence[float] = BUDGETS) -> list[Variant]:
         found += [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "int2", "off")]
         found += [Variant("oracle", sized)]
     found += [Variant(policy, WINDOW | {"budget": budgets[0]}) for policy in RIVALS]
-    found += [Variant("infinigen", WINDOW | {"budget": ALONE, "approximate_kv": tail}) for tail in ("int4", "int2")]
+    found += [
+        Variant("infinigen", WINDOW | {"budget": RESIDENT_ONLY, "approximate_kv": tail}) for tail in ("int4", "int2")
+    ]
     return found + [Variant("infinigen", {"preset": name}) for name in ("rows", "paper")]
 
 

@@ -148,7 +148,7 @@ class StepInputs:
         at_fetched = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
         valid = torch.cat(((at >= first) & (at < stop), at_fetched < fetched.counts.unsqueeze(1)), dim=1)
-        own = kept.unflatten(0, (-1, 2, self._heads))[:, 0].flatten(0, 1)
+        own = kept.unflatten(0, (self.size, -1, self._heads))[:, 0].flatten(0, 1)
         keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
         weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
         index = torch.where(valid, torch.cat((there, tokens), dim=1), self.capacity)

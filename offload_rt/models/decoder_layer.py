@@ -214,6 +214,8 @@ class Projections:
     `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
     """
 
+    value_dim: int | None = None  # values are not part of keys (`ModelGeometry.value_dim`)
+
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
         """Find the projections of an attention module.
 
@@ -306,7 +308,7 @@ class Projections:
         return out
 
     def _padded(self, by_head: Norm) -> Norm:
-        """Return a function that calls `by_head` and then pads the last axis with zeros to `head_dim`."""
+        """Return a function like `by_head` that also pads the last axis of its result with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
             return by_head
 

@@ -309,7 +309,7 @@ def _pack_layer(
 
 
 def _half_scales(scales: torch.Tensor, form: PackedFormat) -> tuple[PackedFormat, torch.Tensor]:
-    """Return `scales` in float16 without rounding, divided by 2^exponent, and `form` with this exponent.
+    """Return `form` with an exponent, and `scales` divided by 2^exponent in float16, which is exact.
 
     Raises:
         CannotPackError: float16 cannot represent all scales with a common exponent.

@@ -136,7 +136,7 @@ class Rotary:
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
         """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
         self._known: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
-        """Recently used tensors of positions, newest first, each with its rotation for each entry of `kinds`."""
+        """Cache: the latest tensors of positions, newest first, and the rotation to them in each kind of layer."""
         self._layout: Layout = HalfSplit
         self._ready = True
         """Whether the rotary module returns cos and sin in the detected layout, so that they need not be reordered."""

@@ -30,7 +30,7 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses that other machines cannot reach."""
 
 DELIVERY_SECONDS = 2.0
-"""Seconds between `timeout` and the abort of the connection, in which the server sends the error."""
+"""After `timeout`, the server has this number of seconds to send the error. Then it aborts the connection."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ PREFIX = 2048
 """Number of characters at the start of a long prompt that determine its replica."""
 
 MIN_PREFIX = 256
-"""Number of characters that determine the replica if the prompt is shorter than `PREFIX`.
+"""Number of characters that determine the replica of a prompt with fewer than `PREFIX` characters.
 
-Shorter prompts use any one.
+Prompts with fewer than this may go to any replica.
 """
 
 _FIELDS = ("system", "instructions", "messages", "prompt", "input")

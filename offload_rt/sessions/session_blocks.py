@@ -130,8 +130,8 @@ class SessionBlocks:
     def _find_full(self, known: int) -> tuple[list[PlacedBlock], int]:
         """Find the blocks of full-attention layers on disk that follow the first `known` tokens without a gap.
 
-        Return the blocks, and the number of tokens up to the end of the last one. At least one token of the session is
-        left to compute.
+        Return the blocks, and the number of tokens up to the end of the last one. It is less than the number of tokens
+        of the session, because a prefill must compute at least one token.
         """
         history = self._history
         # A prefill attends to new KV before quantisation. Stored quantised KV of an unfinished turn differs from the KV

@@ -52,7 +52,7 @@ def available_levels() -> tuple[str, ...]:
     """Return the instruction set levels that this processor supports, lowest first."""
     if (levels := machine_levels())[-1] not in _X86_FEATURES or len(levels) == 1:
         return levels
-    flags, found = _processor_flags(), []
+    flags, found = frozenset(_cpuinfo("flags").split()), []
     for level, needed in _X86_FEATURES.items():
         if not needed <= flags:
             break
@@ -206,14 +206,10 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 def processor_name() -> str:
     """Return the model name of the processor. Empty if it is unknown."""
-    return _described("model name") or platform.processor()
+    return _cpuinfo("model name") or platform.processor()
 
 
-def _processor_flags() -> frozenset[str]:
-    return frozenset(_described("flags").split())
-
-
-def _described(wanted: str) -> str:
+def _cpuinfo(wanted: str) -> str:
     """Return the entry `wanted` of the first processor in /proc/cpuinfo, or ""."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():

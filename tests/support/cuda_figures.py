@@ -1,27 +1,17 @@
-"""Measure kernel launches per layer and staged bytes of a decode step on the simulated device.
-
-`python tests/support/cuda_figures.py` prints launches and memory per layer. Tests check limits on them.
-"""
+"""Measure kernel launches per layer and staged bytes of a decode step on the simulated device."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from offload_rt import LLM
-from support.cuda_cells import BY_NAME, CELLS, SCHEDULES
-from support.cuda_simulator import Late, Lazy, simulated
-from support.tiny_models import tiny_model, tiny_prompt
+
+from .cuda_cells import BY_NAME
+from .cuda_simulator import Late, Lazy, simulated
+from .tiny_models import tiny_model, tiny_prompt
 
 STAGED = 256
 """Tokens of the sequence in `staged_bytes`."""
@@ -79,32 +69,3 @@ def staged_bytes(policy: str, options: dict[str, Any], layers: int) -> int:
 def layer_bytes() -> int:
     """Return the bytes of the sequence's KV in one layer: float32, two KV heads of size 32."""
     return STAGED * 2 * 2 * 32 * 4
-
-
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table."""
-    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-
-
-def main() -> None:
-    """Print all tables."""
-    cells = [(c.name, f"`{c.policy}`", c.scene.__name__, c.daily or "–") for c in CELLS]
-    show(f"{len(CELLS)} cells, {len(SCHEDULES)} schedules", ("cell", "policy", "scene", "in `make test`"), cells)
-    depths = (2, 4, 8, 16)
-    rows = []
-    for policy, options in (("full", {}), ("quest", BY_NAME["quest"].options | {"budget": 0.9})):
-        peaks = [staged_bytes(policy, options, layers) / layer_bytes() for layers in depths]
-        rows.append((f"`{policy}`", *(f"{peak:.2f}" for peak in peaks)))
-    show("Peak of a step, in layers' worth of rows", ("policy", *(f"{n} layers ahead" for n in depths)), rows)
-    counts = {name: launches_of_a_layer(name) for name in ("full", "infinigen", "quest", "default")}
-    triton = {name: sum(n for what, n in found.items() if what.startswith("triton")) for name, found in counts.items()}
-    show(
-        "Launches of a layer", ("cell", "launches", "of them Triton"),
-        [(name, found.total(), triton[name]) for name, found in counts.items()],
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,12 @@ FAMILIES = tuple(name for name in RECURRENT if "multimodal" not in name)
 """All families of hybrid models."""
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
+SPARSE_DRAFTS: dict[str, Any] = {
+    "policy": "infinigen",
+    "policy_options": {"budget": 0.1, "sinks": 2, "recent": 8, "approximate_kv": "off"},
+    "exact": {"method": "sparse", "tokens": 4, "adaptive": False},
+}
+"""Lossless mode with a budget so small that drafts are often wrong."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from offload_rt.core import BLOCK_SIZE
+from offload_rt.engine.runner import Runner
 from offload_rt.models.adapter import ModelAdapter
 
 Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
@@ -35,3 +39,23 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
         weights = torch.softmax(scores, -1)[..., : len(kept[layer])]
         x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
     return adapter.logits(x)[-1]
+
+
+def assert_evicts_oldest(
+    runner: Runner, tokens: list[int], prefilled: int, assert_near: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Decode in a pool of two blocks. Full-attention layers keep the newest KV, sliding-window layers their windows."""
+    geometry = runner.adapter.geometry
+    kept: Kept = [[] for _ in range(geometry.layers)]
+    plain_step(runner.adapter, tokens[:prefilled], 0, kept)
+    sequence = runner.new_sequence(tokens[:prefilled], prefilled)
+    sequence.tokens += tokens[prefilled:]
+    runner.prefill(sequence, prefilled)
+    for position, token in enumerate(tokens[prefilled:], start=prefilled):
+        for layer, window in zip(kept, geometry.windows, strict=True):
+            if window is None and len(layer) == 2 * BLOCK_SIZE:
+                layer.pop(0)
+        assert_near(runner.decode([sequence])[0], plain_step(runner.adapter, [token], position, kept))
+    runner.check_integrity()
+    runner.free(sequence)
+    assert runner.pool.sequence_bytes == 0

@@ -97,8 +97,8 @@ def test_a_longer_document_is_that_of_one_run(tmp_path: Path, roomy: str) -> Non
     """The end of a document that is complete is no place where a turn ends."""
     whole, parts = tmp_path / "whole.txt", tmp_path / "parts.txt"
     given = {"beginning": "It was a dark night", "sampling_params": SAMPLED}
-    write(roomy, whole, max_tokens=100, **given)
-    for count in (30, 70, 100):
+    write(roomy, whole, max_tokens=60, **given)
+    for count in (20, 40, 60):
         write(roomy, parts, max_tokens=count, **given)
     assert parts.read_text() == whole.read_text()
 
@@ -160,6 +160,15 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkey
     assert cli(*flags, "--quiet").err == ""
     again = cli(*flags)
     assert again.code == 0 and "is complete: 30 new tokens" in again.err
+
+
+def test_more_tokens_of_a_document_with_chapters(tmp_path: Path, cli: Cli, roomy: str) -> None:
+    novel, outline = str(tmp_path / "novel.txt"), tmp_path / "outline.txt"
+    outline.write_text("One\nTwo\n")
+    flags = ("--outline", str(outline), "--chapter-tokens", "4", "--policy", "full")
+    assert cli("write", roomy, novel, *flags).code == 0
+    run = cli("write", roomy, novel, "--more", "5", "--policy", "full")
+    assert run.code == 0 and "in 2 chapters; --chapters N" in run.err
 
 
 @pytest.fixture(scope="module")

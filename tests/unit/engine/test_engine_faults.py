@@ -50,7 +50,7 @@ def tokens(llm: LLM, i: int) -> list[list[int]]:
     return [one.token_ids for one in completed(llm.generate([PROMPTS[i]], PARAMS[i]))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_ends_one_request_at_most(place: str, llm: LLM, alone: list[list[list[int]]]) -> None:
     """A random call raises, with two kinds of errors. One exception must fail at most one request."""

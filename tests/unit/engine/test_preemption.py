@@ -29,7 +29,7 @@ from offload_rt.model_runner.sequence import Sequence
 from offload_rt.storage.options import StoreOptions
 
 PROMPTS = [tiny_prompt(BLOCK_SIZE + 30) + tiny_prompt(28, seed=i) for i in range(3)]
-PARAMS = [greedy(50), SamplingParams(max_tokens=40, seed=3), greedy(35)]
+PARAMS = [greedy(20), SamplingParams(max_tokens=16, seed=3), greedy(14)]
 
 
 def tight(folder: Path, *, worth: bool = True, limit: int | None = None, **options: Any) -> tuple[LLM, Swap]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.tiny_models import tiny_checkpoint
 
 from offload_rt.cli import main
 from offload_rt.eval.core.model_under_test import ModelUnderTest
@@ -21,7 +22,11 @@ from offload_rt.eval.suites.real import PARTS, Real, RealSize, compared, looked_
 
 ROOT = Path(__file__).parents[3]
 BOOK = ROOT / "offload_rt" / "data" / "black_arrow.txt"
-MODEL = ROOT / "offload_rt" / "reference" / "llama"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +44,12 @@ def rows(path: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_a_part_goes_on_where_it_stopped(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_goes_on_where_it_stopped(
+    model: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     chosen = [Variant("full"), *(Variant("streaming", {"budget": budget}) for budget in (0.25, 0.5))]
-    part = small(data, tmp_path, said.append, *chosen)
+    part = small(model, data, tmp_path, said.append, *chosen)
     PARTS["perplexity"](replace(part, until=0.0))
     assert rows(tmp_path / "perplexity.json") == [] and said == []
     PARTS["perplexity"](part)
@@ -69,14 +76,14 @@ def test_what_is_compared() -> None:
     assert {variant.label for variant in looked_up()} <= set(labels)
 
 
-def small(data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, windows: int = 1) -> Real:
+def small(model: str, data: Path, out: Path, say: Callable[[str], None], *chosen: Variant, windows: int = 1) -> Real:
     size = RealSize(windows, 8, 1, 1, (96,))
-    return Real(ModelUnderTest(str(MODEL)), size, out, data, time.monotonic() + 600, say, chosen)
+    return Real(ModelUnderTest(model), size, out, data, time.monotonic() + 600, say, chosen)
 
 
-def test_needles_are_told_kind_by_kind_and_late_ones_not(data: Path, tmp_path: Path) -> None:
+def test_needles_are_told_kind_by_kind_and_late_ones_not(model: str, data: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    real = small(data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
+    real = small(model, data, tmp_path, said.append, Variant("full"), Variant("streaming", {"budget": 0.5}))
     PARTS["needles"](replace(real, size=replace(real.size, contexts=(256,))))
     labels = ("full", "streaming budget=0.5")
     assert [line.split(": ")[0] for line in said] == [
@@ -88,13 +95,13 @@ def test_needles_are_told_kind_by_kind_and_late_ones_not(data: Path, tmp_path: P
     assert [row["variant"] for row in rows(tmp_path / "retrieval.json")] == ["full"]
 
 
-def test_mistakes_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data", str(data), "--out", str(tmp_path)]
     assert main(["eval", "real", "--models", str(tmp_path / "none"), *flags]) == 2
     assert "there is no model in" in capsys.readouterr().err
-    assert main(["eval", "real", "--models", str(MODEL), "--parts", "perplexty", *flags]) == 2
+    assert main(["eval", "real", "--models", model, "--parts", "perplexty", *flags]) == 2
     assert "did you mean 'perplexity'" in capsys.readouterr().err
-    assert main(["eval", "real", "--models", str(MODEL), "--tasks", "ruler_cwf", *flags]) == 2
+    assert main(["eval", "real", "--models", model, "--tasks", "ruler_cwf", *flags]) == 2
     assert "did you mean 'ruler_cwe'" in capsys.readouterr().err
 
 

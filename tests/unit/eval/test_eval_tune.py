@@ -40,7 +40,7 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tuned"
-    flags = ("--max-missed-mass", "0.1", "--context", "300", "--scored", "12", "--quiet")
+    flags = ("--max-missed-mass", "0.1", "--context", "200", "--scored", "8", "--quiet")
     assert main(("tune", "reference", "--prompt-file", BOOK, "--out", str(out), *flags)) == 0
     assert capsys.readouterr().out.startswith("# Tuning infinigen for reference: at most 10.00% missed")
     table = json.loads((out / "tune.json").read_text())

@@ -61,6 +61,7 @@ def test_architecture_is_what_the_package_needs(name):
     assert AutoTokenizer.from_pretrained(REFERENCE / name).vocab_size == config.vocab_size
 
 
+@pytest.mark.sampled(2)
 def test_scores_are_the_measured_ones(name):
     model, tokenizer = load_model(REFERENCE / name)
     pinned, found = measured(name)["pinned"], pinned_scores(model, tokenizer, TEXT)
@@ -71,6 +72,7 @@ def test_scores_are_the_measured_ones(name):
     assert abs(found.right - pinned["right"]) <= 1  # a question whose two best tokens tie within rounding
 
 
+@pytest.mark.sampled(2)
 def test_recall_is_looking_back(name):
     """Where the facts are not told, the same questions fail: nothing is known by heart."""
     model, tokenizer = load_model(REFERENCE / name)

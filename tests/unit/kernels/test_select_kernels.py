@@ -45,7 +45,7 @@ alphas = st.one_of(st.just(0.0), st.just(math.inf), st.floats(0, 12))
 
 
 @given(score_tensors(), alphas, st.floats(0.01, 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_fast_selection_is_the_reference(scores: torch.Tensor, alpha: float, max_fraction: float) -> None:
     limit = selection_limit(scores.shape[2], max_fraction)
     fast = select_tokens(scores, alpha, limit)
@@ -54,7 +54,7 @@ def test_fast_selection_is_the_reference(scores: torch.Tensor, alpha: float, max
 
 
 @given(score_tensors(), st.floats(0, 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -> None:
     values = scores[:, 0]
     n = floor_share(share, values.shape[1])

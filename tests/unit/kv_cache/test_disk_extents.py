@@ -188,7 +188,7 @@ def check(folder: Path, steps: list[Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------- sessions
 
 MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 TURNS = [tiny_prompt(300, seed=1), tiny_prompt(120, seed=2), tiny_prompt(70, seed=3)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.outputs import completed
-from support.plain_decode import Kept, plain_step
+from support.plain_decode import assert_evicts_oldest
 from support.tiny_models import depth, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
@@ -101,20 +102,8 @@ def test_full_with_fifo_equals_attention_over_the_newest_tokens(
 
     Their K and V were computed while older tokens were present, as in the plain model.
     """
-    tokens = tiny_prompt(170)
     runner = make_llm("full", {}, 2, {"policy": "fifo", "protect": protect}, name, dtype=dtype).runner
-    kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
-    plain_step(runner.adapter, tokens[:120], 0, kept)
-    sequence = runner.new_sequence(tokens[:120], 120)
-    sequence.tokens += tokens[120:]
-    runner.prefill(sequence, 120)
-    for position, token in enumerate(tokens[120:], start=120):
-        for layer in kept:
-            if len(layer) == 2 * BLOCK_SIZE:
-                layer.pop(0)
-        expected = plain_step(runner.adapter, [token], position, kept)
-        torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=bound)
-    runner.check_integrity()
+    assert_evicts_oldest(runner, tiny_prompt(170), 120, partial(torch.testing.assert_close, rtol=0, atol=bound))
 
 
 @settings(deadline=None, max_examples=25)

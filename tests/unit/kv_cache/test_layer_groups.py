@@ -7,6 +7,7 @@ truncation work as for models without windows.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from support.architectures import architecture
 from support.outputs import completed
-from support.plain_decode import Kept, plain_step
+from support.plain_decode import Kept, assert_evicts_oldest, plain_step
 from support.staged_transfer import staged
 from support.tiny_models import VOCAB, assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
@@ -126,31 +127,31 @@ def test_sliding_layers_hold_their_window_and_no_more(kind: str) -> None:
     llm = make(kind, enable_prefix_caching=False)
     pool = llm.runner.pool
     most = pool.groups.sliding * pool.groups.window_blocks
-    for event in llm.stream(tiny_prompt(300), greedy(140)):
+    for event in llm.stream(tiny_prompt(300), greedy(70)):
         places = -(-(300 + event.index) // BLOCK_SIZE)
         assert held_windows(llm) <= pool.groups.window_blocks
         held = pool.bytes_used // pool.block_bytes - most
-        assert held <= pool.groups.full * (places + 4), "slots for all 440 tokens were reserved at the start"
-    assert pool.bytes_peak <= (pool.groups.full * 7 + most) * pool.block_bytes
+        assert held <= pool.groups.full * (places + 4), "slots for all 370 tokens were reserved at the start"
+    assert pool.bytes_peak <= (pool.groups.full * 6 + most) * pool.block_bytes
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_prompts_share_kv_before_they_differ(kind: str) -> None:
-    """Two prompts differ in their last 80 tokens.
+    """Two prompts differ in their last 108 tokens.
 
     The window KV before these tokens stays cached, both while the first request runs and after it.
     """
     llm = make(kind)
     document = tiny_prompt(400)
-    prompts = [document + tiny_prompt(80, seed=seed) for seed in (1, 2)]
-    first, second = (completed(llm.generate([prompt], greedy(34)))[0] for prompt in prompts)
+    prompts = [document + tiny_prompt(108, seed=seed) for seed in (1, 2)]
+    first, second = (completed(llm.generate([prompt], greedy(8)))[0] for prompt in prompts)
     for prompt, completion in zip(prompts, (first, second), strict=True):
-        assert len(completion.token_ids) == 34
+        assert len(completion.token_ids) == 8
         assert_greedy(model_of(kind), prompt, completion.token_ids)
     assert first.stats.reused_tokens == 0 and second.stats.reused_tokens == 400 // BLOCK_SIZE * BLOCK_SIZE
     llm.runner.check_integrity()
-    together = completed(llm.generate(prompts, greedy(34)))
+    together = completed(llm.generate(prompts, greedy(8)))
     assert [completion.token_ids for completion in together] == [first.token_ids, second.token_ids]
     assert llm.runner.pool.sequence_bytes == 0
 
@@ -169,15 +170,15 @@ def test_cached_window_blocks_are_evicted_if_memory_is_needed() -> None:
 @pytest.mark.parametrize(("kind", "dtype"), [("all slide", torch.float64), ("room to spare", torch.float32)], ids=str)
 def test_samples_and_beams_fork(kind: str, dtype: torch.dtype) -> None:
     """Forks share the window blocks and copy the partly filled one."""
-    prompt = tiny_prompt(100)
+    prompt = tiny_prompt(120)
     llm = make(kind, dtype=dtype)
-    for completion in completed(llm.generate([prompt], SamplingParams(max_tokens=36, n=3, seed=5))):
+    for completion in completed(llm.generate([prompt], SamplingParams(max_tokens=12, n=3, seed=5))):
         continued = prompt + completion.token_ids
         logits = model_of(kind, dtype)(torch.tensor([continued])).logits[0, len(prompt) - 1 : -1].double()
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         [score] = make(kind, dtype=dtype).score([prompt], [completion.token_ids], len(prompt) - 1)
         assert score.logprobs == pytest.approx(logprobs.tolist(), abs=BOUNDS[dtype])
-    llm.generate([prompt], SamplingParams(max_tokens=36, num_beams=3, temperature=0))
+    llm.generate([prompt], SamplingParams(max_tokens=12, num_beams=3, temperature=0))
     llm.runner.check_integrity()
     assert llm.runner.pool.sequence_bytes == 0
 
@@ -191,21 +192,8 @@ def test_eviction_affects_only_full_attention_layers(kind: str, dtype: torch.dty
     pool = make(kind, dtype=dtype).runner.pool
     memory = pool.block_bytes * (2 + pool.groups.sliding * pool.groups.window_blocks)
     llm = make(kind, memory=memory, dtype=dtype, eviction={"policy": "fifo", "protect": "none"})
-    runner, tokens = llm.runner, tiny_prompt(211)
-    kept: Kept = [[] for _ in range(runner.adapter.geometry.layers)]
-    plain_step(runner.adapter, tokens[:120], 0, kept)
-    sequence = runner.new_sequence(tokens[:120], 120)
-    sequence.tokens += tokens[120:]
-    runner.prefill(sequence, 120)
-    for position, token in enumerate(tokens[120:210], start=120):
-        for layer, window in zip(kept, runner.adapter.geometry.windows, strict=True):
-            if window is None and len(layer) == 2 * BLOCK_SIZE:
-                layer.pop(0)
-        expected = plain_step(runner.adapter, [token], position, kept)
-        torch.testing.assert_close(runner.decode([sequence])[0], expected, rtol=0, atol=BOUNDS[dtype])
-    runner.check_integrity()
-    runner.free(sequence)
-    assert runner.pool.sequence_bytes == 0
+    near = partial(torch.testing.assert_close, rtol=0, atol=BOUNDS[dtype])
+    assert_evicts_oldest(llm.runner, tiny_prompt(170), 120, near)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +204,11 @@ def test_generation_continues_far_past_the_limit(kind: str, eviction: str) -> No
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     options = {"policy": "infinigen", "policy_options": {"recent": 8, "alpha": 2.0}}
     llm = make(kind, memory=memory, eviction=eviction, **options)
-    for event in llm.stream(tiny_prompt(50), greedy(150)):
+    for event in llm.stream(tiny_prompt(50), greedy(110)):
         assert llm.runner.pool.bytes_used <= memory
         if event.index % 50 == 0:
             llm.runner.check_integrity()
-    assert llm.last_stats is not None and llm.last_stats.new_tokens == 150 and llm.runner.pool.sequence_bytes == 0
+    assert llm.last_stats is not None and llm.last_stats.new_tokens == 110 and llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])

@@ -38,7 +38,7 @@ CELLS = [
     (name, architecture)
     for i, name in enumerate(VARIANTS)
     for j, architecture in enumerate(ARCHITECTURES)
-    if "OFFLOAD_RT_STRESS" in os.environ or j == 0 or (i + j) % 3 == 0
+    if "OFFLOAD_RT_STRESS" in os.environ or j == 0 or (i + j) % 5 == 0
 ]
 """All of them in `make stress PART=composition`."""
 
@@ -78,7 +78,7 @@ def test_windows_that_stand(name: str) -> None:
 @pytest.mark.parametrize("start", [0, 1])
 def test_without_a_prompt(start: int) -> None:
     """Every position goes through the policy."""
-    ids = tokens(100)
+    ids = tokens(70)
     llm = LLM(tiny_model("llama").double(), policy="infinigen", policy_options={"recent": 4})
     steps = llm.score([ids[:2]], [ids[2:]], start)[0]
     plain = plain_scores(load_model(tiny_model("llama").double()), "infinigen", {"recent": 4}, ids, start)
@@ -112,17 +112,18 @@ FIFO = {"policy": "fifo", "protect": "none"}
 )
 def test_a_bounded_pool(name: str, eviction: Any, start: int, more: dict[str, Any]) -> None:
     """In two chunks, from the 129th token on over victims."""
-    model, ids = tiny_model("llama").double(), tokens(160)
+    model, ids = tiny_model("llama").double(), tokens(146)
     layers = model.config.num_hidden_layers
     limit = 2 * 64 * layers * 2 * 2 * (32 + 4 if more else 32 * 8)  # tokens, layers, K and V, heads, bytes
     plain, steps = both(model, name, ids, start, host_memory=limit, eviction=eviction, **more)
     assert steps.logprobs == pytest.approx(plain.logprobs, abs=1e-9)
     assert steps.stats.exact_fraction == pytest.approx(np.mean(plain.attended), abs=1e-12)
     assert steps.stats.kv_bytes_host == limit
-    free = plain_scores(load_model(model), *VARIANTS[name], ids, start, more)
-    room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
-    assert plain.logprobs[: room - 1] == free.logprobs[: room - 1]
-    assert plain.logprobs[room:] != free.logprobs[room:]
+    if name == "full":
+        free = plain_scores(load_model(model), *VARIANTS[name], ids, start, more)
+        room = 128 - start  # the token at 128 is the first to overwrite, and predicts the next one
+        assert plain.logprobs[: room - 1] == free.logprobs[: room - 1]
+        assert plain.logprobs[room:] != free.logprobs[room:]
 
 
 def test_a_pool_that_is_too_small() -> None:

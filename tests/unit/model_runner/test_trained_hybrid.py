@@ -78,14 +78,19 @@ def test_learned_states_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(logprobs[0] - logprobs[1]) > 0.01
 
 
+def score(llm: LLM) -> torch.Tensor:
+    """Return log-probabilities of 40 tokens after a prompt of 1,000."""
+    return torch.tensor(llm.score([text()[:1000]], [text()[1000:1040]], decode_from=1000)[0].logprobs)
+
+
+@pytest.fixture(scope="module")
+def full_scores() -> torch.Tensor:
+    return score(make())
+
+
 @pytest.mark.parametrize("ahead", [None, 1, 2, 3])
-def test_predicted_queries_find_tokens(ahead: int | None) -> None:
+def test_predicted_queries_find_tokens(ahead: int | None, full_scores: torch.Tensor) -> None:
     """With 2 % of the tokens and approximate KV, log-probabilities stay near those of full attention."""
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
-    prompt, scored = text()[:1000], text()[1000:1060]
-    full, sparse = (
-        llm.score([prompt], [scored], decode_from=1000)[0].logprobs
-        for llm in (make(), make("infinigen", policy_options=options))
-    )
-    difference = (torch.tensor(full) - torch.tensor(sparse)).abs()
+    difference = (full_scores - score(make("infinigen", policy_options=options))).abs()
     assert 0 < difference.mean() < 0.1

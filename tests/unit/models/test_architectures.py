@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import LATENT, REFUSED, RUNS, VOCAB, WINDOW, architecture, build
+from support.architectures import LATENT, RECURRENT, REFUSED, RUNS, VOCAB, WINDOW, architecture, build
 from support.outputs import completed
 from support.tiny_models import assert_greedy
 from torch import nn
@@ -89,6 +89,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     relative to the largest logit."""
     model = architecture(name)
     adapter = adapter_for(model)
+    assert bool(adapter.geometry.states) == (name in RECURRENT)
     first = 0 if adapter.geometry.chunked else 5  # Llama 4 counts positions from the first given token
     tokens, positions = torch.tensor(prompt_of(3 * WINDOW)), torch.arange(first, first + 3 * WINDOW)
     expected = model(tokens[None], position_ids=positions[None]).logits[0]
@@ -154,7 +155,10 @@ def test_half_precision_rounds_like_transformers(name: str) -> None:
     torch.testing.assert_close(k, keys[0, ::group], rtol=2**-7, atol=2**-6)
     expected = expected[0, ::group]
     torch.testing.assert_close(v[..., : expected.shape[-1]], expected, rtol=0, atol=0)
-    assert not v[..., expected.shape[-1] :].any(), "zeros where keys are wider than values"
+    if name in LATENT:
+        assert v is k and adapter.geometry.value_dim == expected.shape[-1]
+    else:
+        assert not v[..., expected.shape[-1] :].any(), "zeros where keys are wider than values"
 
 
 class TestRefusals:

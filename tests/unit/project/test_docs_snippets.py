@@ -1,7 +1,6 @@
 """Test that the Python snippets of the documentation run and that its commands are valid.
 
-Snippets run with the reference model in place of other models, a short text in place of books, and few new tokens.
-Commands run with a tiny model in place of models that do not ship with the package, and few new tokens.
+Both run with a tiny model and few new tokens. Snippets read a short text in place of books.
 """
 
 from __future__ import annotations
@@ -58,16 +57,6 @@ def commands(page: Path) -> list[str]:
     return [*found, *quoted]
 
 
-class Reference(LLM):
-    """The reference model with a small KV cache, whatever model and memory a snippet names."""
-
-    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
-        options = {name: value for name, value in options.items() if name not in ("tokenizer", "disk", "disk_limit")}
-        super().__init__("reference", *args, **options | {"host_memory": "64MiB", "device": "cpu"})
-        assert self.runner.model.tokenizer is not None
-        self.runner.model.tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
-
-
 @dataclasses.dataclass(frozen=True)
 class FewTokens(SamplingParams):
     def __post_init__(self) -> None:
@@ -75,12 +64,29 @@ class FewTokens(SamplingParams):
         super().__post_init__()
 
 
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Create a tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("instruct")
+    tiny_checkpoint(folder, "llama", num_hidden_layers=2, head_dim=32, max_position_embeddings=512)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def workplace(instruct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Provide files that snippets read, and names that an earlier part of a page has defined."""
+
+    class Tiny(LLM):
+        """The tiny model with a small KV cache, whatever model and memory a snippet names."""
+
+        def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+            kept = {name: value for name, value in options.items() if name not in ("tokenizer", "disk", "disk_limit")}
+            super().__init__(instruct, *args, **kept | {"host_memory": "64MiB", "device": "cpu"})
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(offload_rt, "LLM", Reference)
+    monkeypatch.setattr(offload_rt, "LLM", Tiny)
     monkeypatch.setattr(offload_rt, "SamplingParams", FewTokens)
     write_document = offload_rt.write_document
     monkeypatch.setattr(
@@ -90,7 +96,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         Path(name).write_text("It was a dark night, and nobody was on the road to the moat house. " * 4)
     Path("questions.txt").write_text("Who was there?\nWhere was it?\n")
     with contextlib.redirect_stdout(io.StringIO()):
-        yield {"LLM": Reference, "SamplingParams": FewTokens, "offload_rt": offload_rt, "__name__": "snippet"}
+        yield {"LLM": Tiny, "SamplingParams": FewTokens, "offload_rt": offload_rt, "__name__": "snippet"}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that snippets do not close
@@ -170,22 +176,13 @@ def runs(line: str) -> bool:
     return words[0] in ("cp", "head") or (words[0] == "offload-rt" and words[1] in RUN)
 
 
-@pytest.fixture(scope="module")
-def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Create a tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("instruct")
-    tiny_checkpoint(folder, "llama", num_hidden_layers=2, head_dim=32, max_position_embeddings=512)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return str(folder)
-
-
 def run_line(line: str, model: str) -> int:
     """Run a line of a shell session in this process, with the values of `SMALL`. Return its exit code."""
     words = shlex.split(line, comments=True)
     out = io.StringIO()
     if words[0] == "offload-rt":
         small = [SMALL.get(before, word) for before, word in itertools.pairwise(words)]
-        args = [model if word == "MODEL" or word.startswith("meta-llama/") else word for word in small]
+        args = [model if word in ("MODEL", "reference") or word.startswith("meta-llama/") else word for word in small]
         args = [str(Path.cwd() / "kv") if word == "/nvme/kv" else word for word in args]
         if args[0] in LENGTH and not set(args) & {"--max-new-tokens", "--more", "--chapters", "--outline"}:
             args[1:1] = LENGTH[args[0]]

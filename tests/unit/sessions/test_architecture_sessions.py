@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import RECURRENT, RUNS, VOCAB, architecture
-from support.plain_decode import Kept, plain_step
+from support.plain_decode import Kept, assert_evicts_oldest, plain_step
 from support.tiny_models import assert_greedy
 
 from offload_rt import LLM, ModelError, SamplingParams
-from offload_rt.core import BLOCK_SIZE
 
 NAMES = (
     [name for name in RUNS if name not in RECURRENT]
@@ -81,23 +80,8 @@ def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pool_that_is_full_evicts(name: str) -> None:
-    """Compare with a plain model. Full-attention layers evict FIFO; sliding-window layers keep their windows."""
     model = architecture(name)
     pool = make(model).runner.pool
     memory = pool.block_bytes * (2 * pool.groups.full + pool.groups.sliding * pool.groups.window_blocks)
     runner = make(model, host_memory=memory, eviction={"policy": "fifo", "protect": "none"}).runner
-    geometry, tokens = runner.adapter.geometry, prompt_of(146, 3)
-    kept: Kept = [[] for _ in range(geometry.layers)]
-    plain_step(runner.adapter, tokens[:120], 0, kept)
-    sequence = runner.new_sequence(tokens[:120], 120)
-    sequence.tokens += tokens[120:]
-    runner.prefill(sequence, 120)
-    for position, token in enumerate(tokens[120:145], start=120):
-        for layer, window in zip(kept, geometry.windows, strict=True):
-            if window is None and len(layer) == 2 * BLOCK_SIZE:
-                layer.pop(0)
-        expected = plain_step(runner.adapter, [token], position, kept)
-        assert_near(runner.decode([sequence])[0], expected)
-    runner.check_integrity()
-    runner.free(sequence)
-    assert runner.pool.sequence_bytes == 0
+    assert_evicts_oldest(runner, prompt_of(145, 3), 120, assert_near)

@@ -144,7 +144,7 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
 
 
 ClaimsAgainstModel.TestCase.settings = settings(
-    max_examples=200 if "OFFLOAD_RT_STRESS" in os.environ else 25,
+    max_examples=200 if "OFFLOAD_RT_STRESS" in os.environ else 15,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

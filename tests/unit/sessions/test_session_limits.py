@@ -30,8 +30,8 @@ NAMES = ("ada", "bob", "cyd")
 POSITIONS = 260
 BLOCK_BYTES = 3 * 2 * 2 * 64 * 32 * 4
 POLICIES: dict[str, dict[str, Any]] = {
-    "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
+    "full": {"policy": "full"},
     "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
 }
 
@@ -89,6 +89,7 @@ def by_hand(folder: Path, name: str, turns: int, **options: Any) -> list[list[in
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_turns_that_outgrow_the_model_are_the_same_in_a_queue_and_one_by_one(
     options: dict[str, Any], tmp_path: Path

@@ -23,8 +23,8 @@ from offload_rt.sessions.turn_queue import TurnQueue
 SHORT = SamplingParams(max_tokens=12, temperature=0)
 NAMES = ("ada", "bob", "cyd", "dan")
 POLICIES: dict[str, dict[str, Any]] = {
-    "full": {"policy": "full"},
     "infinigen": {"policy": "infinigen", "policy_options": {"recent": 16, "alpha": 2.0}},
+    "full": {"policy": "full"},
     "int8 rows": {"policy": "full", "kv_cache_dtype": "int8"},
 }
 LAYERS = 3
@@ -74,6 +74,7 @@ def drain(queue: TurnQueue) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path) -> None:
     """Run four sessions of three turns each, with a batch of three and a pool too small for all sessions."""
@@ -92,6 +93,7 @@ def test_turns_together_are_turns_alone(options: dict[str, Any], tmp_path: Path)
     session.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_preempted_turns_start_again_and_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     """Run three turns that together exceed the pool. The preempted turn restarts without changed or repeated tokens."""

@@ -64,7 +64,7 @@ def only_ours(call: Callable[[], Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-@settings(max_examples=CASES // 2 or 150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=CASES // 2 or 80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(field=st.sampled_from(FIELDS), value=ANYTHING)
 def test_any_value_of_any_field(field: tuple[type, str], value: Any) -> None:
     kind, name = field
@@ -153,7 +153,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.llm.close()
 
 
-@settings(max_examples=CASES // 2 or 150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=CASES // 2 or 80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(door=st.sampled_from(sorted(DOORS)), value=ANYTHING)
 @example(door="LLM tokenizer", value=torch.tensor([1, 2]))
 def test_any_value_at_any_door(place: Place, door: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from offload_rt.transfer.weights.streamed import BUFFERS
 from offload_rt.utils.units import format_size
 
 ALL = os.environ.get("OFFLOAD_RT_SCHEDULES") == "all"
-LAYERS, CONTEXT, DECODED = 6, 320, 4
+LAYERS, CONTEXT, DECODED = 4, 320, 4
 WINDOW = {"sinks": 4, "recent": 16}
 
 

@@ -24,7 +24,7 @@ from offload_rt.cli import main
 from offload_rt.errors import MemoryLimitError
 from offload_rt.eval import cli as measures
 from offload_rt.eval.speed import kernels
-from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, programs
+from offload_rt.eval.suites import gpu, gpu_parts, gpu_trace, gpu_trained, programs
 from offload_rt.eval.suites.gpu_job import SMALL, GpuJob, GpuSize, PrefillPoint, TracePoint
 
 CPU = torch.device("cpu")
@@ -111,6 +111,11 @@ def run_all_parts(out: Path, data: Path) -> Path:
         for name, value in {"KV_HEADS": 1, "GROUP": 2, "D": 32}.items():
             patch.setattr(kernels, name, value)
         patch.setattr(programs, "run_program", program)
+        if not ALL:
+            compare = gpu_trained._beside_transformers
+            patch.setattr(
+                gpu_trained, "_beside_transformers", lambda *given: compare(*given) if torch.float32 in given else []
+            )
         # The profiler sees no simulated device.
         patch.setattr(gpu_trace, "profile", lambda activities: nullcontext(SimpleNamespace(events=list)))
         # shutil itself stays as it is: the simulator's build would find a compiler wrapper that does not exist
@@ -181,7 +186,7 @@ def test_a_program_that_does_not_end_is_interrupted_and_one_that_fails_is_told(t
     interruptible = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
     endless = f"{interruptible}; print('begun', flush=True); time.sleep(60)"
     code, output = programs.run_program([sys.executable, "-c", endless], 2)
-    assert code == programs.STOPPED and "begun" in output and "KeyboardInterrupt" in output
+    assert code == programs.TIMED_OUT and "begun" in output and "KeyboardInterrupt" in output
     test = tmp_path / "test_one.py"
     test.write_text("def test_one():\n    assert False, 'seen'\n\n\ndef test_two():\n    pass\n")
     found = programs.run_tests([str(test), "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"], 99)
@@ -223,7 +228,7 @@ def test_a_failed_part_names_the_remedy_and_keeps_its_results(
 def test_parts_run_in_separate_processes_and_failed_ones_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    codes = {"kernels": 1, "tests": programs.STOPPED}
+    codes = {"kernels": 1, "tests": programs.TIMED_OUT}
 
     def ended(command: Sequence[str], limit: float) -> tuple[int, str]:
         part = command[command.index("--part") + 1]

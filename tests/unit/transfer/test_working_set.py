@@ -13,7 +13,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.core import BLOCK_SIZE
+from offload_rt.core import BLOCK_SIZE, RowShape
 from offload_rt.engine.engine import Engine
 from offload_rt.transfer.plan import first_occurrences
 from offload_rt.transfer.working_set import LayerSet, look_up
@@ -73,11 +73,11 @@ class PlainTable:
             self.slots[slot], self.scores[slot] = None, -1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
-    layer = LayerSet.empty(lists, capacity, 1, torch.float32, torch.device("cpu"))
+    layer = LayerSet.empty(RowShape(lists, 1), capacity, torch.float32, torch.device("cpu"))
     plain = [PlainTable(capacity) for _ in range(lists)]
     for _ in range(data.draw(st.integers(1, 12))):
         action = data.draw(st.sampled_from(("look up", "look up", "look up", "forget", "clone")))
@@ -103,7 +103,7 @@ def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
         assert [[None if t < 0 else t for t in row] for row in layer.tokens.tolist()] == [one.slots for one in plain]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=20))
 def test_the_first_asker_of_a_row(ids: list[int]) -> None:
     want = [-1 if row < 0 or ids.index(row) == at else ids.index(row) for at, row in enumerate(ids)]
