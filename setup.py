@@ -7,10 +7,12 @@ compiles nothing.
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,13 @@ def compile_libraries(package: Path) -> int:
     code, libraries = native_modules(package)
     target = package / "native"
     shutil.rmtree(target, ignore_errors=True)
-    count = 0
+
+    def compile_one(library: Any) -> None:
+        code.compile_library(*library, target / code.library_name(*library))
+
     try:
-        for source, flags, level in libraries.prebuilt_libraries():
-            code.compile_library(source, flags, level, target / code.library_name(source, flags, level))
-            count += 1
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            count = len(list(pool.map(compile_one, libraries.prebuilt_libraries())))
     except (OSError, subprocess.SubprocessError) as error:
         shutil.rmtree(target, ignore_errors=True)
         reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error

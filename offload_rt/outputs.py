@@ -189,6 +189,7 @@ class Stats:
             `reused_tokens`, which counts whole blocks. None if the whole prompt was cached, or no prefix was looked up.
         h2d_bytes: KV copied from host memory to the device.
         d2h_bytes: KV copied from the device to host memory.
+        h2d_bytes_steps: Part of `h2d_bytes` that was copied for decode steps.
         h2d_weight_bytes: Weights copied to the device, not included in `h2d_bytes`.
         h2d_weight_bytes_steps: Part of `h2d_weight_bytes` that was copied for decode steps.
         kv_bytes_host: KV of this sequence in host memory. With `disk`, KV of all sequences in host memory.
@@ -274,6 +275,7 @@ class Stats:
     disk_bytes_written: int = 0
     disk_hit_rate: float | None = None
     expert_hit_rate: float | None = None
+    h2d_bytes_steps: int = 0
     h2d_weight_bytes_steps: int = 0
     native_code: str = ""
     recomputed_tokens: int = 0

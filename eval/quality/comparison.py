@@ -44,7 +44,7 @@ LABELLED = 0.14
 """Bars in the plot that are shorter than this fraction of the axis have no label."""
 
 OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
-    ("infinigen", {"preset": "rows"}, "infinigen\n--preset rows"),
+    ("infinigen", {"preset": "rows"}, "infinigen without\napproximate KV"),
     ("streaming", {}, "streaming"),
 )
 """Policies that the plot shows for comparison, each as (policy, options, label)."""
@@ -115,11 +115,10 @@ def compare(
     # With `exact`, one pass of full attention scores several tokens.
     _replay(llm.under("full", exact="lookup"), prompt, scored, rows.append)
     expected, selections = iter(rows), SelectionHistogram(len(prompt) + len(scored))
-    again = _replay(
-        llm, prompt, scored, lambda row: divergence.add(next(expected), row), None if plot is None else selections
-    )
+    recorder = None if plot is None else selections
+    _replay(llm, prompt, scored, lambda row: divergence.add(next(expected), row), recorder)
     if plot is not None:
-        bars = {"full": full.last_stats, llm.config.policy: again}
+        bars = {"full": full.last_stats, llm.config.policy: stats}
         for policy, options, label in OTHERS:
             with suppress(ConfigError):  # raised if the context is too short for the policy's budget
                 bars[label] = _replay(llm.under(policy, options), prompt, scored[:MAX_OTHERS])
@@ -149,7 +148,7 @@ def _replay(
 
 def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[str, Stats], prompt: int) -> None:
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
-    sizes = {name: stats.h2d_bytes / max(1, stats.decoded_tokens) for name, stats in bars.items()}
+    sizes = {name: stats.h2d_bytes_steps / max(1, stats.decoded_tokens) for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}
     measured = {name: each for name, each in masses.items() if each is not None}
     data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": measured}
@@ -182,7 +181,7 @@ def _draw_selections(axis: Axes, counts: NDArray[np.int64], size: int, prompt: i
     newest = prompt + np.arange(steps + 1)
     axis.fill_betweenx(np.arange(steps + 1), newest - recent, newest, color="#f58518", alpha=0.6, linewidth=0)
     axis.set(
-        title="exactly attended positions\nblue: fetched (darker: more heads), orange: on the device",
+        title="positions with exact attention\nblue: copied (darker: more heads), orange: on the device",
         xlabel="position in the text", ylabel="new token",
     )  # fmt: skip
     axis.grid(visible=False)
@@ -212,7 +211,7 @@ def _draw_masses(axis: Axes, masses: Mapping[str, tuple[float, float, float]]) -
                     left + share / 2, place, f"{share:.0%}\n{label}", color=ink, fontsize=8, ha="center", va="center"
                 )
         start += part
-    axis.set(title="attention mass: covered or missed", xlim=(0, 1))
+    axis.set(title="attention: exact, approximate or missed", xlim=(0, 1))
     axis.xaxis.set_major_formatter(PercentFormatter(1.0))
     axis.grid(visible=False)
     axis.invert_yaxis()

@@ -88,12 +88,19 @@ def _positional(action: argparse.Action) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Parser whose options cannot be abbreviated, so that a new option never changes the meaning of an old command."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **arguments})
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             left_out = not action.option_strings and action.nargs == "?" and getattr(found, action.dest) is None
             if left_out and rest and not rest[0].startswith("-"):
                 setattr(found, action.dest, rest.pop(0))
+        if rest:  # reported here and not by the main parser, which does not know the options of this command
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
 
     def format_help(self) -> str:
@@ -108,19 +115,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """Return a hint with the option or command that is most similar to the unknown one in `message`, or ""."""
+        """Return a hint about an unknown option, command or argument in the error `message`, or ""."""
         if not (wrong := re.search(r"unrecognized arguments: (--[^\s=]+)|invalid choice: '([^']+)'", message)):
-            return ""
-        choices = [name for action in self._actions for name in (action.choices or ())] if wrong[2] else self._options
+            return "; put a text with spaces in quotes" if message.startswith("unrecognized arguments: ") else ""
+        actions = self._actions
+        choices = [name for action in actions for name in (action.choices if wrong[2] else action.option_strings) or ()]
         near = difflib.get_close_matches(wrong[1] or wrong[2], choices, n=1)
         return f"; did you mean {near[0]}?" if near else ""
-
-    @property
-    def _options(self) -> list[str]:
-        inner = [sub for action in self._actions if isinstance(action, argparse._SubParsersAction)
-                 for sub in action.choices.values()]  # fmt: skip
-        found = [name for parser in (self, *inner) for action in parser._actions for name in action.option_strings]
-        return sorted(set(found))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from ..utils.config_fields import check
 from ..utils.extras import install_command
 from ..utils.small_files import parse_json
 from .common import add_command, load_llm, stderr_console
-from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_given
+from .flags import add_engine_flags, add_sampling_flags, engine_config, sampling_for, sampling_given
 from .openai_batch import ServerRequest, process_openai
 
 ShowProgress = Callable[[int, int], None]
@@ -234,7 +234,7 @@ def process_group(llm: Any, group: Sequence[BatchRequest], defaults: Mapping[str
 
 def _generate_group(llm: Any, requests: Sequence[BatchRequest], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     prompts = [llm.chat_prompt(one.messages)[1] if one.prompt is None else one.prompt for one in requests]
-    params = [llm.get_default_sampling_params(**{**defaults, **one.sampling}) for one in requests]
+    params = [llm.get_default_sampling_params(**sampling_for(llm, {**defaults, **one.sampling})) for one in requests]
     outputs = llm.generate(prompts, params)
     return [
         {

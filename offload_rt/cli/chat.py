@@ -16,7 +16,7 @@ from ..sampling_params import SamplingParams
 from ..sessions.names import check_name
 from ..utils.texts import read_text
 from ..utils.units import format_size
-from .common import add_command, load_llm, recorded_interrupts, stderr_console
+from .common import add_command, check_store, load_llm, recorded_interrupts, stderr_console
 from .flags import (
     add_engine_flags,
     add_sampling_flags,
@@ -55,14 +55,16 @@ def run(args: argparse.Namespace) -> int:
             "--session needs a store, so that the session can continue later: add --store DIR, or remove --session"
         )
     config, store = engine_config(args, progress=True), store_options(args)
-    name, console = args.session or time.strftime("chat-%Y%m%d-%H%M%S"), stderr_console(quiet=False)
+    name = args.session or time.strftime("chat-%Y%m%d-%H%M%S")
     check_name(name)
+    saved = None if args.store is None else check_store(args.store)
+    console = stderr_console(quiet=False)
     llm = load_llm(args.model, config, console)
     with ExitStack() as ends:
-        folder = args.store or ends.enter_context(tempfile.TemporaryDirectory(prefix="offload-rt-chat-"))
+        folder = saved or ends.enter_context(tempfile.TemporaryDirectory(prefix="offload-rt-chat-"))
         session = llm.session(name, folder, store, system=args.system)
         params = llm.get_default_sampling_params(**sampling_for(llm, sampling))
-        Chat(llm, session, params, console, saved=args.store is not None).run()
+        Chat(llm, session, params, console, saved=saved is not None).run()
     return 0
 
 

@@ -15,10 +15,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
-from ..errors import InputError, ModelError
+from ..errors import InputError, ModelError, StoreError
 from ..kv_cache.system_memory import memory_limit
 from ..models.source import find_source, hub_of
 from ..models.stored_tensors import check_weights
+from ..utils.private_files import make_private_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,6 +106,23 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
     tokenizer = source if config.tokenizer is None else find_source(config.tokenizer, replace(hub, revision=None))
     if text and not tokenizer.has_tokenizer:
         raise ModelError(f"{tokenizer} has no tokenizer: --tokenizer DIR or --tokenizer ID gives one")
+
+
+def check_store(folder: str | Path) -> Path:
+    """Create the folder of a store if it does not exist, and return its path. Raises StoreError if this fails.
+
+    Call this before a model is loaded.
+    """
+    path = Path(folder).expanduser()
+    try:
+        make_private_folder(path)
+    except OSError as error:
+        reason = f"cannot use the store {str(path)!r}: {error.strerror}"
+    else:
+        if os.access(path, os.W_OK | os.X_OK):
+            return path
+        reason = f"the store {str(path)!r} is not writable"
+    raise StoreError(f"{reason}; --store DIR chooses another folder")
 
 
 def load_llm(model: str, config: EngineConfig, console: Console, *, text: bool = True) -> LLM:

@@ -167,7 +167,8 @@ def _check_policy_options(policy: str, options: Iterable[str]) -> None:
     for wrong in options:
         if wrong not in known and wrong != "preset":
             flag, its = flag_of(_options_of(policy_names())[wrong][1]), ", ".join(known.values()) or "none"
-            raise ConfigError(f"policy {policy!r} has no option {flag} (its options: {its})")
+            owners = ", ".join(other for other in policy_names() if wrong in _options_of([other]))
+            raise ConfigError(f"{flag} is an option of {owners}, not of policy {policy!r} (its options: {its})")
 
 
 def flag_of(field: Field[Any]) -> str:
@@ -200,23 +201,26 @@ def _add_policy_options(parser: argparse.ArgumentParser, common: Any) -> None:
 
 
 def in_flags(message: str, args: argparse.Namespace) -> str:
-    """Replace the names of Python parameters in an error message by flags, for example "top_k=-2" by "--top-k -2"."""
+    """Replace the names of Python parameters in an error message by flags.
+
+    Examples: "top_k=-2" becomes "--top-k -2", and "`exact`" becomes "--exact".
+    """
     flags: dict[str, str] = {}
     actions = [] if (parser := getattr(args, "parser", None)) is None else parser._actions
     # If two options have the same name, use the flag that the user has given.
     for action in sorted(actions, key=lambda action: getattr(args, action.dest, None) is not None):
         name = "eviction" if action.dest == "eviction_policy" else action.dest
-        for prefix in (POLICY_OPTION, STORE_OPTION, SAMPLING, "eviction_", "exact_"):
+        for prefix in (POLICY_OPTION, STORE_OPTION, SAMPLING, "server_", "eviction_", "exact_"):
             name = name.removeprefix(prefix)
         if action.option_strings:
             flags[name] = action.option_strings[0]
 
     def named(found: re.Match[str]) -> str:
-        name, equals = found.groups()
-        known = name in flags and (equals or "_" in name)
+        quoted, name, equals = found[1], found[1] or found[2], found[3]
+        known = name in flags and (quoted or equals or "_" in name)
         return found[0] if not known else f"{flags[name]} " if equals else flags[name]
 
-    return re.sub(r"(?<![\w'\"./-])([a-z][a-z_]*)(=?)(?![\w]*\()", named, message)
+    return re.sub(r"`([a-z_]+)`|(?<![\w'\"./-])([a-z][a-z_]*)(=?)(?![\w]*\()", named, message)
 
 
 def add_store_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -172,13 +172,14 @@ def _write_stream(llm: LLM, prompt: list[int], params: SamplingParams, console: 
     Return the new tokens, and whether the text is complete (False after Ctrl-C).
     """
     written: list[int] = []
+    end = "" if console.is_terminal else "\n"  # without colours, a line end separates the new text from the prompt
     tail = llm.tokenizer.decode(prompt[-TAIL:]) if llm.tokenizer is not None else ""
     with closing(llm.stream(prompt, params)) as events:  # type: ignore[type-var]
         try:
             for event in events:
                 if event.index == 0:
                     console.print(f"{llm.name} continues {len(prompt):,} tokens:", soft_wrap=True)
-                    console.print(f"… {tail}", style="dim", markup=False, soft_wrap=True, end="")
+                    console.print(f"… {tail}", style="dim", markup=False, soft_wrap=True, end=end)
                 written.append(event.token_id)
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
@@ -223,7 +224,7 @@ def _compare(
     Return the comparison as a dictionary. If `plot` is given, also write a plot to this PNG file.
     """
     from ..eval.quality.comparison import compare
-    from .tables import comparison_table, texts_table
+    from .tables import comparison_table, texts_table, verdict
 
     found = compare(llm, prompt, written, params, None if plot is None else Path(plot))
     if found.full_tokens == written:
@@ -231,6 +232,7 @@ def _compare(
     elif llm.tokenizer is not None:
         console.print(texts_table(llm.config.policy, llm.tokenizer, written, found.full_tokens))
     console.print(comparison_table(found))
+    console.print(verdict(found), soft_wrap=True, markup=False)
     if plot is not None:
         console.print(f"wrote {plot}", soft_wrap=True)
     return found.to_dict()

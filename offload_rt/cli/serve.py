@@ -18,7 +18,7 @@ from ..server.options import ServerOptions
 from ..storage.options import StoreOptions
 from ..utils.config_fields import option_of
 from ..utils.extras import install_command
-from .common import add_command, check_before_loading, default_store
+from .common import add_command, check_before_loading, check_store, default_store
 from .flags import (
     Groups,
     add_engine_flags,
@@ -102,7 +102,7 @@ def _store(args: argparse.Namespace) -> _Store:
             raise ConfigError("--store and --no-store cannot be combined: remove one of them")
         return _Store(None, options, True)
     if args.store:
-        return _Store(Path(args.store).expanduser().resolve(), options, True)
+        return _Store(check_store(args.store).resolve(), options, True)
     folder = default_store()
     if options.limit is None:
         there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -89,7 +89,7 @@ def _transfer_rows(stats: Stats) -> Rows:
     kept = f"{stats.working_set_rows:,} KV entries per layer and KV head, {format_size(stats.working_set_bytes)}"
     read, written = format_size(stats.disk_bytes_read), format_size(stats.disk_bytes_written)
     return [
-        ("host to device, KV", f"{format_size(stats.h2d_bytes)}{_per_token(stats.h2d_bytes, tokens)}"),
+        ("host to device, KV", f"{format_size(stats.h2d_bytes)}{_per_token(stats.h2d_bytes_steps, tokens)}"),
         ("device to host, KV", format_size(stats.d2h_bytes)),
         *_if(copied, ("host to device, weights", weights)),
         *_fraction("  expert cache hit rate", stats.expert_hit_rate if copied else None),
@@ -156,7 +156,7 @@ def _table(title: str, *sections: Rows) -> Table:
 
 def summary_table(stats: Stats) -> Table:
     selects = len(stats.dense_layers) < stats.layers
-    per_token = stats.h2d_bytes / stats.decoded_tokens if stats.decoded_tokens else 0
+    per_token = stats.h2d_bytes_steps / stats.decoded_tokens if stats.decoded_tokens else 0
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
     times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
     rest = ", the rest through approximate KV" if stats.approximate_bytes_device else ", the rest is ignored"
@@ -204,29 +204,39 @@ CLOSE, VISIBLE = 0.01, 0.1
 def comparison_table(found: Comparison) -> Table:
     """Return a table that compares quality, speed, transfers and memory of a policy with full attention."""
     policy, full = found.policy, found.full
-    if found.kl < CLOSE:
-        verdict = "practically the same distribution"
-    elif found.kl < VISIBLE:
-        verdict = "close; a larger budget comes closer"
-    else:
-        verdict = "a different text: raise the budget, use another policy, or --exact"
     kl = "below 0.001" if found.kl < 0.001 else f"{found.kl:.3f}"
     same = f"at {found.top_1:.1%} of {found.scored:,} positions"
     speed = f"{policy.tokens_per_second:.0f} tokens/s, full attention {full.tokens_per_second:.0f}"
     if policy.device == "cpu":
-        speed += " (a CPU copies nothing: selection saves time on a GPU)"
-    ours, all_kv = (stats.h2d_bytes / max(1, stats.decoded_tokens) for stats in (policy, full))
-    times = f" ({all_kv / ours:.0f} times as much)" if ours and all_kv > 1.5 * ours else ""
+        speed += " (no copies on a CPU: selection saves time on a GPU)"
+    ours, all_kv = (stats.h2d_bytes_steps / max(1, stats.decoded_tokens) for stats in (policy, full))
     device = policy.kv_bytes_device + policy.scoring_bytes_device
     return _table(
         "Compared with full attention",
         [
             ("same most probable token", same),
-            ("KL divergence", f"{kl} nats per token: {verdict}"),
+            ("KL divergence", f"{kl} nats per token"),
             ("speed", speed),
-            ("host to device, KV", f"{format_size(ours)} per token, full attention {format_size(all_kv)}{times}"),
+            ("host to device, KV", f"{format_size(ours)} per token, full attention {format_size(all_kv)}"),
             ("KV on the device", f"{format_size(device)}, all KV {format_size(policy.kv_bytes_host)}"),
         ],
+    )
+
+
+def verdict(found: Comparison) -> str:
+    """Return one sentence about the savings of a policy and the similarity of its text to that of full attention."""
+    policy, full = found.policy, found.full
+    ours, all_kv = (stats.h2d_bytes_steps / max(1, stats.decoded_tokens) for stats in (policy, full))
+    device = policy.kv_bytes_device + policy.scoring_bytes_device
+    if found.kl < CLOSE:
+        quality = "its predictions are practically those of full attention"
+    elif found.kl < VISIBLE:
+        quality = "its predictions are close to those of full attention; a larger budget comes closer"
+    else:
+        quality = "its predictions differ from those of full attention: raise the budget, or use --exact"
+    return (
+        f"Result: policy {policy.policy} copies {ours / max(1, all_kv):.0%} of the KV cache per token and keeps "
+        f"{device / max(1, policy.kv_bytes_host):.0%} of its size on the device, and {quality}."
     )
 
 

@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
     """Write a long document to a file. The same command continues an interrupted one."""
     sampling, config = sampling_given(args), engine_config(args)
     _check_flags(args)
-    console = stderr_console(args.quiet)
 
     from ..writing.draft import Draft
 
@@ -37,13 +36,12 @@ def run(args: argparse.Namespace) -> int:
         beginning=read_text(args.beginning) if args.beginning else "",
         headings=_headings(args.outline), chapter_tokens=args.chapter_tokens,
     )  # fmt: skip
+    console = stderr_console(args.quiet)
     most = sampling.get("max_tokens", MAX_TOKENS)
     if args.more:
         most = draft.written.new_tokens + args.more
     if draft.is_complete(most, args.chapters or 0):
-        console.print(
-            f"{args.file} is complete: {draft.written.new_tokens:,} new tokens; --more N continues it", soft_wrap=True
-        )
+        console.print(_complete(draft), soft_wrap=True, markup=False)
         return 0
 
     llm = load_llm(args.model, config, console)
@@ -97,6 +95,16 @@ def _prompt(args: argparse.Namespace) -> str:
 def _headings(outline: str | None) -> tuple[str, ...]:
     lines = read_text(outline).splitlines() if outline else []
     return tuple(line.strip() for line in lines if line.strip())
+
+
+def _complete(draft: Draft) -> str:
+    """Return a message about a complete document, with the option that continues it."""
+    message = f"{draft.path} is complete: {draft.written.new_tokens:,} new tokens"
+    if chapters := draft.chapter_count():
+        return f"{message} in {chapters} chapters; --chapters N continues it up to chapter N"
+    if draft.written.complete == "stop":
+        return f"{message}, and the model ended the text; to continue the text, delete {str(draft.folder.path)!r}"
+    return f"{message}; --more N continues it"
 
 
 def _write(

@@ -68,18 +68,8 @@ def max_length(positions: int, check: Callable[[int], None]) -> int:
 
 
 def check_drafts(policy: Policy, config: EngineConfig) -> None:
-    """Raise ConfigError if the policy or an option cannot be combined with lossless mode."""
+    """Raise ConfigError if the policy cannot be combined with lossless mode."""
     assert config.exact is not None
-    if config.eviction is not None:
-        raise ConfigError(
-            "`exact` needs the complete KV cache and cannot be combined with `eviction`: remove `eviction`, or "
-            "raise `host_memory`"
-        )
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"`exact` needs unquantised KV and cannot be combined with kv_cache_dtype={config.kv_cache_dtype!r}: "
-            "remove one of them"
-        )
     if config.exact.by_policy and not policy.evictable:
         raise ConfigError(
             f"policy {policy.name!r} cannot discard rejected draft tokens: use 'infinigen', 'oracle', exact='lookup' "

@@ -104,6 +104,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         prefill_seconds=trace.prefill_seconds,
         decode_seconds=trace.decode_seconds,
         h2d_bytes=trace.bytes_to_device,
+        h2d_bytes_steps=max(0, trace.bytes_to_device - trace.prefill_bytes),
         d2h_bytes=trace.bytes_to_host,
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,

@@ -159,6 +159,7 @@ class Prefill:
         self._before_layer(self._layer)
         layer = self._storage.prefill_layer(self.sequence.blocks, self._layer, self._start, self._keys_and_values())
         self.sequence.trace.bytes_requested += layer.bytes_to_device
+        self.sequence.trace.prefill_bytes += layer.bytes_to_device
         self.sequence.trace.bytes_to_host += layer.bytes_to_host
         self._attention_and_mlp(layer, last=self._layer == last)
         self._adapter.run_stages(self._layer, self._hidden, self._needed_slices(self._layer == last))

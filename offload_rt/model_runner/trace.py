@@ -79,6 +79,7 @@ class Trace:
             of entries looked up. None without a working set or shared blocks.
         disk_before: Counters of disk use when the sequence began.
         pending: Counts that are still on the device; `settle` adds them to `attended` and `fetched`.
+        prefill_bytes: Part of `bytes_requested` for the prefill, which reads the cached KV of the prompt.
         prefill_weights: Bytes of weights transferred to the device for the prefill.
         step_weights: Bytes of weights transferred to the device for decode steps. For a batch, they are counted in the
             trace of its first sequence.
@@ -91,6 +92,7 @@ class Trace:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     bytes_requested: int = 0
+    prefill_bytes: int = 0
     bytes_to_host: int = 0
     prefill_weights: WeightUse = NOTHING_USED
     step_weights: WeightUse = NOTHING_USED
@@ -177,6 +179,7 @@ class Trace:
     def take_transferred_bytes(self, other: Trace) -> None:
         """Move the counts of transferred bytes from `other`, which computed tokens for this sequence."""
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
+        self.prefill_bytes, other.prefill_bytes = self.prefill_bytes + other.prefill_bytes, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
 
     def copy(self) -> Trace:

@@ -176,9 +176,10 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
     found = found or [session for session in catalog.damaged if session.is_called(name, model)]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(f"{session.history.name!r} of {session.history.model}" for session in catalog.sessions) or "none"
     if found:
-        raise InputError(f"more than one session {name!r} in {str(folder)!r}: choose one with --model (there: {known})")
+        models = ", ".join(one.space if isinstance(one, DamagedSession) else one.history.model for one in found)
+        raise InputError(f"more than one session {name!r} in {str(folder)!r}: choose one with --model ({models})")
+    known = ", ".join(f"{session.history.name!r} of {session.history.model}" for session in catalog.sessions) or "none"
     raise InputError(f"no session {name!r} in {str(folder)!r} (there: {known})")
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..kv_cache.disk.direct_file import write_all
 from ..kv_cache.prefix_tree import root_key
+from ..utils.atomic_files import write_all
 from ..utils.private_files import open_private
 from .block_file import BlockHeader, BlockWriter, StoredBlock, data_offset
 from .documents import DocumentStore

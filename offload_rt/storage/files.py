@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..kv_cache.disk.direct_file import write_all
+from ..utils.atomic_files import write_all
 from .block_file import CLAIM, BlockHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28

@@ -1,4 +1,4 @@
-"""Write files so that they have either their old or their new content if the process or the machine stops."""
+"""Write files completely, or so that they have either their old or their new content if the machine stops."""
 
 from __future__ import annotations
 
@@ -74,6 +74,13 @@ def _write(path: Path, data: bytes, *, private: bool, durable: bool) -> None:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         raise
+
+
+def write_all(handle: int, offset: int, data: memoryview) -> None:
+    """Write `data` at byte `offset`, in as many system calls as needed. Raise OSError."""
+    while data:
+        count = os.pwrite(handle, data, offset)
+        offset, data = offset + count, data[count:]
 
 
 def sync(path: Path) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, StoreError
-from ..kv_cache.disk.direct_file import write_all
 from ..sampling_params import SamplingParams
-from ..utils.atomic_files import write_synced
+from ..utils.atomic_files import write_all, write_synced
 from ..utils.private_files import make_private_folder
 from ..utils.small_files import read_json, read_small
 

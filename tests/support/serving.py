@@ -102,9 +102,8 @@ class ScriptedEngine:
                 each = [
                     self._output(i, tokenizer, ids[:end], reason if last else None) for i in range(sampling_params.n)
                 ]
-                seen = (
-                    RequestTrace(2, 2, [[0.5, 0.5]] * end, 100 * end, np.arange(len(prompt)) * end) if trace else None
-                )
+                selected = 2 * end * np.arange(len(prompt)) // len(prompt)
+                seen = RequestTrace(2, 2, [[0.5, 0.5]] * end, 100 * end, selected) if trace else None
                 yield RequestOutput("0", None, prompt, None, each, last, len(prompt) // 2, trace=seen)
         finally:
             self.aborted += not last

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError
+from ...utils.atomic_files import write_all
 from ...utils.private_files import make_private_folder
 from .requests import FILE_BITS, FileTable, Reader, Requests, reader
 from .row_copy import RowCopies
@@ -122,12 +123,6 @@ def nameless_file(folder: Path) -> int:
     for path in (Path(name), *folder.glob(f"{NAMED}*.rows")):
         path.unlink(missing_ok=True)
     return handle
-
-
-def write_all(handle: int, offset: int, data: memoryview) -> None:
-    while data:
-        count = os.pwrite(handle, data, offset)
-        offset, data = offset + count, data[count:]
 
 
 def _enable_direct_io(handle: int) -> bool:

@@ -72,11 +72,13 @@ export class Composer {
       say(`Reading ${file.name}…`);
       try {
         const bytes = new Uint8Array(await file.arrayBuffer());
-        if (bytes.subarray(0, 8192).includes(0)) complain(`${file.name} is not a text file.`);
-        else {
-          const text = new TextDecoder().decode(bytes).replace(/\r\n?/g, "\n");
-          this.files.push({ name: file.name, text, of: text.length });
+        if (bytes.subarray(0, 8192).includes(0)) {
+          say("");
+          complain(`${file.name} is not a text file.`);
+          continue;
         }
+        const text = new TextDecoder().decode(bytes).replace(/\r\n?/g, "\n");
+        this.files.push({ name: file.name, text, of: text.length });
         say(`${file.name} (${size(file.size)}) will be sent with the next message.`);
       } catch {
         complain(`${file.name} could not be read.`);

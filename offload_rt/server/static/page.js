@@ -207,14 +207,14 @@ async function statistics() {
     held.append(meter(load.pool_used_bytes, load.pool_limit_bytes, "KV in host memory"));
     rows($("tiers"), [
       ["Weights", size(load.weight_bytes)], ["KV on the device", size(load.device_kv_bytes)],
-      ["KV in host memory", held], ["kept for prefix caching", size(load.kept_bytes)],
+      ["KV in host memory", held], ["Kept for prefix caching", size(load.kept_bytes)],
       ["KV and sessions on disk", size(load.store_bytes)],
     ]);
     rows($("load"), [
       ["Running", count(load.running)], ["Waiting", count(load.waiting)],
-      ["Prompt tokens", count(load.prompt_tokens)], ["reused from the prefix cache", count(load.cached_tokens)],
+      ["Prompt tokens", count(load.prompt_tokens)], ["Reused from the prefix cache", count(load.cached_tokens)],
       ["Cached tokens from host memory", count(load.host_hit_tokens)],
-      ["from disk", count(load.disk_hit_tokens)], ["lost and recomputed", count(load.lost_tokens)],
+      ["Cached tokens from disk", count(load.disk_hit_tokens)], ["Lost and recomputed", count(load.lost_tokens)],
       ["New tokens", count(load.generated_tokens)], ["KV transferred", size(load.h2d_bytes)],
     ]);
   } catch {

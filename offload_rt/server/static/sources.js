@@ -86,7 +86,7 @@ function draw() {
   $("sentences").hidden = !parts.length;
   $("looked-text").textContent = explanation();
   if (parts.length) {
-    $("sentence-text").textContent = chosen < 0 ? `Whole answer (${count(parts.length)} sentences). Click a sentence of the answer for its sources.`
+    $("sentence-text").textContent = chosen < 0 ? `Whole answer (${count(parts.length)} sentence${parts.length > 1 ? "s" : ""}). Click a sentence of the answer for its sources.`
       : `Sentence ${chosen + 1} of ${parts.length}: ${parts[chosen].text}`;
     $("whole").disabled = chosen < 0;
   }
@@ -129,9 +129,10 @@ function strip(counts, most) {
 function list(found) {
   const shares = trace.shares(found), usual = chosen < 0 ? shares.map(() => 0) : trace.shares(trace.selected());
   const gains = shares.map((share, i) => share - usual[i]);
-  const order = shares.map((_, i) => i).filter((i) => shares[i] > 0).sort((a, b) => gains[b] - gains[a]).slice(0, SOURCES);
+  const differs = chosen >= 0 && gains.some((gain) => gain > 0), ranks = differs ? gains : shares;
+  const order = shares.map((_, i) => i).filter((i) => ranks[i] > 0).sort((a, b) => ranks[b] - ranks[a]).slice(0, SOURCES);
   const key = `${chosen} ${order.join()} ${order.map((i) => percent(shares[i])).join()}`;
-  $("sources-title").textContent = chosen < 0 ? "Passages selected most" : "Passages selected more than for the rest";
+  $("sources-title").textContent = differs ? "Passages selected more than for the rest" : "Passages selected most";
   if ($("sources").key === key) return; // keep the focus
   $("sources").key = key;
   $("sources").replaceChildren(...order.map((i) => {

@@ -108,6 +108,13 @@ def test_what_nobody_says_is_as_the_model_has_it(tmp_path: Path) -> None:
     assert first["outputs"][0]["text"] == greedy.outputs[0].text
 
 
+def test_a_checkpoint_without_defaults_samples_as_in_other_commands(llm: LLM) -> None:
+    given = {"seed": 1, "max_tokens": 8, "ignore_eos": True}
+    [request] = process_group(llm, [BatchRequest("1", PROMPTS[0], None, {})], given)
+    [expected] = llm.generate([PROMPTS[0]], SamplingParams(temperature=0.8, top_p=0.95, **given))
+    assert request["outputs"][0]["text"] == expected.outputs[0].text
+
+
 def test_prompts_that_begin_alike_come_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
     monkeypatch.setattr(

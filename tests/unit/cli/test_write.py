@@ -162,6 +162,15 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkey
     assert again.code == 0 and "is complete: 30 new tokens" in again.err
 
 
+def test_more_tokens_of_a_document_with_chapters(tmp_path: Path, cli: Cli, roomy: str) -> None:
+    novel, outline = str(tmp_path / "novel.txt"), tmp_path / "outline.txt"
+    outline.write_text("One\nTwo\n")
+    flags = ("--outline", str(outline), "--chapter-tokens", "4", "--policy", "full")
+    assert cli("write", roomy, novel, *flags).code == 0
+    run = cli("write", roomy, novel, "--more", "5", "--policy", "full")
+    assert run.code == 0 and "in 2 chapters; --chapters N" in run.err
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, roomy: str) -> Path:
     folder = tmp_path_factory.mktemp("begun")

@@ -105,6 +105,13 @@ def test_cancelling_gives_everything_back_wherever_a_request_stands() -> None:
     assert len(running.new_tokens) == 2 and waiting.stats(llm.runner) is None
 
 
+def test_the_prefill_after_a_cached_prefix_does_not_count_as_steps() -> None:
+    llm = make_llm()
+    first, again = (completed(llm.generate([tiny_prompt(150)], greedy(5)))[0].stats for _ in range(2))
+    assert again.reused_tokens == 128 and again.h2d_bytes > first.h2d_bytes
+    assert again.h2d_bytes_steps == first.h2d_bytes_steps == first.h2d_bytes
+
+
 def test_closing_a_stream_keeps_its_statistics() -> None:
     llm = make_llm()
     stream = llm.stream(tiny_prompt(40), greedy(100))
@@ -123,7 +130,7 @@ def test_statistics_count_what_full_moves() -> None:
     [completion] = completed(llm.generate([tiny_prompt(50)], greedy(11)))
     stats = completion.stats
     row_pair = 2 * 32 * 4
-    assert stats.h2d_bytes == sum(range(50, 60)) * 3 * 2 * row_pair
+    assert stats.h2d_bytes == stats.h2d_bytes_steps == sum(range(50, 60)) * 3 * 2 * row_pair
     assert stats.d2h_bytes == 60 * 3 * 2 * row_pair
     assert stats.exact_fraction == 1 and stats.fetched_fraction == pytest.approx(1, abs=0.02)
     assert stats.dense_layers == (0, 1, 2) and stats.missed_mass is None

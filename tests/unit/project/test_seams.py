@@ -117,7 +117,7 @@ def test_the_command_line_and_info_know_a_policy_from_outside(capsys: pytest.Cap
     assert main((*info, "--stride", "0")) == 2
     assert "--stride 0 must be at least 1" in capsys.readouterr().err
     assert main(("info", "reference", "--context", "9", "--policy", "quest", "--stride", "2")) == 2
-    assert "policy 'quest' has no option --stride" in capsys.readouterr().err
+    assert "--stride is an option of" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("toy")

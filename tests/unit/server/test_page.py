@@ -25,7 +25,7 @@ if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
     pytest.skip("no Chromium on this machine: apt-get install chromium", allow_module_level=True)
 
 from playwright.sync_api import Browser, expect
-from support.browser import action, ask, chromium, done, page_of, picture
+from support.browser import PATIENCE, action, ask, chromium, done, page_of, picture
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
 NIGHT = "It was a dark night, and the river was high. "
@@ -95,7 +95,7 @@ def test_a_document_of_200_kilobytes(browser: Browser, model: Path, tmp_path: Pa
         expect(page.locator("#files")).to_contain_text("book.txt (200,000 characters)")
         expect(page.locator("#tokens")).to_contain_text("of 131,072 tokens")
         ask(page, "Who is Dick?", 4)
-        expect(page.locator("#prefill-text")).to_contain_text("layer 1 of 2")
+        expect(page.locator("#prefill-text")).to_contain_text("layer 1 of 2", timeout=5 * PATIENCE)
         picture(page, "reading")
         done(page)
         assert 800 < page.locator("#prompt-text span").count() <= 1024

@@ -90,7 +90,8 @@ def test_sessions_of_two_models_are_told_apart_by_an_option(llm: LLM, tmp_path: 
     other = LLM(tiny_model("qwen2", num_hidden_layers=1), host_memory="16MiB", policy="full")
     for each in (llm, other):
         told(each, tmp_path, "s", tiny_prompt(5))
-    with pytest.raises(InputError, match="--model"):
+    told(llm, tmp_path, "unrelated", tiny_prompt(5))
+    with pytest.raises(InputError, match=r"more than one session 's' in .*--model \([^']*\)$"):
         find_stored(tmp_path, "s")
     assert delete_stored(tmp_path, "s", other.runner.model.name).model == other.runner.model.name
     assert find_stored(tmp_path, "s").history.model == llm.runner.model.name
