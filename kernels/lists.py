@@ -172,9 +172,9 @@ def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
+    """Store the scoring key `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
 
-    If the row already covers earlier tokens, it becomes the element-wise minimum of the old row and the entry. `slots`
+    A row stands for `page` tokens: it is the element-wise minimum of their scoring keys. `slots`
     is int64 `[P]`. Lists with a negative slot are skipped.
     """
     for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):

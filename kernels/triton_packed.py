@@ -63,7 +63,10 @@ def _numbers(
     row: tl.tensor, group: tl.tensor, known: tl.tensor, at: tl.tensor, factors: tl.tensor, power: tl.tensor,
     GROUP: tl.constexpr, FACTORS: tl.constexpr, EVEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load the scales or minima of groups in float32. `at` and `factors` are their offsets within a row."""
+    """Load the scales or minima of groups in float32; 0 for groups that are not `known`.
+
+    `at` is the offset of the scales or minima in a row, and `factors` that of the factors by which they are multiplied.
+    """
     if FACTORS:
         whole = tl.load((row + at + group).to(tl.pointer_type(tl.int8)), mask=known, other=0).to(tl.float32)
         factor = _words(row + factors + 2 * (group // (_BLOCK // GROUP)), known, EVEN)

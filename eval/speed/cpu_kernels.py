@@ -133,8 +133,8 @@ def low_bit_cases(level: str, tokens: int) -> Iterator[Case]:
 def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     """Yield two cases of attention to `tokens` tokens per dtype: decoding and prefill.
 
-    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. The minimum number of
-    instructions depends on the instruction set `level`.
+    In decoding, there is one query per head. In prefill, the last QUERIES tokens are the queries. The lower bound of
+    the time depends on the instruction set `level`.
     """
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)

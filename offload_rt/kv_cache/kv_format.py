@@ -154,7 +154,7 @@ def make_kv_format(name: KVFormatName, dtype: torch.dtype, head_dim: int) -> KVF
 def make_kv_formats(name: KVFormatName, dtype: torch.dtype, geometry: ModelGeometry) -> tuple[KVFormat, KVFormat]:
     """Return the storage formats of full-attention layers and of sliding-window layers. Raises ConfigError.
 
-    Vectors are padded so that the ratio of the widths equals the ratio of the head dimensions (`ArenaLayout`).
+    Vectors are padded so that the stored widths of both formats have the ratio of their head dimensions.
     """
     full = make_kv_format(name, dtype, geometry.head_dim)
     if geometry.window_rows is None:

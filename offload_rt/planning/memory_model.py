@@ -141,7 +141,7 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        This includes one sequence's concatenation of fetched and resident KV, and decoded KV if the KV cache is
+        This includes a buffer that joins fetched and resident KV of one sequence, and dequantised KV if the KV cache is
         quantised.
         """
         contexts = self._padded(contexts)

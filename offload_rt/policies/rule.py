@@ -69,7 +69,7 @@ class Spans:
         stops: End (exclusive) of the candidates of each list, int32 `[P]` on the device.
         limits: Largest number of tokens to select for each sequence, int32 `[B]` on the device.
         contexts: Number of tokens of each sequence, int32 `[B]` on the device.
-        tokens: Upper bound of the slots per sequence, as a number on the host.
+        tokens: Upper bound of the stored tokens per sequence, as a number on the host.
         cap: Upper bound of the selected tokens per list, as a number on the host.
     """
 

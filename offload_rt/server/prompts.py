@@ -27,7 +27,7 @@ TOKEN_SIZE = 4
 """Assumed characters per token id, to choose the thread. A message counts as 16 additional token ids."""
 
 SHORT_THREADS = 2
-"""Number of threads for short texts."""
+"""Number of threads that tokenize short texts."""
 
 
 class TokenLimits:

@@ -45,8 +45,8 @@ class Summary:
 
     Attributes:
         document: Name of the document that the history belongs to. It is known even if the file was renamed.
-        blocks: Keys of the blocks that the session uses.
-        sinks: Name of the document with the keys of the session's attention sinks.
+        blocks: Identifiers of the KV blocks that the session uses.
+        sinks: Name of the document that stores the attention keys of the session's sinks.
     """
 
     document: str
