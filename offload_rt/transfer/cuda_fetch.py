@@ -170,7 +170,7 @@ class CudaRows(RowFetch):
         return torch.cat(padded), torch.cat([each.to(self._state.device) for each in counts])
 
     def _savings(self, tally: torch.Tensor | None, b: int, selection: Selection) -> Savings | None:
-        """Count the selected KV entries of sequence `b` that are not copied, in the prefetch stream (`PendingFetch.savings`)."""
+        """Count the KV entries of sequence `b` that need no copy, in the prefetch stream (`PendingFetch.savings`)."""
         requested = selection.tokens.numel()
         if selection.counts is not None:
             selected = selection.counts.to(self._state.device).sum()

@@ -97,7 +97,7 @@ def prebuilt_libraries() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Instruction set of the C code that this process uses, and whether it comes from the wheel or was compiled here."""
+    """Instruction set of the C code in use, and whether it was compiled here or comes from the wheel."""
 
     level: str  # as in `OFFLOAD_RT_CPU_LEVEL`
     origin: str  # "prebuilt" (in the wheel), "compiled" (by this machine's compiler on first use) or "missing"
