@@ -39,20 +39,18 @@ def divergence() -> str:
 
 
 def ruler() -> str:
-    """Mean RULER scores by model and context, with the number of responses equal to full attention."""
+    """Mean RULER scores of Qwen by context, with the number of responses equal to full attention."""
     rows = []
-    for model, contexts in (("qwen", ("", "_8192", "_16384", "_32000")), ("smollm2", ("",)), ("gemma", ("", "_16384"))):
-        for context in contexts:
-            found: dict[str, list[Row]] = {}
-            for row in load(f"{model}/ruler{context}"):
-                found.setdefault(setting(row), []).append(row)
-            tasks = len(found["`full`"])
-            documents = found["`full`"][0]["documents"]
-            cells = [NAMES[model], f"{int(next(iter(found['`full`'][0]['metrics']))):,}", str(documents * tasks)]
-            for name in ("`full`", DEFAULT):
-                cells.append(f"{sum(map(score, found[name])) / tasks:.1f}")
-            rows.append([*cells, str(round(sum(row["agreement"] * row["documents"] for row in found[DEFAULT])))])
-    return table(("model", "context", "responses", "`full`: score", "default: score", "default: same response"), rows)
+    for name in ("ruler", "ruler_8192", "ruler_16384", "ruler_32000"):
+        found: dict[str, list[Row]] = {}
+        for row in load(f"qwen/{name}"):
+            found.setdefault(setting(row), []).append(row)
+        first, tasks = found["`full`"][0], len(found["`full`"])
+        cells = [f"{int(next(iter(first['metrics']))):,}", str(first["documents"] * tasks)]
+        for policy in ("`full`", DEFAULT):
+            cells.append(f"{sum(map(score, found[policy])) / tasks:.1f}")
+        rows.append([*cells, str(round(sum(row["agreement"] * row["documents"] for row in found[DEFAULT])))])
+    return table(("context", "responses", "`full`: score", "default: score", "default: same response"), rows)
 
 
 def formats() -> str:

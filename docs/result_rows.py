@@ -16,7 +16,6 @@ Row = Mapping[str, Any]
 NAMES = {
     "qwen": "Qwen2.5-Coder-0.5B",
     "smollm2": "SmolLM2-135M",
-    "gemma": "Gemma 3 270M",
 }
 """Names of models on the page."""
 

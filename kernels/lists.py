@@ -75,14 +75,14 @@ def gather_tokens(
     """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`.
 
     The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
-    i = 0 for K and 1 for V.
+    i = 0 for K and 1 for V. If `planes` and `out` have length 1, only K is copied.
 
     Args:
         rows: The KV pool.
         tokens: Token indices, int64 `[P, n]`.
         counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
         bases: Row at which each of C blocks begins, int64 `[B, C]`.
-        planes: Offset of K and V of each KV head, int64 `[2, Hkv]`.
+        planes: Offset of K and V of each KV head, int64 `[2, Hkv]` or `[1, Hkv]`.
         out: Result.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
@@ -100,22 +100,23 @@ def write_rows(
     """Write the newest K and V `[P, w]` of each sequence to the pool `rows` `[R, w]`. P = B * Hkv.
 
     The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
-    `[B]`, `planes` is int64 `[2, Hkv]`. Sequences with a negative `newest[b]` are skipped.
+    `[B]`, `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
+    skipped.
     """
     valid = newest >= 0
     ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
-    for of, source in zip(ids, (k, v), strict=True):
+    for of, source in zip(ids, (k, v), strict=False):
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
 def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V `[P, d]` to index `indices[b]` of each sequence's resident KV. P = B * Hkv.
 
-    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. `indices` is int64
-    `[B]`. Sequences with a negative index are skipped.
+    The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If it is `[Hkv,
+    capacity, d]`, only K is written. `indices` is int64 `[B]`. Sequences with a negative index are skipped.
     """
-    batch = len(kept.tensors)
-    newest = torch.cat((k.view(batch, -1, k.shape[1]), v.view(batch, -1, v.shape[1])), dim=1)
+    stored = (k, v)[: kept.lists // len(k)]
+    newest = torch.cat([rows.view(len(kept.tensors), -1, rows.shape[1]) for rows in stored], dim=1)
     for rows, own, index in zip(kept.tensors, newest, indices, strict=True):
         if index >= 0:
             rows.index_copy_(1, index.view(1), own.unsqueeze(1))
@@ -124,8 +125,8 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Copy K and V at the indices `slots`, int64 `[P, n]`, of each list to out `[2, P, n, w]`. P = B * Hkv.
 
-    `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Entries of `out`
-    with a negative slot stay unchanged.
+    `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Without V, it is
+    `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Entries of `out` with a negative slot stay unchanged.
     """
     for p, (own, at) in enumerate(_by_head(table, slots)):
         valid = at >= 0
@@ -140,10 +141,11 @@ def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) 
 
 
 def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each list, its K and V `[2, capacity, w]` and its slots `[n]`."""
+    """Yield, for each list, its K and V `[2, capacity, w]` (or only K) and its slots `[n]`."""
+    kv_heads = len(slots) // len(table.tensors)
     for p, at in enumerate(slots):
-        b, head = divmod(p, table.heads // 2)
-        yield table.tensors[b].unflatten(0, (2, -1))[:, head], at
+        b, head = divmod(p, kv_heads)
+        yield table.tensors[b].unflatten(0, (-1, kv_heads))[:, head], at
 
 
 # --------------------------------------------------------------------------------------------------------- entries
@@ -299,10 +301,12 @@ def attend_resident(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with q `[P, G, d]` to resident and fetched KV in one softmax. Return out `[P, G, d]` and lse `[P, G]`.
 
-    The resident KV of each sequence is `[2 * Hkv, capacity, d]` (`store_resident`), with equal capacities. A list
-    attends to the indices [start, stop) of it, and to the first `counts[p]` fetched entries k and v `[P, n, d]`.
+    The resident KV of each sequence is `[2 * Hkv, capacity, d]` (`store_resident`), with equal capacities. If it is
+    `[Hkv, capacity, d]`, V is K. A list attends to the indices [start, stop) of it, and to the first `counts[p]`
+    fetched entries k and v `[P, n, d]`.
     """
-    keys, values = torch.stack(kept.tensors).unflatten(1, (2, -1)).transpose(0, 1).flatten(1, 2)
+    planes = torch.stack(kept.tensors).unflatten(1, (kept.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
+    keys, values = planes[0], planes[-1]
     column = torch.arange(keys.shape[1], device=q.device)
     hidden = (column < starts[:, None]) | (column >= stops[:, None])
     parts = [_attend(q, keys, values, hidden, scale), attend_counted(q, k, v, counts, scale)]

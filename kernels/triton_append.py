@@ -83,9 +83,9 @@ def _quantised(
 @triton.jit(do_not_specialize=["heads"])
 def _keep(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, indices: tl.tensor, heads: tl.tensor,
-    d: tl.constexpr, D: tl.constexpr,
+    d: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p."""
+    """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p. If PLANES is 1, copy K."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     own = table + p // heads * _FIELDS
     step = tl.load(own + 1)
@@ -93,7 +93,8 @@ def _keep(
     index = tl.load(indices + p // heads)
     at, known = rows + index * tl.load(own + 2) + column, (column < d) & (index >= 0)
     tl.store(at, tl.load(k + p * d + column, mask=known), mask=known)
-    tl.store(at + heads * step, tl.load(v + p * d + column, mask=known), mask=known)
+    if PLANES == 2:
+        tl.store(at + heads * step, tl.load(v + p * d + column, mask=known), mask=known)
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
@@ -141,8 +142,9 @@ def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices
     """
     lists, d = k.shape
     assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
-    assert kept.lists == 2 * lists and kept.tensors[0].shape[2] == d and indices.shape == (len(kept.tensors),)
-    _keep[(lists,)](k, v, kept.table, indices, kept.heads // 2, d=d, D=triton.next_power_of_2(d))
+    planes = kept.lists // lists
+    assert planes in (1, 2) and kept.tensors[0].shape[2] == d and indices.shape == (len(kept.tensors),)
+    _keep[(lists,)](k, v, kept.table, indices, kept.heads // planes, d=d, D=triton.next_power_of_2(d), PLANES=planes)
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

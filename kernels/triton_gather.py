@@ -53,11 +53,11 @@ def _gather(
 def _gather_tokens(
     rows: tl.tensor, tokens: tl.tensor, counts: tl.tensor, bases: tl.tensor, planes: tl.tensor, out: tl.tensor,
     lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
-    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of tokens, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
-    If COUNTED, only the first `counts[p]` tokens of each list are valid.
+    If COUNTED, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied.
     """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):
@@ -74,36 +74,40 @@ def _gather_tokens(
             )
             mask = (at < count)[:, None] & (columns < WORDS)[None, :]
             k = rows + (row + tl.load(planes + p % heads))[:, None] * WORDS + columns[None, :]
-            v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]
-            of_k, of_v = tl.load(k, mask=mask, other=0), tl.load(v, mask=mask, other=0)
+            of_k = tl.load(k, mask=mask, other=0)
             into = (p * listed + at)[:, None] * WORDS + columns[None, :]
+            if PLANES == 2:  # load V before K is stored, so that both loads are in flight together
+                v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]
+                of_v = tl.load(v, mask=mask, other=0)
+                tl.store(out + lists.to(tl.int64) * listed * WORDS + into, of_v, mask=mask)
             tl.store(out + into, of_k, mask=mask)
-            tl.store(out + lists.to(tl.int64) * listed * WORDS + into, of_v, mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _write(
     rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
-    WORDS: tl.constexpr, COLS: tl.constexpr,
+    WORDS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write K and V of list p (one KV head of one sequence) to their rows, in program p."""
+    """Write K and V of list p (one KV head of one sequence) to their rows, in program p. If PLANES is 1, write K."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
-    of_k, of_v = (tl.load(k + p * WORDS + column, mask=mask), tl.load(v + p * WORDS + column, mask=mask))
+    of_k = tl.load(k + p * WORDS + column, mask=mask)
+    if PLANES == 2:
+        of_v = tl.load(v + p * WORDS + column, mask=mask)
+        tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)
     tl.store(rows + (row + tl.load(planes + p % heads)) * WORDS + column, of_k, mask=mask)
-    tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)
 
 
 @triton.jit(do_not_specialize=["lists", "listed", "heads", "capacity"])
 def _slots(
     table: tl.tensor, slots: tl.tensor, rows: tl.tensor, lists: tl.tensor, listed: tl.tensor, heads: tl.tensor,
     capacity: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
 
-    A list is one KV head of one sequence. If PUT, copy from `rows` to the slots instead.
+    A list is one KV head of one sequence. If PUT, copy from `rows` to the slots instead. If PLANES is 1, copy only K.
     """
     p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
@@ -117,10 +121,12 @@ def _slots(
     of_v = of_k + lists.to(tl.int64) * listed * WORDS
     if PUT:
         tl.store(k, tl.load(of_k, mask=mask), mask=mask)
-        tl.store(v, tl.load(of_v, mask=mask), mask=mask)
+        if PLANES == 2:
+            tl.store(v, tl.load(of_v, mask=mask), mask=mask)
     else:
         tl.store(of_k, tl.load(k, mask=mask), mask=mask)
-        tl.store(of_v, tl.load(v, mask=mask), mask=mask)
+        if PLANES == 2:
+            tl.store(of_v, tl.load(v, mask=mask), mask=mask)
 
 
 def gather_rows(
@@ -155,16 +161,16 @@ def gather_tokens(
 
     For the memory of `rows`, see `gather_rows`.
     """
-    (lists, listed), (batch, blocks), heads = tokens.shape, bases.shape, planes.shape[1]
+    (lists, listed), (batch, blocks), (count, heads) = tokens.shape, bases.shape, planes.shape
     assert rows.is_contiguous() and tokens.is_contiguous() and bases.is_contiguous() and planes.is_contiguous()
-    assert out.shape == (2, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
-    assert lists == batch * heads and planes.shape == (2, heads) and (counts is None or counts.shape == (lists,))
+    assert out.shape == (count, lists, listed, rows.shape[1]) and out.is_contiguous() and out.dtype == rows.dtype
+    assert lists == batch * heads and count in (1, 2) and (counts is None or counts.shape == (lists,))
     if tokens.numel() == 0:
         return
     kind, shape = _words(rows)
     _gather_tokens[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
         rows.view(kind), tokens, tokens if counts is None else counts, bases, planes, out.view(kind),
-        lists, listed, heads, blocks, **shape, COUNTED=counts is not None,
+        lists, listed, heads, blocks, **shape, COUNTED=counts is not None, PLANES=count,
     )  # fmt: skip
 
 
@@ -175,14 +181,15 @@ def write_rows(
 
     For the memory of `rows`, see `gather_rows`.
     """
-    (lists, width), heads = k.shape, planes.shape[1]
+    (lists, width), (count, heads) = k.shape, planes.shape
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
     assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)
-    assert planes.is_contiguous() and planes.shape == (2, heads)
+    assert planes.is_contiguous() and count in (1, 2)
     kind, shape = _words(rows)
     _write[(lists,)](
-        rows.view(kind), k.view(kind), v.view(kind), newest, planes, heads, WORDS=shape["WORDS"], COLS=shape["COLS"]
-    )
+        rows.view(kind), k.view(kind), v.view(kind), newest, planes, heads,
+        WORDS=shape["WORDS"], COLS=shape["COLS"], PLANES=count,
+    )  # fmt: skip
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
@@ -196,17 +203,19 @@ def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) 
 
 
 def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *, put: bool) -> None:
-    (lists, listed), capacity = slots.shape, table.tensors[0].shape[1]
-    assert all(own.is_contiguous() and own.shape[1] == capacity for own in table.tensors) and table.lists == 2 * lists
+    (lists, listed), capacity, planes = slots.shape, table.tensors[0].shape[1], len(rows)
+    assert all(own.is_contiguous() and own.shape[1] == capacity for own in table.tensors)
+    assert planes in (1, 2) and table.lists == planes * lists
     assert all(own.data_ptr() % ALIGNED == 0 for own in table.tensors)
     assert slots.is_contiguous() and rows.is_contiguous() and rows.dtype == table.dtype
-    assert rows.shape == (2, lists, listed, table.tensors[0].shape[2])
+    assert rows.shape == (planes, lists, listed, table.tensors[0].shape[2])
     if slots.numel() == 0:
         return
     kind, shape = _words(rows.flatten(0, 2))
     _slots[(lists, triton.cdiv(listed, shape["BLOCK"]))](
-        table.table, slots, rows.view(kind), lists, listed, table.heads // 2, capacity, **shape, PUT=put, ALIGN=ALIGNED
-    )
+        table.table, slots, rows.view(kind), lists, listed, table.heads // planes, capacity,
+        **shape, PUT=put, ALIGN=ALIGNED, PLANES=planes,
+    )  # fmt: skip
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:

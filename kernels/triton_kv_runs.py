@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .h2d_copy import to_device
 from .kv_runs import Run
 from .triton_attention import attend_rows, merge_parts, steps
 
@@ -96,7 +97,7 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
         pieces = max(triton.cdiv(row[6], row[10]) for row in rows)
         size = min(block, triton.next_power_of_2(queries))
         _attend[(len(rows), pieces, kv_heads * triton.cdiv(queries, size))](
-            q, _on_device(rows, q.device), outs, lses, scale, batch, heads, kv_heads,
+            q, to_device(torch.tensor(rows), q.device), outs, lses, scale, batch, heads, kv_heads,
             d=d, D=max(16, triton.next_power_of_2(d)), G=group, QUERIES=size, **steps(d, q.itemsize),
             WIDEN=not q.is_cuda or q.dtype == torch.float32, ALIGN=_alignment(rows),
         )  # fmt: skip
@@ -136,8 +137,3 @@ def _alignment(rows: Sequence[Sequence[int]]) -> int:
     """Return 8 if all addresses and strides are multiples of 8 elements, else 1."""
     aligned = all(address % 16 == 0 for row in rows for address in row[:2])
     return 8 if aligned and all(stride % 8 == 0 for row in rows for stride in row[2:6]) else 1
-
-
-def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    table = torch.tensor(rows, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -23,13 +23,13 @@ def _attend(
     outs: tl.tensor, lses: tl.tensor, scale: tl.tensor, lists: tl.tensor, heads: tl.tensor, kept_pieces: tl.tensor,
     k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend to one piece of list p (one KV head of one sequence), in program (p, s).
 
     If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece of
     the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of ALIGN
-    elements.
+    elements. If PLANES is 1, the resident values are the resident keys.
     """
     p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
@@ -40,8 +40,8 @@ def _attend(
         step, begin = tl.load(own + 1), tl.maximum(tl.load(starts + p), part * PIECE)
         stop = tl.minimum(tl.load(stops + p), (part + 1) * PIECE)
         from_k = tl.load(own).to(tl.pointer_type(q.dtype.element_ty))
-        from_v, k_at, k_step, v_step = from_k + heads * step, p % heads * step, tl.load(own + 2), tl.load(own + 2)
-        v_at = k_at
+        from_v, k_at = from_k + (PLANES - 1) * heads * step, p % heads * step
+        k_step, v_step, v_at = tl.load(own + 2), tl.load(own + 2), k_at
     else:
         begin = (part - kept_pieces) * PIECE
         stop = tl.minimum(tl.load(counts + p), begin + PIECE)
@@ -70,7 +70,8 @@ def attend_resident(
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """
     (lists, group, d), room = q.shape, kept.tensors[0].shape[1]
-    assert kept.lists == 2 * lists and kept.dtype == q.dtype and starts.shape == stops.shape == (lists,)
+    planes = kept.lists // lists
+    assert planes in (1, 2) and kept.dtype == q.dtype and starts.shape == stops.shape == (lists,)
     assert k.shape == v.shape == (lists, k.shape[1], d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
     assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1
     own, listed = triton.cdiv(room, PIECE_ROWS), triton.cdiv(k.shape[1], PIECE_ROWS)
@@ -79,11 +80,11 @@ def attend_resident(
     places = [x for rows in (k, v) for x in (rows.data_ptr(), *(rows.itemsize * step for step in rows.stride()[:2]))]
     aligned = kept.aligned and all(x % ALIGNED == 0 for x in places)
     _attend[(lists, own + listed)](
-        q, kept.table, starts, stops, k, v, counts, outs, lses, scale, lists, kept.heads // 2, own,
+        q, kept.table, starts, stops, k, v, counts, outs, lses, scale, lists, kept.heads // planes, own,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
         **steps(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
-        WIDEN=not q.is_cuda or q.dtype == torch.float32,
+        WIDEN=not q.is_cuda or q.dtype == torch.float32, PLANES=planes,
     )  # fmt: skip
     out, lse = merge_parts(outs, lses)
     return out.view(lists, group, d), lse.view(lists, group)

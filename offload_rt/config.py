@@ -114,8 +114,8 @@ class EngineConfig:
         device: "auto" uses CUDA if it is available.
         dtype: "auto" uses the checkpoint's dtype on CUDA. On a CPU it uses bfloat16 for half-precision checkpoints and
             float32 otherwise.
-        quantize: Format of the weights. "auto" keeps the format of the checkpoint, but on a GPU, weights of GGUF files
-            are dequantised. "none" dequantises GGUF files on a CPU too. "int4" and "int8" quantise the linear layers of
+        quantize: Format of the weights. "auto" keeps the format of the checkpoint. "none" dequantises GGUF files, and
+            loads other packed checkpoints with transformers' packages. "int4" and "int8" quantise the linear layers of
             a 16-bit checkpoint when it is loaded.
         device_memory: Hard limit in bytes on device memory for weights, approximate KV, resident and fetched KV
             entries, and activations. Decoder layers that do not fit stay in host memory and are copied to the device in

@@ -19,7 +19,7 @@ tokens. *Resident* tokens (sinks and recent tokens, or a sliding window) stay on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,14 +61,16 @@ class RowShape:
     Attributes:
         kv_heads: Hkv.
         head_dim: d.
+        planes: 2 if K and V are stored, or 1 if the keys contain the values (`ModelGeometry.value_dim`).
     """
 
     kv_heads: int
     head_dim: int
+    planes: int = 2
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the size in bytes of K and V of one token."""
-        return 2 * self.kv_heads * self.head_dim * dtype.itemsize
+        return self.planes * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class ModelGeometry:
         depth: Number of decoder layers. 0 if all decoder layers have attention.
         window_rows: Hkv and d of sliding-window layers. None if they equal those of full-attention layers. `head_dim`
             is a multiple of d.
+        value_dim: If the values of tokens are the first `value_dim` elements of their keys (latent attention), this
+            number. V is then K, and only K is stored. Attention outputs have d elements, of which the model reads the
+            first `value_dim`. None for all other models.
     """
 
     layers: int
@@ -118,10 +123,12 @@ class ModelGeometry:
     attention_at: tuple[int, ...] = ()
     depth: int = 0
     window_rows: RowShape | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"
         if (own := self.window_rows) is not None:
+            assert own.planes == self.planes == 2, "a layer whose keys contain the values has no other row shape"
             assert self.heads % own.kv_heads == 0 == self.head_dim % own.head_dim
             assert 0 < len(self.sliding) < self.layers, "a single row shape is stated by kv_heads and head_dim"
         assert len(self.scales) == self.layers == len(self.windows)
@@ -133,9 +140,14 @@ class ModelGeometry:
         return self.heads // self.kv_heads
 
     @property
+    def planes(self) -> int:
+        """Number of stored vectors per token and KV head (`RowShape.planes`)."""
+        return 2 if self.value_dim is None else 1
+
+    @property
     def full_rows(self) -> RowShape:
         """Hkv and d of full-attention layers."""
-        return RowShape(self.kv_heads, self.head_dim)
+        return RowShape(self.kv_heads, self.head_dim, self.planes)
 
     @property
     def window_ratio(self) -> int:
@@ -250,12 +262,29 @@ class Selection:
 class KVPart:
     """KV entries of one layer of one sequence on the compute device: k and v `[Hkv, n, d]` (possibly views).
 
-    If `counts` (int32 `[Hkv]`) is not None, only the first `counts[h]` entries of KV head h are valid.
+    If `counts` (int32 `[Hkv]`) is not None, only the first `counts[h]` entries of KV head h are valid. If the keys
+    contain the values, v is k (`ModelGeometry.value_dim`).
     """
 
     k: torch.Tensor
     v: torch.Tensor
     counts: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, planes: torch.Tensor, dim: int = 0, counts: torch.Tensor | None = None) -> KVPart:
+        """Return views of K and V, which are adjacent in dimension `dim` of `planes`. With one plane, v is k."""
+        k = planes.select(dim, 0)
+        return cls(k, k if planes.shape[dim] == 1 else planes.select(dim, 1), counts)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> KVPart:
+        """Return `function` of k and of v. If v is k, `function` is called once."""
+        k = function(self.k)
+        return KVPart(k, k if self.v is self.k else function(self.v), self.counts)
+
+    def between(self, start: int, stop: int | None = None) -> KVPart:
+        """Return views of the entries [start, stop), or of all entries from `start` on. `counts` must be None."""
+        assert self.counts is None
+        return self.map(lambda rows: rows[:, start:stop])
 
     @property
     def shape(self) -> tuple[int, int]:

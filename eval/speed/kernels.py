@@ -17,15 +17,25 @@ import torch
 
 from ...kernels import dispatch, kv_runs, lists
 from ...kernels.kv_runs import Run
+from ...kernels.packed_format import PackedFormat
 from ...kernels.pointer_table import PointerTable
 from ...kernels.selection import pack
 from ...model_runner.cuda_graphs import CudaGraph
+from ...models.linear.packed import packed_linear, unpack_rows
 from ...policies.infinigen.scoring import row_width
 from ...transfer.streams import DeviceStream, InlineStream
 from ..core.report import Row
 
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
 """Shape of one layer of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
+
+FORMATS = {
+    "Q4_K": PackedFormat(5120, 4, 32, True, has_factors=True),
+    "AWQ": PackedFormat(5120, 4, 128, has_zeros=True),
+    "Q6_K": PackedFormat(5120, 6, 16, offset=32, has_factors=True),
+    "int8": PackedFormat(5120, 8, 32, offset=128),
+}
+"""Formats of packed weights to measure. The hidden size is that of a model with 27 billion parameters."""
 
 WARM_UP = 3
 """Number of untimed calls before the measurement. The first one compiles the kernel."""
@@ -51,6 +61,7 @@ class KernelSize:
         repeats: Number of timed calls of each operation.
         programs: Numbers of Triton programs of a gather to measure, in addition to the default number. Too few programs
             do not saturate PCIe, too many delay other kernels.
+        outs: Number of outputs of a linear layer.
     """
 
     copied: int = 1 << 28
@@ -61,9 +72,10 @@ class KernelSize:
     own: int = 64
     repeats: int = 30
     programs: tuple[int, ...] = (8, 16, 64, 132, 1024)
+    outs: int = 17_408
 
 
-SMALL = KernelSize(1 << 20, 1024, 0.05, 3, 128, 64, 3, (8,))
+SMALL = KernelSize(1 << 20, 1024, 0.05, 3, 128, 64, 3, (8,), 40)
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,7 @@ def measure(device: torch.device, size: KernelSize, rates: dict[str, float]) -> 
 def cases(device: torch.device, size: KernelSize) -> Iterator[Case]:
     """Yield all operations. The memory of one is freed before the next one is created."""
     torch.manual_seed(0)
-    for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append):
+    for make in (_gather, _partial, _quantised, _select, _attend, _runs, _append, _packed):
         yield from make(device, size)
 
 
@@ -344,3 +356,36 @@ def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
         return float(((keys[:, :, -1:] - want).abs() / (2.0**-10 * want.abs() + 1e-6)).max())
 
     yield Case("append_partial, fp16", moved, False, call, error)
+
+
+def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
+    """Yield linear layers of packed weights, and torch's product of 16-bit weights for comparison."""
+    dtype = _half(device)
+    weight = torch.randn(size.outs, 5120, device=device).to(dtype)
+    call = partial(torch.nn.functional.linear, weight[:1], weight)
+    yield Case("linear, 16 bits, 1 row", weight.numel() * weight.itemsize, False, call, lambda: 0.0)
+    del weight, call
+    for name, form in FORMATS.items():
+        rows = torch.randint(256, (size.outs, form.row_bytes), dtype=torch.uint8, device=device)
+        halves = rows[:, form.factors :] if form.has_factors else rows[:, form.scales : form.minima]
+        halves.copy_(torch.rand(size.outs, halves.shape[1] // 2, device=device).half().view(torch.uint8))
+        for count in (1, 4, 8):
+            x = torch.randn(count, form.ins, device=device).to(dtype)
+            call = partial(torch.inference_mode()(packed_linear), x, rows, form, None)
+            error = partial(_packed_error, call, x, rows, form)
+            yield Case(f"linear, {name}, {count} rows", rows.numel(), False, call, error)
+        moved = rows.numel() + size.outs * form.ins * dtype.itemsize
+        x = torch.eye(form.ins, dtype=dtype, device=device)
+        error = partial(_packed_error, partial(_unpacked, rows, form, dtype), x, rows, form)
+        yield Case(f"unpack, {name}", moved, False, partial(unpack_rows, rows, form, dtype), error)
+
+
+def _unpacked(rows: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return unpacked weights as the product of the unit matrix, `[in, out]`."""
+    return unpack_rows(rows, form, dtype).T
+
+
+def _packed_error(call: Callable[[], torch.Tensor], x: torch.Tensor, rows: torch.Tensor, form: PackedFormat) -> float:
+    weights = form.unpack(rows, torch.float32).double()
+    want, size = x.double() @ weights.T, x.double().norm(dim=1)[:, None] * weights.norm(dim=1)
+    return float(((call().double() - want).abs() / (2.0**-8 * want.abs() + 1e-5 * size)).max())

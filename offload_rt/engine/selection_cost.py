@@ -96,7 +96,8 @@ def _key(options: AutoOptions, geometry: ModelGeometry, dtype: torch.dtype) -> s
         "kernels": build_id(),
         "threads": team.threads(),
         "dtype": str(dtype),
-        "shape": [geometry.kv_heads, geometry.group, geometry.head_dim, geometry.softcap, geometry.default_alpha],
+        "rows": repr(geometry.full_rows),
+        "shape": [geometry.group, geometry.softcap, geometry.default_alpha],
         "options": repr(options),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]

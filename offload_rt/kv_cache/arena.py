@@ -13,7 +13,7 @@ import torch
 from ..core import BLOCK_SIZE, KVPart
 from ..errors import MemoryLimitError
 from ..utils.units import format_size
-from .layout import PAGE, ArenaLayout
+from .layout import PAGE, ArenaLayout, fill_planes
 
 
 class Arena:
@@ -38,10 +38,10 @@ class Arena:
         memory = reserve(layout.bytes, "the KV cache", huge_from=start)
         self.rows = torch.frombuffer(memory, dtype=dtype).view(layout.rows, layout.head_dim)
         """All stored vectors `[R, d]`. The index is the row id (`layout`)."""
-        shape = (layout.slabs, layout.layers, layout.kv_heads, 2, layout.plane_rows, layout.head_dim)
+        shape = (layout.slabs, layout.layers, layout.kv_heads, layout.planes, layout.plane_rows, layout.head_dim)
         steps = (layout.slab_rows, layout.layer_rows, layout.head_rows, layout.plane_rows, 1)
         self.planes = self.rows.as_strided(shape, (*(layout.head_dim * step for step in steps), 1))
-        """The same memory as a tensor `[slab, L, Hkv, 2 (K, V), slab_blocks * 64, d]`."""
+        """The same memory as a tensor `[slab, L, Hkv, planes (K, V), slab_blocks * 64, d]`."""
         assert PAGE % mmap.PAGESIZE == 0 == self.rows.data_ptr() % mmap.PAGESIZE
 
     def activate(self) -> None:
@@ -57,8 +57,7 @@ class Arena:
 
         `offset` is the first token slot of the slab.
         """
-        planes = self.planes[slab, storage_layer].narrow(2, offset, size)
-        return KVPart(planes[:, 0], planes[:, 1])
+        return KVPart.of(self.planes[slab, storage_layer].narrow(2, offset, size), dim=1)
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
         """Return stored K and V as a view `[p, size, width]`: one plane per storage layer, KV head, and K or V.
@@ -72,9 +71,7 @@ class Arena:
 
         Return when the copy is complete.
         """
-        planes = self.planes[slab, storage_layer].narrow(2, offset, k.shape[1])
-        planes[:, 0].copy_(k)
-        planes[:, 1].copy_(v)
+        fill_planes(self.planes[slab, storage_layer].narrow(2, offset, k.shape[1]), 1, k, v)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` token slots of a block, in all its layers."""

@@ -10,6 +10,8 @@ read strided rows, which is slower. The layout has two disadvantages. A selected
 elements instead of one read of `2d` elements. One layer of a block consists of `2 * Hkv` contiguous pieces of `64 * d`
 elements instead of one piece.
 
+With latent attention, the keys contain the values. A storage layer and head then has one plane, which is K and V.
+
 Transfers address KV vectors by *row id*: the index of `d` elements in the flat view `[R, d]` of the pool.
 
 Each full-attention layer is one storage layer (`layer_groups`). If sliding-window layers have another `RowShape`, each
@@ -51,6 +53,7 @@ class ArenaLayout:
         slab_blocks: Number of blocks per slab.
         slabs: Number of slabs.
         window_rows: Hkv, and stored elements per vector, of sliding-window layers; None if they equal the above.
+        planes: Planes per storage layer and head: 2 (K and V), or 1 if the keys contain the values.
     """
 
     layers: int
@@ -60,8 +63,10 @@ class ArenaLayout:
     slab_blocks: int
     slabs: int
     window_rows: RowShape | None = None
+    planes: int = 2
 
     def __post_init__(self) -> None:
+        assert self.planes == 2 or (self.planes == 1 and self.window_rows is None)
         assert min(self.layers, self.kv_heads, self.head_dim, self.itemsize, self.slab_blocks, self.slabs) >= 1
 
     @classmethod
@@ -87,7 +92,7 @@ class ArenaLayout:
             )
         slabs = math.ceil(blocks / (slab_tokens // BLOCK_SIZE))
         shape = geometry.kv_heads, geometry.head_dim, dtype.itemsize
-        return cls(layers, *shape, blocks // slabs, slabs, geometry.window_rows)
+        return cls(layers, *shape, blocks // slabs, slabs, geometry.window_rows, geometry.planes)
 
     @property
     def blocks(self) -> int:
@@ -98,19 +103,29 @@ class ArenaLayout:
         """Size in bytes of K or V of one token, layer and head."""
         return self.head_dim * self.itemsize
 
+    @cached_property
+    def entry_bytes(self) -> int:
+        """Size in bytes of a KV entry: K and V of one token, layer and head."""
+        return self.planes * self.row_bytes
+
     @property
     def block_bytes(self) -> int:
         """Size in bytes of K and V of 64 tokens in all layers of a block."""
-        return 2 * self.layers * self.kv_heads * BLOCK_SIZE * self.row_bytes
+        return self.layers * self.kv_heads * BLOCK_SIZE * self.entry_bytes
 
     @cached_property
     def plane_rows(self) -> int:
-        """Number of rows of a plane, which is also the distance from a K row to its V row."""
+        """Number of rows of a plane: K or V of one layer and head in a slab."""
         return self.slab_blocks * BLOCK_SIZE
 
     @cached_property
+    def value_offset(self) -> int:
+        """Distance from a K row to its V row: 0 if the keys contain the values."""
+        return (self.planes - 1) * self.plane_rows
+
+    @cached_property
     def head_rows(self) -> int:
-        return 2 * self.plane_rows
+        return self.planes * self.plane_rows
 
     @property
     def layer_rows(self) -> int:
@@ -153,14 +168,21 @@ class ArenaLayout:
         return KVPart(planes[: 2 * heads : 2], planes[1 : 2 * heads : 2])
 
     def vectors(self, storage_layer: int, *, window: bool) -> list[list[int]]:
-        """Return the ids `[2 (K, V)][Hkv]` of a layer's vectors in the first token slot of a slab.
+        """Return the ids `[planes][Hkv]` of a layer's vectors in the first token slot of a slab: K, then V.
 
         `storage_layer` is the first storage layer of the layer. For sliding-window layers with a row shape of their own
         (`window`), the ids count vectors of their width.
         """
         if not window or self.window_rows is None:
-            return [[self.row(storage_layer, head, kv) for head in range(self.kv_heads)] for kv in (0, 1)]
+            heads = range(self.kv_heads)
+            return [[self.row(storage_layer, head, plane) for head in heads] for plane in range(self.planes)]
         first, each, heads = storage_layer * self.layer_rows, self.plane_rows, range(self.window_rows.kv_heads)
         if self.window_ratio > 1:
             return [[self.window_ratio * (first + head * each) + kv for head in heads] for kv in (0, 1)]
         return [[first + (2 * head + kv) * each for head in heads] for kv in (0, 1)]
+
+
+def fill_planes(planes: torch.Tensor, dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Copy K and V to `planes`, in which they are adjacent in dimension `dim`. With one plane, only K is copied."""
+    for plane, rows in zip(planes.unbind(dim), (k, v), strict=False):
+        plane.copy_(rows)

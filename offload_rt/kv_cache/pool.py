@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core import BLOCK_SIZE, BlockTable
+from ..core import BLOCK_SIZE, BlockTable, KVPart
 from .block_supply import BlockSupply
 from .stored_rows import blocks_for
 
@@ -153,11 +153,10 @@ class HostPool(BlockSupply):
         stop, done = start + k.shape[1], 0
         block_ids = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
         assert self._memory_blocks.exclusive(block_ids), "write to a shared block: reserve first"
-        if not self.format.exact:
-            k, v = (self.format_of(layer).encode(one) for one in (k, v))
+        encoded = KVPart(k, v) if self.format.exact else KVPart(k, v).map(self.format_of(layer).encode)
         for span in self.spans_of(block_ids, range(start, stop)):
             own = slice(done, done + span.size)
-            self.fill_span(layer, span, k[:, own], v[:, own])
+            self.fill_span(layer, span, encoded.k[:, own], encoded.v[:, own])
             done += span.size
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:

@@ -42,7 +42,7 @@ class StoredRows:
     def token_bytes(self, layer: int) -> int:
         """Return the stored size in bytes of K and V of one token in a layer."""
         own = self.layout.window_rows if self.groups.group[layer] else None
-        return 2 * self.layout.kv_heads * self.layout.row_bytes if own is None else own.bytes(self.format.storage)
+        return self.layout.kv_heads * self.layout.entry_bytes if own is None else own.bytes(self.format.storage)
 
     def vectors(self, layer: int) -> torch.Tensor:
         """Return `rows` as a view `[vectors, width]` with the vector width of `layer`."""
@@ -62,7 +62,10 @@ class StoredRows:
         return not lost or lost.isdisjoint([*blocks.ids, *(one for own in blocks.windows.values() for one in own)])
 
     def fill(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n)."""
+        """Write encoded k and v `[Hkv, n, width]` as the KV of tokens [start, start + n).
+
+        If keys contain the values, v is not used.
+        """
         done = 0
         for span in self.spans(blocks, self.groups.group[layer], range(start, start + k.shape[1])):
             own = slice(done, done + span.size)
@@ -178,10 +181,11 @@ class StoredRows:
     def planes(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[torch.Tensor, ...]]:
         """Return the parts of `stored` as tensors whose heads are contiguous in memory.
 
-        A part is K and V, or if they share rows, one tensor `[Hkv, n, d]` of the rows.
+        A part is K and V, or only K if keys contain the values. If K and V share rows, it is one tensor `[Hkv, n, d]`
+        of the rows.
         """
         if not self.shares_rows(layer):
-            return [(part.k, part.v) for part in self.stored(blocks, layer, tokens)]
+            return [(part.k, part.v)[: self.layout.planes] for part in self.stored(blocks, layer, tokens)]
         assert self.layout.window_rows is not None
         storage_layers, heads = self.groups.storage_layers(layer), self.layout.window_rows.kv_heads
         spans = self.spans(blocks, self.groups.group[layer], tokens)
@@ -190,7 +194,7 @@ class StoredRows:
     def in_planes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return encoded k and v `[Hkv, n, width]` in the form of a part of `planes`."""
         if not self.shares_rows(layer):
-            return k, v
+            return (k, v)[: self.layout.planes]
         return (F.pad(torch.cat((k, v), dim=-1), (0, self.layout.head_dim - 2 * k.shape[-1])),)
 
     def runs(self, blocks: BlockTable, layer: int, tokens: range) -> list[KVPart]:
@@ -201,8 +205,7 @@ class StoredRows:
         parts = self.stored(blocks, layer, tokens)
         if self.format.exact:
             return parts
-        decode = self.format_of(layer).decode
-        return [KVPart(decode(part.k), decode(part.v)) for part in parts]
+        return [part.map(self.format_of(layer).decode) for part in parts]
 
     def row(self, blocks: BlockTable, group: int, token: int) -> int:
         """Return the row id of K of `token` for head 0 in the first layer of a layer group.

@@ -11,7 +11,7 @@ sequence and KV head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -63,14 +63,14 @@ class BatchedMode(PerSequenceMode):
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the newest k and v `[Hkv, B, d]` with two launches for KV and one for scoring keys."""
         inputs, window = self._inputs, self._batch.geometry.windows[layer]
-        k, v = (rows.transpose(0, 1).reshape(-1, rows.shape[2]) for rows in (k, v))
+        newest = KVPart(k, v).map(lambda rows: rows.transpose(0, 1).reshape(-1, rows.shape[2]))
         group = inputs.rows.group(layer)
         if group not in self._newest:
             # A copy, because the next `load` does not wait for the write-back stream, which reads the rows.
             self._newest[group] = inputs.newest_rows[group].clone()
-        inputs.rows.append(layer, k, v, inputs.resident[window].newest, self._newest[group])
+        inputs.rows.append(layer, newest, inputs.resident[window].newest, self._newest[group])
         if layer in self._batch.selecting:
-            inputs.keys.append(layer, k, v, inputs.slots_by_head)
+            inputs.keys.append(layer, newest.k, newest.v, inputs.slots_by_head)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
         """Select tokens with q `[H, B, d]`, and start one gather of their KV. The counts stay on the device."""
@@ -148,20 +148,18 @@ class BatchedMode(PerSequenceMode):
             q: The true queries.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
-        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2])
-        if fetch is None:
-            k = v = grouped.new_empty(len(grouped), 0, q.shape[2])
-        else:
-            k, v = fetch.wait()
+        # With one KV head, `reshape` returns a view, and kernels need contiguous queries.
+        grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2]).contiguous()
+        fetched = KVPart.of(grouped.new_empty(1, len(grouped), 0, q.shape[2])) if fetch is None else fetch.wait()
         spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(layer)
         scale = geometry.scales[layer]
-        out, lse = attend_resident(grouped, resident, spans.starts, spans.stops, k, v, counts, scale)
+        out, lse = attend_resident(grouped, resident, spans.starts, spans.stops, fetched.k, fetched.v, counts, scale)
         if layer in batch.selecting:
             self._measure_attention_mass(layer, q, lse)
         if selected is not None:
             if batch.policy.wants_weights:
-                scaled, fetched = grouped.to(lse.dtype) * scale, KVPart(k, v, counts)
-                seen = inputs.attention_weights(scaled, resident, fetched, selected, lse)
+                scaled, counted = grouped.to(lse.dtype) * scale, replace(fetched, counts=counts)
+                seen = inputs.attention_weights(scaled, resident, counted, selected, lse)
                 inputs.keys.attended(layer, inputs.candidates, *seen)
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
         if (sinks := batch.adapter.sinks[layer]) is not None:

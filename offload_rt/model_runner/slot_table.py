@@ -116,8 +116,10 @@ class InPlaceEviction(SlotTable):
         """
         remaining, used = blocks.capacity - BLOCK_SIZE, self.context
         first, dropped = remaining - self._recent, used - remaining
-        if first <= self._sinks or dropped <= 0 or not self._claim_blocks_from(blocks, first):
+        if first <= self._sinks or dropped <= 0:
             return None
+        if not all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids))):
+            return None  # another sequence uses one of the blocks
         protected = self._protected(blocks, used - self._recent)[:used]
         state = self._state.cut(used)
         gone = victims(self._options.policy, state, protected.expand(self._layers, -1), self._known, dropped)
@@ -132,10 +134,6 @@ class InPlaceEviction(SlotTable):
         if self.grows:
             self.grows, self._ring_start = False, self._known
         return moves
-
-    def _claim_blocks_from(self, blocks: BlockTable, first: int) -> bool:
-        """Make all blocks from slot `first` on exclusive to this sequence. Return False if others use one."""
-        return all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids)))
 
     def record_selected(self, layer: int, slots: torch.Tensor) -> None:
         self._state.touch(self._storage_layer[layer], slots.to(self._state.position.device), self._known - 1)

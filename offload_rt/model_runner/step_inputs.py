@@ -113,8 +113,9 @@ class StepInputs:
         bounds = Spans.numbers(visible, heads, self._rule)
         for window, layer in self._by_window.items():
             seen = batch.visible[layer] + padding * [NOTHING]
-            numbers.append([_resident_index(slot, *self._sizes[window]) for slot in newest[layer]])
-            bounds += self._resident_bounds(seen, *self._sizes[window], self._heads_of[window])
+            sizes = self._sizes[window]
+            numbers.append([NOWHERE if slot == NOWHERE else resident_index(slot, *sizes) for slot in newest[layer]])
+            bounds += self._resident_bounds(seen, *sizes, self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
@@ -147,7 +148,7 @@ class StepInputs:
         at_fetched = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
         valid = torch.cat(((at >= first) & (at < stop), at_fetched < fetched.counts.unsqueeze(1)), dim=1)
-        own = kept.unflatten(0, (-1, 2, self._heads))[:, 0].flatten(0, 1)
+        own = kept.unflatten(0, (self.size, -1, self._heads))[:, 0].flatten(0, 1)
         keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
         weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
         index = torch.where(valid, torch.cat((there, tokens), dim=1), self.capacity)
@@ -166,7 +167,3 @@ class StepInputs:
         Launches must depend only on these tensors, and the host must copy no KV.
         """
         return self.rows.in_place
-
-
-def _resident_index(slot: int, sinks: int, recent: int) -> int:
-    return NOWHERE if slot == NOWHERE else resident_index(slot, sinks, recent)

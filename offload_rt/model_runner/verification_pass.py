@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 import torch
 
@@ -43,9 +44,11 @@ class VerificationPass:
         hidden = adapter.embed(tokens, positions)
         adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
-            rows = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
-            each = zip(self._sequences, *(x.split(self._token_counts, dim=1) for x in rows), strict=True)
-            attended = [self._attend(layer, one, q, KVPart(k, v)) for one, q, k, v in each]
+            q, k, v = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
+            stops, rows = accumulate(self._token_counts), KVPart(k, v)
+            new = [rows.between(stop - n, stop) for n, stop in zip(self._token_counts, stops, strict=True)]
+            each = zip(self._sequences, q.split(self._token_counts, dim=1), new, strict=True)
+            attended = [self._attend(layer, *own) for own in each]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
             adapter.run_stages(layer, hidden, [slice(None)])
         self._divide_recorded_inputs()

@@ -138,6 +138,7 @@ class DecoderAdapter(ModelAdapter):
             experts=any(hasattr(module, "experts") for layer in self._decoder_layers for module in layer.modules()),
             attention_at=tuple(self._attention_at) if hybrid else (),
             depth=len(self._decoder_layers) if hybrid else 0,
+            value_dim=self._projections[0].value_dim,
         )
 
     def with_state(self, state: RecurrentState | None) -> Self:
@@ -292,7 +293,7 @@ def _row_shapes(
     """
     found: dict[bool, set[RowShape]] = {False: set(), True: set()}
     for own, length in zip(projections, windows, strict=True):
-        found[length is not None].add(RowShape(own.kv_heads, own.head_dim))
+        found[length is not None].add(RowShape(own.kv_heads, own.head_dim, 2 if own.value_dim is None else 1))
     if any(len(shapes) > 1 for shapes in found.values()):
         raise ModelError(
             f"{name} has full-attention layers, or sliding-window layers, with different numbers or widths of KV "
@@ -303,14 +304,13 @@ def _row_shapes(
     full, window = rows[0], rows[-1]
     if full == window:
         return full, None
+    if 1 in (full.planes, window.planes):
+        raise ModelError(f"{name} has latent attention with sliding windows, which is not supported", reason="heads")
     if full.head_dim % window.head_dim:
         widest = max(full.head_dim, window.head_dim)
         full, window = replace(full, head_dim=widest), replace(window, head_dim=widest)
         for own in projections:
-            if not isinstance(own, Projections):
-                raise ModelError(
-                    f"{name} has latent attention with sliding windows, which is not supported", reason="heads"
-                )
+            assert isinstance(own, Projections)
             own.widen(widest)
     return full, (window if window != full else None)
 

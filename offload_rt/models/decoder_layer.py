@@ -214,6 +214,8 @@ class Projections:
     `q_proj` (Qwen 3.5, after the query of each head) or by `g_proj` (LFM3, one number per head).
     """
 
+    value_dim: int | None = None  # values are not part of keys (`ModelGeometry.value_dim`)
+
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
         """Find the projections of an attention module.
 

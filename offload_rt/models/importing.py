@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from ..config import Quantize
 from ..errors import ConfigError
 from ..kernels.packed_format import PackedFormat
@@ -56,8 +54,8 @@ class Conversion(Protocol):
     def write(self, folder: Path) -> None: ...
 
 
-def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize) -> Conversion | None:
-    """Return the conversion of a checkpoint whose weights stay packed on `device`; None if transformers loads it.
+def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
+    """Return the conversion of a checkpoint whose weights stay packed; None if transformers loads it.
 
     Raises:
         ConfigError: `quantize` does not fit the checkpoint.
@@ -65,7 +63,7 @@ def conversion_of(source: ModelSource, device: torch.device, quantize: Quantize)
     """
     if source.gguf is not None and quantize in ("int4", "int8"):
         raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and {source} is quantised already")
-    if quantize != "auto" or device.type != "cpu":
+    if quantize != "auto":
         return None
     if source.gguf is not None:
         return GGUFImport(source)

@@ -7,8 +7,8 @@ r. Head h has the key (W_UK,h c, r) and the value W_UV,h c. Attention therefore 
 * The query of head h is (W_UK,h^T q, r_q). Its product with (c, r) equals that of (q, r_q) with the head's own key.
 * W_UV,h is applied to the sum of latent vectors, after attention.
 
-The attention scale stays that of the original heads. The KV cache has keys and values of equal width, so values are
-padded with zeros.
+The attention scale stays that of the original heads. The KV cache stores only the keys. Attention uses them as values
+too, and `output` ignores the sum of the rotated keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..errors import ModelError
 from .decoder_layer import fused_norm, refuse_unused
@@ -41,7 +40,7 @@ class LatentProjections:
         self.heads = int(attention.num_heads)
         self._rank, self._rotated = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
         self._key_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
-        self.head_dim = self._rank + self._rotated
+        self.head_dim, self.value_dim = self._rank + self._rotated, self._rank
         self.default_scale = (self._key_dim + self._rotated) ** -0.5
         names = ("q_proj",) if getattr(attention, "q_proj", None) is not None else _QUERY
         self._query = [fused_norm(getattr(attention, name)) for name in names]
@@ -67,10 +66,10 @@ class LatentProjections:
         return torch.cat((torch.bmm(own, self._expansions(x)[:, : self._key_dim]), rotate(turned)), dim=-1)
 
     def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v `[1, T, d]`."""
+        """Return k and v, which are the same tensor `[1, T, d]`."""
         latent, turned = self._latent(x).split([self._rank, self._rotated], dim=-1)
-        latent = self._latent_norm(latent)[None]
-        return torch.cat((latent, rotate(turned[None])), dim=-1), F.pad(latent, (0, self._rotated))
+        k = torch.cat((self._latent_norm(latent)[None], rotate(turned[None])), dim=-1)
+        return k, k
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("latent attention has no output gate")

@@ -143,7 +143,7 @@ def load_model(
     if isinstance(model, (str, os.PathLike)):
         name, target = os.fspath(model), resolve_device(device)
         source = find_source(model, hub)
-        if (conversion := conversion_of(source, target, quantize)) is not None:
+        if (conversion := conversion_of(source, quantize)) is not None:
             source = packed_source(conversion)
         identify = partial(cached_fingerprint, cache=CheckpointCache(source))
         model = _read_checkpoint(source, target, dtype, placement, verify, max_model_len, quantize)
@@ -176,16 +176,21 @@ def _read_checkpoint(
     config = read_config(source)
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
-    landing, moved = torch.device("cpu") if placement else device, bool(placement)
+    # Weights that are quantised here land in host memory, because the device may be too small for 16 bits.
+    on_host, moved = placement or quantize in ("int4", "int8"), bool(placement)
+    landing = torch.device("cpu") if on_host else device
     loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
     fix_rope_scaling(loaded, max_model_len)
-    quantize_checkpoint(loaded, quantize)
+    with one_error(f"cannot quantise the weights of {source}"):
+        quantize_checkpoint(loaded, quantize, device)
+        if on_host and not placement:
+            loaded.to(device)  # type: ignore[arg-type]
     use_backends(loaded, device)
     return loaded
 
 
-def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
-    """Quantise linear layers in place if `quantize` is "int4" or "int8".
+def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize, device: torch.device) -> None:
+    """Quantise linear layers in place, computed on `device`, if `quantize` is "int4" or "int8".
 
     Raise ConfigError if they already are quantised.
     """
@@ -193,7 +198,7 @@ def quantize_checkpoint(model: PreTrainedModel, quantize: Quantize) -> None:
         return
     if (method := packing(model.config)) is not None:
         raise ConfigError(f"quantize={quantize!r} is for 16-bit checkpoints, and this one is packed ({method}) already")
-    quantize_layers(model, int(quantize.removeprefix("int")))
+    quantize_layers(model, int(quantize.removeprefix("int")), device)
 
 
 def _refuse_early(source: ModelSource, config: PreTrainedConfig, verify: Verify, max_model_len: int | None) -> None:

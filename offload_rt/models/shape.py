@@ -154,7 +154,7 @@ def _parse(text: str) -> ModelShape:
 def _read_shape(
     source: ModelSource, where: torch.device, dtype: str | torch.dtype, max_model_len: int | None, quantize: Quantize
 ) -> ModelShape:
-    conversion = conversion_of(source, where, quantize)
+    conversion = conversion_of(source, quantize)
     if conversion is not None and (ready := ready_source(conversion)) is not None:
         source, conversion = ready, None
     config = read_config(source)
@@ -162,7 +162,7 @@ def _read_shape(
     skeleton = build_skeleton(source, config, chosen)
     with one_error(f"the checkpoint {source} is not a valid model"):
         fix_rope_scaling(skeleton, max_model_len)
-        quantize_checkpoint(skeleton, quantize)
+        quantize_checkpoint(skeleton, quantize, where)
         hold_formats(skeleton, _formats(conversion, skeleton), chosen)
         use_backends(skeleton, where)
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)

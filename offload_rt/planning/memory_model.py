@@ -18,6 +18,7 @@ from ..kv_cache.disk.file_layout import FileLayout, MemoryBudget, disk_limit
 from ..kv_cache.kv_format import make_kv_formats, stored_geometry
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.system_memory import available_memory
+from ..models.linear.packed import PACKED, TILE_WEIGHTS
 from ..models.rotary import KEPT
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
@@ -186,7 +187,15 @@ class DeviceCosts:
             queries = min(context, self.slice) * geometry.group
             weighed = min(self.demand.weights_at_once, queries * context) * (2 * compute + 10)
         work = max(min(context, self.slice) * max(mlp, attention), learned)
-        return rows + weighed + work + self._logits_bytes(1)
+        return rows + weighed + work + self._logits_bytes(1) + self._unpacked_bytes()
+
+    def _unpacked_bytes(self) -> int:
+        """Return the size in bytes of the weights that products of many rows unpack at a time on a GPU."""
+        shape = self.shape
+        if shape.packing != PACKED.method or shape.device.type == "cpu":
+            return 0
+        largest = max(shape.sizes.widest, shape.geometry.vocab) * shape.geometry.hidden
+        return min(TILE_WEIGHTS, largest) * shape.dtype.itemsize
 
     def calibration(self) -> int:
         """Return the size in bytes that calibration needs at the first start; 0 if there is no calibration."""
@@ -211,7 +220,12 @@ class DeviceCosts:
         resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
         attended = max(self.fetched(longest, layer) + own for layer, own in enumerate(resident))
         weights = attended * geometry.heads * 4 * compute * at_once
-        return len(contexts) * wide * compute + self._logits_bytes(len(contexts)) + max(scored, weights)
+        return (
+            len(contexts) * wide * compute
+            + self._logits_bytes(len(contexts))
+            + max(scored, weights)
+            + self._unpacked_bytes()
+        )
 
     def total(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""

@@ -42,14 +42,17 @@ class Namespace:
         fingerprint: Fingerprint of the model.
         dtype: Number format of the computation.
         kv_cache_dtype: Number format of the KV cache. For "auto", it is the name of `dtype`.
+        planes: Number of stored vectors per token and KV head (`RowShape`).
     """
 
     fingerprint: str
     dtype: torch.dtype
     kv_cache_dtype: str
+    planes: int = 2
 
     def __str__(self) -> str:
-        return f"{self.fingerprint} {self.dtype} {self.kv_cache_dtype} v{LAYOUT_VERSION}"
+        planes = "" if self.planes == 2 else f" {self.planes} plane"
+        return f"{self.fingerprint} {self.dtype} {self.kv_cache_dtype} v{LAYOUT_VERSION}{planes}"
 
     @property
     def folder_name(self) -> str:
@@ -63,11 +66,14 @@ class Namespace:
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of the same model with other number formats."""
+        """Yield the namespaces of the same model with other number formats or numbers of planes.
+
+        Development versions before 0.3 stored two planes for models with latent attention.
+        """
         dtypes = [name for name in get_args(DType) if name != "auto"]
-        for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
+        for dtype, kv_cache_dtype, planes in itertools.product(dtypes, get_args(KVFormatName), {self.planes, 2}):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-            sibling = replace(self, dtype=getattr(torch, dtype), kv_cache_dtype=stored)
+            sibling = replace(self, dtype=getattr(torch, dtype), kv_cache_dtype=stored, planes=planes)
             if sibling != self:
                 yield sibling
 
@@ -107,7 +113,8 @@ class SessionStore:
         """
         _check_restorable(runner)
         runner.model.check_weights_unchanged()
-        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name)
+        planes = runner.adapter.geometry.planes
+        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name, planes)
         storage = DiskStore(folder, str(space), runner.pool.groups.layers, options, read_only=read_only)
         saver = Saver(storage, runner.pool, runner.transfer.storage)
         states = None
@@ -133,7 +140,8 @@ class SessionStore:
 
         Raises:
             InputError: The name is invalid, or the session is already open.
-            StoreError: The history is damaged, has an unsupported format version, or belongs to another number format.
+            StoreError: The history is damaged, has an unsupported format version, or belongs to another number format
+                or storage format.
         """
         check_name(name)
         if name in self._open:
@@ -151,6 +159,11 @@ class SessionStore:
         folder, file, siblings = self._folder, document_name(name) + DOCUMENTS, self._namespace.siblings()
         if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
+            if found.planes != self._namespace.planes:
+                raise StoreError(
+                    f"session {name!r} was stored by an earlier version, in a format that is no longer read for models "
+                    "with latent attention: continue it with that version, delete the session, or use another name"
+                )
             raise StoreError(
                 f"session {name!r} is stored with {other}, and this runtime has {own}: KV of one number format cannot "
                 f"be continued in another. Load the model with {other}, delete the session, or use another name"

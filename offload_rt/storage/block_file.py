@@ -6,6 +6,8 @@
     claim                                           8 bytes: `CLAIM` if a prompt without a session uses the block
     layer 0, layer 1, ...                           `[Hkv, n, 2 (K, V), d]` each, in the data type of the pool
 
+With latent attention, the layers have only K (`ModelGeometry.value_dim`).
+
 A block of fewer than 64 tokens is the last one of a session. The layers of a full block are zero-padded to a multiple
 of 4096 bytes, so that an on-disk pool can read the KV in place, bypassing the page cache (`kv_cache.disk.extents`).
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core import BLOCK_SIZE, BlockTable
+from ..core import BLOCK_SIZE, BlockTable, KVPart
 from ..kv_cache.disk.direct_file import aligned
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.pool import HostPool
@@ -205,9 +205,9 @@ class BlockLoader:
                 return block.read_from(extent.file.handle, storage_layer, own)
             if not block.read_layer(storage_layer, own):
                 return False
-            rows = buffer[: 2 * layout.kv_heads * span.size * layout.row_bytes].view(format.storage)
-            k, v = rows.view(layout.kv_heads, span.size, 2, format.width).unbind(2)
-            self._pool.fill_storage_layer(storage_layer, span, k, v)
+            rows = buffer[: layout.kv_heads * span.size * layout.entry_bytes].view(format.storage)
+            part = KVPart.of(rows.view(layout.kv_heads, span.size, layout.planes, format.width), dim=2)
+            self._pool.fill_storage_layer(storage_layer, span, part.k, part.v)
             return True
         finally:
             self._buffers.put(buffer)

@@ -15,6 +15,7 @@ from ..errors import DiskError
 from ..kv_cache.disk.extents import StoredExtent
 from ..kv_cache.disk.file_arena import FileArena
 from ..kv_cache.disk.file_layout import block_layer_bytes
+from ..kv_cache.layout import fill_planes
 from ..kv_cache.pool import HostPool
 from ..kv_cache.stored_rows import SlotSpan
 from ..transfer.base import KVStorage
@@ -351,9 +352,9 @@ def layer_bytes(pool: HostPool, tokens: int) -> int:
 
 
 def layer_data(pool: HostPool, part: KVPart) -> memoryview:
-    """Return a copy of the KV of a storage layer, `[Hkv, n, 2 (K, V), width]`, as zero-padded bytes."""
+    """Return a copy of the KV of a storage layer, `[Hkv, n, planes, width]`, as zero-padded bytes."""
     layout, size = pool.layout, part.k.shape[1]
     block = torch.zeros(block_layer_bytes(size, layout) // layout.itemsize, dtype=part.k.dtype)
-    rows = block[: 2 * part.k.numel()].view(layout.kv_heads, size, 2, -1)
-    rows[:, :, 0], rows[:, :, 1] = part.k, part.v
+    rows = block[: layout.planes * part.k.numel()].view(layout.kv_heads, size, layout.planes, -1)
+    fill_planes(rows, 2, part.k, part.v)
     return block.view(torch.uint8).numpy().data.cast("B")

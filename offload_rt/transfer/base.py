@@ -47,7 +47,9 @@ def join(parts: Sequence[KVPart]) -> KVPart:
     """Concatenate parts along the token axis. A single part is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
-    return KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
+    k = torch.cat([part.k for part in parts], dim=1)
+    same = all(part.v is part.k for part in parts)  # keys contain the values
+    return KVPart(k, k if same else torch.cat([part.v for part in parts], dim=1))
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,13 @@ class _Fetch:
 class _Pages:
     """Cache of `PagedPart.block_rows` of open block tables. An entry is recomputed if the blocks have changed.
 
-    `rows` are K and V of the pool as two views `[R, d]`. Because V begins `plane_rows` later, K and V of a token have
+    `rows` are K and V of the pool as two views `[R, d]`. Because V begins `value_offset` later, K and V of a token have
     the same index.
     """
 
     def __init__(self, pool: HostPool) -> None:
         self.pool, layout = pool, pool.layout
-        self.rows = pool.rows, pool.rows[layout.plane_rows :]
+        self.rows = pool.rows, pool.rows[layout.value_offset :]
         self.no_tokens = torch.empty(layout.kv_heads, 0, dtype=torch.int64)
         self.token_bytes = [pool.token_bytes(layer) for layer in range(len(pool.groups.group))]
         self._first_rows = [layout.row(first, 0, 0) for first in pool.groups.storage_layer]
@@ -97,7 +97,9 @@ class _Scratch:
 
     def __init__(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._rows = rows
-        self._buffers = [rows[0].new_empty(0), rows[0].new_empty(0)]
+        k, v = rows
+        # If keys contain the values, one buffer is enough.
+        self._buffers = [rows[0].new_empty(0) for _ in range(1 if k.data_ptr() == v.data_ptr() else 2)]
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +107,7 @@ class _Scratch:
 
     def gather(self, plane: int, ids: torch.Tensor) -> torch.Tensor:
         """Gather K (`plane` 0) or V (1) `[Hkv, n, d]` by row ids `[Hkv, n]`."""
-        rows = self._rows[plane]
+        rows, plane = self._rows[plane], min(plane, len(self._buffers) - 1)
         needed = ids.numel() * rows.shape[1]
         if self._buffers[plane].numel() < needed:
             self._buffers[plane] = rows.new_empty(needed + needed // 4)
@@ -198,7 +200,7 @@ class CpuRows(RowFetch):
 
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
-        self._entry_bytes = 2 * pool.layout.row_bytes
+        self._entry_bytes = pool.layout.entry_bytes
         self._fetched, self._repaired = _Scratch(pages.rows), _Scratch(pages.rows)
 
     @property

@@ -1,9 +1,9 @@
 """Transfers over PCIe, with pinned host KV, a prefetch stream, a write-back stream, and resident KV on the device.
 
 In each step, a layer that selects tokens copies 2 * Hkv * n * d elements per sequence to the device and 2 * Hkv * d
-elements to the host. n is the number of selected tokens that are neither resident nor in the working set. On CUDA, a
-kernel gathers KV directly from pinned memory, so the host never needs the indices. Without Triton, or on a CPU, the
-host gathers KV.
+elements to the host, or half of that if keys contain the values. n is the number of selected tokens that are neither
+resident nor in the working set. On CUDA, a kernel gathers KV directly from pinned memory, so the host never needs the
+indices. Without Triton, or on a CPU, the host gathers KV.
 """
 
 from __future__ import annotations
@@ -57,12 +57,8 @@ class CudaStorage(KVStorage):
         state, one = self._state, self._state[blocks]
         if k.shape[1] == 1 and not state.pool.groups.group[layer]:
             lists = self._batches.lists_of([blocks])
-            lists.append(
-                layer,
-                k[:, 0].contiguous(),
-                v[:, 0].contiguous(),
-                *lists.newest_index_and_row(start, *one.residency.sizes(layer)),
-            )
+            newest = KVPart(k, v).map(lambda rows: rows[:, 0].contiguous())
+            lists.append(layer, newest, *lists.newest_index_and_row(start, *one.residency.sizes(layer)))
             return state.pool.token_bytes(layer)
         one.residency.store(layer, start, k, v)
         return self._start_write_back(one, layer, start, k, v)
@@ -71,18 +67,17 @@ class CudaStorage(KVStorage):
         """Start writing k and v `[Hkv, m, d]` to the pool. Return the number of bytes."""
         state, blocks = self._state, one.blocks
         kept = state.pool.stored_range(blocks, layer, range(start, start + k.shape[1]))
-        k, v = k[:, kept.start - start :], v[:, kept.start - start :]
+        part = KVPart(k, v).between(kept.start - start)
         with state.write_back.behind_compute():
-            at = 0
-            format = state.pool.format_of(layer)
-            encoded = state.pool.in_planes(layer, format.encode(k), format.encode(v))
+            at, stored = 0, part.map(state.pool.format_of(layer).encode)
+            encoded = state.pool.in_planes(layer, stored.k, stored.v)
             for run in state.pool.planes(blocks, layer, kept):
                 piece = slice(at, at + run[0].shape[1])
                 for into, rows in zip(run, encoded, strict=True):
                     copy_heads(into, rows[:, piece])
                 at = piece.stop
             one.written = state.write_back.record_event()
-        state.pending_writes.hold(one.written, k, v)
+        state.pending_writes.hold(one.written, part.k, part.v)
         return len(kept) * state.pool.token_bytes(layer)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -100,9 +95,9 @@ class CudaStorage(KVStorage):
         """Start writing the resident KV entry to the target slot, after all reads of that slot."""
         state, one = self._state, self._state[blocks]
         lists = self._batches.lists_of([blocks])
-        k, v = one.residency.row(layer, source)
+        entry = KVPart.of(one.residency.row(layer, source))
         state.write_back.wait_for(state.prefetch.record_event())
-        lists.write_back(layer, k, v, lists.row(target))
+        lists.write_back(layer, entry, lists.row(target))
         self._update_after_move(one, layer, source, target)
 
     def _update_after_move(self, one: OpenSequence, layer: int, source: int, target: int) -> None:
@@ -126,7 +121,7 @@ class CudaStorage(KVStorage):
         fresh, stop, written = [], start, 0
         for part in slices:
             # Make each head contiguous with one copy, instead of one copy per head below.
-            own = KVPart(part.k.contiguous(), part.v.contiguous())
+            own = part.map(torch.Tensor.contiguous)
             written += self._start_write_back(one, layer, stop, own.k, own.v)
             fresh.append(own)
             stop += own.k.shape[1]
@@ -193,7 +188,7 @@ class CudaTransfer:
                 one.working.check_integrity(self._stored_rows(one.blocks))
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a function (layer, tokens `[Hkv, n]`) that reads stored KV `[2, Hkv, n, width]` from the pool."""
+        """Return a function (layer, tokens `[Hkv, n]`) that reads stored KV `[planes, Hkv, n, width]` from the pool."""
         pool = self._state.pool
         base = pool.row_base(blocks)
         return lambda layer, tokens: pool.rows[

@@ -25,7 +25,7 @@ class _PendingFetch(PendingFetch):
         state: State of the device, whose `staging` keeps the buffers of the fetch alive.
         staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` is complete.
-        staged: Fetched KV `[2, Hkv, n, width]` in the storage format.
+        staged: Fetched KV `[planes, Hkv, n, width]` in the storage format.
         savings: Counts of the entries that were not transferred, or None.
         counts: Number of valid entries of each KV head, int32 `[Hkv]`, or None if all entries are valid.
         residency: Resident KV of the sequence, or None.
@@ -46,13 +46,12 @@ class _PendingFetch(PendingFetch):
 
     @property
     def bytes(self) -> int:
-        _, heads, tokens, width = self.staged.shape
-        return 2 * heads * tokens * width * self.staged.itemsize
+        return self.staged.numel() * self.staged.itemsize
 
     def wait(self) -> list[KVPart]:
         self.state.staging.arrive(self.staging_key, self.event, *(() if self.savings is None else self.savings.tensors))
         rows = self.state.pool.format_of(self.layer).decode(self.staged)
-        parts = [KVPart(rows[0], rows[1], self.counts)] if rows.shape[2] else []
+        parts = [KVPart.of(rows, counts=self.counts)] if rows.shape[2] else []
         if self.residency is None or self.visible is None:
             return parts
         parts = [*self.residency.part(self.layer, self.visible), *parts]
@@ -104,7 +103,7 @@ class CudaRows(RowFetch):
     ) -> PendingFetch:
         """Start copying all KV of `tokens`. If `visible` is not None, the result begins with its resident KV."""
         state, one, pool = self._state, self._state[blocks], self._state.pool
-        shape = (2, state.geometry.rows(layer).kv_heads, len(tokens), pool.format_of(layer).width)
+        shape = (pool.layout.planes, state.geometry.rows(layer).kv_heads, len(tokens), pool.format_of(layer).width)
         staged = torch.empty(shape, dtype=state.format.storage, device=state.device)
         # Rows that K and V share are copied as a whole, because a copy of one of them would not be contiguous.
         shared = pool.shares_rows(layer)

@@ -49,7 +49,7 @@ class DiskState:
         assert pool.file is not None, "the pool is not on disk"
         self.pool, self.geometry, self.device, self.file = pool, geometry, device, pool.file
         self._threads = [ReadingThread() for _ in range(AT_ONCE)]
-        self.entry_bytes = 2 * pool.layout.row_bytes
+        self.entry_bytes = pool.layout.entry_bytes
         self.open: dict[int, _Open] = {}
         self._staging = RecycledMemory()
 
@@ -86,7 +86,7 @@ class DiskState:
 
     def _on_device(self, layer: int, part: KVPart) -> KVPart:
         decode = self.pool.format_of(layer).decode
-        return KVPart(decode(part.k.to(self.device)), decode(part.v.to(self.device)))
+        return part.map(lambda rows: decode(rows.to(self.device)))
 
     def run(self, blocks: BlockTable, layer: int, tokens: range) -> BlockRun:
         """Start reading all KV of `tokens`, block by block."""
@@ -152,9 +152,8 @@ class DiskStorage(KVStorage):
             written += self.append(blocks, layer, stop, part.k, part.v)
             parts.append(part)
             stop += part.k.shape[1]
-        k, v = torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1)
         loaded = start - (first if slides else 0)
-        return PrefilledLayer(KVPart(k, v), first, loaded * state.pool.token_bytes(layer), written, past)
+        return PrefilledLayer(join(parts), first, loaded * state.pool.token_bytes(layer), written, past)
 
 
 def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
@@ -168,9 +167,9 @@ def whole_blocks(parts: Iterable[KVPart], start: int) -> Iterator[KVPart]:
             part = join([rest, part])
         size = part.k.shape[1]
         own = size - (start + size) % BLOCK_SIZE
-        rest = part if own <= 0 else KVPart(part.k[:, own:], part.v[:, own:]) if own < size else None
+        rest = part if own <= 0 else part.between(own) if own < size else None
         if own > 0:
-            yield KVPart(part.k[:, :own], part.v[:, :own])
+            yield part.between(0, own)
             start += own
     if rest is not None:
         yield rest
@@ -199,7 +198,7 @@ class _RangeFetch:
 
 @dataclass(frozen=True)
 class _SelectedFetch:
-    """A pending read of selected KV into `staged` `[Hkv, m + n, 2, width]`, after m entries for resident tokens."""
+    """A pending read of selected KV into `staged` `[Hkv, m + n, planes, width]`, after m resident entries."""
 
     state: DiskState
     reading: Future[None]
@@ -218,8 +217,7 @@ class _SelectedFetch:
             else:
                 own = self.residency.part(self.layer, self.visible)
         self.reading.result()
-        k, v = self.staged.to(self.state.device, non_blocking=True).unbind(2)
-        return [*own, KVPart(format.decode(k), format.decode(v))]
+        return [*own, KVPart.of(self.staged.to(self.state.device, non_blocking=True), dim=2).map(format.decode)]
 
 
 class DiskRows(RowFetch):
@@ -252,7 +250,7 @@ class DiskRows(RowFetch):
         tokens = selection.known().tokens.cpu()
         resident = visible.resident if visible is not None and state.pool.format.exact else 0
         heads, count = tokens.shape
-        staged = state.staging((heads, resident + count, 2, state.pool.format.width))
+        staged = state.staging((heads, resident + count, state.pool.layout.planes, state.pool.format.width))
         storage_layer = state.pool.groups.storage_layer[layer]
         reading = state.thread(layer).start(_gather, state.file, storage_layer, one.current(), tokens, resident, staged)
         size = heads * count * state.entry_bytes
@@ -269,9 +267,10 @@ def _gather(
     resident: int,
     staged: torch.Tensor,
 ) -> None:
-    """Read the KV of tokens int64 `[Hkv, n]` into `staged` `[Hkv, resident + n, 2, width]`, after `resident` entries.
+    """Read the KV of tokens int64 `[Hkv, n]` into `staged`, after `resident` entries of each head.
 
-    `storage_layer` is the index of the layer within a block. `blocks` are the block ids of the sequence.
+    `staged` is `[Hkv, resident + n, planes, width]`. `storage_layer` is the index of the layer within a block. `blocks`
+    are the block ids of the sequence.
     """
     kv_heads, count = tokens.shape
     if not count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,7 +45,7 @@ class DeviceState:
         self.pool, self.geometry, self.device, self.format = pool, geometry, device, pool.format
         self.prefetch, self.write_back = prefetch, write_back
         self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
-        self.entry_bytes = 2 * pool.layout.row_bytes
+        self.entry_bytes = pool.layout.entry_bytes
         self.working_set, self.in_place = working_set, in_place
         self._open: dict[int, OpenSequence] = {}
 
@@ -86,5 +86,5 @@ class DeviceState:
     def _new_working_set(self) -> WorkingSet | None:
         if not self.working_set:
             return None
-        heads, width = self.geometry.kv_heads, self.format.width
-        return WorkingSet(heads, self.working_set, width, self.format.storage, self.device)
+        rows = replace(self.geometry.full_rows, head_dim=self.format.width)
+        return WorkingSet(rows, self.working_set, self.format.storage, self.device)

@@ -38,7 +38,7 @@ def first_occurrences(ids: torch.Tensor) -> torch.Tensor:
 
 
 def row_ids(layout: ArenaLayout, base: torch.Tensor, storage_layer: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the row indices of K and V of `tokens` in the flat pool `[R, d]`, int64 `[2, Hkv, n]`.
+    """Return the row indices of K and V of `tokens` in the flat pool `[R, d]`, int64 `[planes, Hkv, n]`.
 
     Args:
         layout: The layout of the pool.
@@ -53,4 +53,4 @@ def row_ids(layout: ArenaLayout, base: torch.Tensor, storage_layer: int, tokens:
     off = base - torch.arange(0, len(base) * BLOCK_SIZE, BLOCK_SIZE, device=base.device)
     keys = off.index_select(0, (tokens >> BLOCK_BITS).view(-1)).view(kv_heads, n)
     keys.add_(tokens).add_(heads.unsqueeze(1))
-    return torch.stack((keys, keys + layout.plane_rows))
+    return torch.stack((keys, keys + layout.value_offset)[: layout.planes])

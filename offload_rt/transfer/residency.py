@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from ..core import BlockTable, KVPart, ModelGeometry, VisibleTokens
+from ..kv_cache.layout import fill_planes
 from ..kv_cache.pool import HostPool
 
 
 class Residency:
-    """Resident KV of one sequence: `[2, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
+    """Resident KV of one sequence: `[planes, Hkv, s + w, d]` per layer, for s sinks and a window of w recent tokens.
+
+    The planes are K and V, or only K if keys contain the values.
 
     Token t is stored at index t if it is a sink, else at index s + (t - s) mod w. A new token therefore overwrites the
     token that leaves the window. The overwritten KV is also in the pool, so that the policy can select the token later.
@@ -23,7 +27,7 @@ class Residency:
     ) -> None:
         self._sizes = [geometry.resident(layer, sinks, recent) for layer in range(geometry.layers)]
         rows = [geometry.rows(layer) for layer in range(geometry.layers)]
-        shapes = [(2, r.kv_heads, s + w, r.head_dim) for r, (s, w) in zip(rows, self._sizes, strict=True)]
+        shapes = [(r.planes, r.kv_heads, s + w, r.head_dim) for r, (s, w) in zip(rows, self._sizes, strict=True)]
         self._rows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def clone(self) -> Residency:
@@ -40,7 +44,7 @@ class Residency:
         return self._sizes[layer]
 
     def lists(self, layer: int) -> torch.Tensor:
-        """Return the resident KV `[2 * Hkv, s + w, d]`: K of all heads, then V of all heads."""
+        """Return the resident KV `[planes * Hkv, s + w, d]`: K of all heads, then V of all heads."""
         return self._rows[layer].flatten(0, 1)
 
     def store(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -48,18 +52,16 @@ class Residency:
         rows, (sinks, recent), stop = self._rows[layer], self._sizes[layer], start + k.shape[1]
         if start < sinks:
             head = min(sinks, stop)
-            rows[0, :, start:head] = k[:, : head - start]
-            rows[1, :, start:head] = v[:, : head - start]
+            fill_planes(rows[:, :, start:head], 0, k[:, : head - start], v[:, : head - start])
         first = max(start, stop - recent, sinks)
         if first < stop:
-            at = resident_index(first, sinks, recent)
+            at, last = resident_index(first, sinks, recent), (k[:, first - start :], v[:, first - start :])
             if at + stop - first <= sinks + recent:  # always true for one new token
-                rows[0, :, at : at + stop - first] = k[:, first - start :]
-                rows[1, :, at : at + stop - first] = v[:, first - start :]
+                fill_planes(rows[:, :, at : at + stop - first], 0, *last)
                 return
             indices = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
-            rows[0].index_copy_(1, indices, k[:, first - start :])
-            rows[1].index_copy_(1, indices, v[:, first - start :])
+            for plane, own in zip(rows, last, strict=False):
+                plane.index_copy_(1, indices, own)
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
         """Load resident KV from the pool. `read(layer, tokens)` returns KV of a token range."""
@@ -68,11 +70,12 @@ class Residency:
             for tokens in (range(min(sinks, blocks.length)), pool.stored_range(blocks, layer, last)):
                 at = tokens.start
                 for part in read(layer, tokens) if tokens else ():
-                    self.store(layer, at, part.k.to(self._rows[layer].device), part.v.to(self._rows[layer].device))
+                    own = part.map(partial(torch.Tensor.to, device=self._rows[layer].device))
+                    self.store(layer, at, own.k, own.v)
                     at += part.k.shape[1]
 
     def row(self, layer: int, slot: int) -> torch.Tensor:
-        """Return a copy `[2, Hkv, d]` of the KV of the resident token in slot `slot`."""
+        """Return a copy `[planes, Hkv, d]` of the KV of the resident token in slot `slot`."""
         # Not `contiguous()`: for a single resident token, it returns a view, which later compute work overwrites.
         row = self._rows[layer][:, :, resident_index(slot, *self._sizes[layer])]
         return row.clone(memory_format=torch.contiguous_format)
@@ -86,10 +89,10 @@ class Residency:
     def part(self, layer: int, visible: VisibleTokens) -> list[KVPart]:
         """Return views of the resident KV of `visible`, in token order."""
         pieces = [self._rows[layer][:, :, run.start : run.stop] for run in self._runs(layer, visible) if run]
-        return [KVPart(piece[0], piece[1]) for piece in pieces]
+        return [KVPart.of(piece) for piece in pieces]
 
     def copy_to(self, layer: int, visible: VisibleTokens, rows: torch.Tensor) -> None:
-        """Copy the resident KV of `visible`, in token order, to the start of `rows` `[2, Hkv, n, d]`."""
+        """Copy the resident KV of `visible`, in token order, to the start of `rows` `[planes, Hkv, n, d]`."""
         own, at = self._rows[layer], 0
         for run in self._runs(layer, visible):
             if size := len(run):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core import BLOCK_SIZE, BlockTable
+from ..core import BLOCK_SIZE, BlockTable, KVPart
 from ..kernels import dispatch, lists
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
@@ -35,7 +35,7 @@ class PendingBatchFetch:
         state: State of the device, whose `staging` keeps the buffers of the fetch alive.
         staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
-        staged: KV `[2, P, n, width]` in the storage format, with P = B * Hkv.
+        staged: KV `[planes, P, n, width]` in the storage format, with P = B * Hkv.
         tally: Numbers of transferred KV entries and of working-set hits of each sequence, int64 `[B, 2]`. All other
             entries were transferred for another sequence. None if all valid entries were transferred.
     """
@@ -46,11 +46,11 @@ class PendingBatchFetch:
     staged: torch.Tensor
     tally: torch.Tensor | None
 
-    def wait(self) -> torch.Tensor:
-        """Return K and V `[2, P, n, d]`. The compute stream waits for the copies; the host does not."""
+    def wait(self) -> KVPart:
+        """Return K and V `[P, n, d]`. The compute stream waits for the copies; the host does not."""
         counted = () if self.tally is None else (self.tally,)
         self.state.staging.arrive(self.staging_key, self.event, *counted)
-        return self.state.format.decode(self.staged)
+        return KVPart.of(self.state.format.decode(self.staged))
 
 
 class RowLists:
@@ -64,7 +64,7 @@ class RowLists:
         layout, device = state.pool.layout, state.device
         self._state, self._pool, self._batch, self.device = state, state.pool, batch, device
         self.heads = layout.kv_heads  # of full-attention layers
-        self.entry_bytes = 2 * layout.row_bytes  # K and V of one token and head in full-attention layers
+        self.entry_bytes = layout.entry_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
         self._moves: Any = dispatch if state.in_place else lists
         """Kernels if the pool is read in place, else torch on the host."""
@@ -74,9 +74,9 @@ class RowLists:
         each = zip(storage_layers, state.pool.groups.group, strict=True)
         firsts = [layout.vectors(index, window=group > 0) for index, group in each]
         self._offsets = to_device(torch.tensor([one for layer in firsts for own in layer for one in own]), device)
-        parts = self._offsets.split([2 * len(layer[0]) for layer in firsts])
-        self._planes = [part.view(2, -1) for part in parts]
-        """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[2, Hkv]`."""
+        parts = self._offsets.split([layout.planes * len(layer[0]) for layer in firsts])
+        self._planes = [part.view(layout.planes, -1) for part in parts]
+        """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[planes, Hkv]`."""
         self._table_ids: list[list[int]] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
@@ -181,7 +181,7 @@ class RowLists:
         self._state.pending_writes.clear()
 
     def resident(self, layer: int) -> PointerTable:
-        """Return the resident KV `[2 * Hkv, s + w, d]` of each sequence."""
+        """Return the resident KV `[planes * Hkv, s + w, d]` of each sequence."""
         return self._resident[layer]
 
     def token_bytes(self, layer: int) -> int:
@@ -214,29 +214,27 @@ class RowLists:
         each = zip(self._open, slots, strict=True)
         return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+    def append(self, layer: int, newest: KVPart, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest KV of each sequence on the device and write it back to the pool.
 
         Args:
             layer: The layer index.
-            k: Keys `[P, d]`.
-            v: Values `[P, d]`.
+            newest: Keys and values `[P, d]`.
             indices: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`resident_index`).
                 Sequences with a negative index are skipped.
             rows: Pool row of the newest token of each sequence, int64 `[B]` (`rows_of`). Sequences with a negative row
                 are skipped.
         """
-        dispatch.store_resident(k, v, self._resident[layer], indices)
-        self.write_back(layer, k, v, rows)
+        dispatch.store_resident(newest.k, newest.v, self._resident[layer], indices)
+        self.write_back(layer, newest, rows)
 
-    def write_back(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write k and v `[P, d]` (P = B * Hkv) to the pool rows `rows`, int64 `[B]`, after earlier compute work."""
+    def write_back(self, layer: int, newest: KVPart, rows: torch.Tensor) -> None:
+        """Write K and V `[P, d]` (P = B * Hkv) to the pool rows `rows`, int64 `[B]`, after earlier compute work."""
         with self._write_back.behind_compute():
-            format = self._pool.format_of(layer)
-            stored_k, stored_v = format.encode(k), format.encode(v)
-            self._moves.write_rows(self._pool.vectors(layer), stored_k, stored_v, rows, self._planes[layer])
+            stored = newest.map(self._pool.format_of(layer).encode)
+            self._moves.write_rows(self._pool.vectors(layer), stored.k, stored.v, rows, self._planes[layer])
             event = self._write_back.record_event()
-        self._state.pending_writes.hold(event, k, v, rows, self._offsets)
+        self._state.pending_writes.hold(event, newest.k, newest.v, rows, self._offsets)
         self._state.pending_writes.release(HELD_BACK)
         self._set_written(event)
 
@@ -254,7 +252,8 @@ class RowLists:
         """
         # Inputs and staged KV are allocated in the compute stream (`Staging`). All other tensors are allocated, used
         # and freed in the prefetch stream.
-        staged = self._pool.rows.new_empty(2, *tokens.shape, self._pool.rows.shape[1], device=tokens.device)
+        shape = (self._pool.layout.planes, *tokens.shape, self._pool.rows.shape[1])
+        staged = self._pool.rows.new_empty(shape, device=tokens.device)
         staging_key = self._state.staging.hold(
             staged, tokens, self._bases, self._offsets, *(() if counts is None else (counts,))
         )
@@ -270,7 +269,7 @@ class RowLists:
             return PendingBatchFetch(self._state, staging_key, self._prefetch.record_event(), staged, tally)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pool rows of K and V, int64 `[2, P, n]`."""
+        """Return the pool rows of K and V, int64 `[planes, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
         found: torch.Tensor = (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
@@ -302,7 +301,7 @@ class RowLists:
         if overlapping and ids.numel():
             # K and V have the same duplicates, so only the rows of K are sorted.
             keys = first_occurrences(ids[0].flatten())
-            again = torch.stack((keys, (keys + len(keys)).where(keys >= 0, -1))).view_as(ids)
+            again = torch.stack([(keys + i * len(keys)).where(keys >= 0, -1) for i in range(len(ids))]).view_as(ids)
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)

@@ -65,11 +65,11 @@ class WorkingLists:
         return found
 
     def take(self, layer: int, found: LookUp, out: torch.Tensor) -> None:
-        """Copy the KV of cached tokens to their positions in out `[2, P, n, width]`. P = B * Hkv."""
+        """Copy the KV of cached tokens to their positions in out `[planes, P, n, width]`. P = B * Hkv."""
         dispatch.gather_slots(self._rows(layer), found.slots, out)
 
     def put(self, layer: int, found: LookUp, rows: torch.Tensor) -> None:
-        """Store the KV of missing tokens, `rows` `[2, P, n, width]`, in the slots that `found` assigns. P = B * Hkv."""
+        """Store the KV of missing tokens, `rows` `[planes, P, n, width]`, in the slots that `found` assigns."""
         dispatch.scatter_slots(self._rows(layer), found.into, rows)
 
     def _rows(self, layer: int) -> PointerTable:

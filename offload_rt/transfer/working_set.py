@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import ModelGeometry
+from ..core import ModelGeometry, RowShape
 
 DECAY = 0.9
 """Factor by which each look-up multiplies all scores.
@@ -93,17 +93,20 @@ class LayerSet:
     Attributes:
         table: For each slot, its token (negative if the slot is empty) and the bits of its float32 score. int32 `[Hkv,
             capacity + 1, 2]`. The last slot is never read.
-        rows: Cached K of all heads, then V of all heads, in the storage format, `[2 * Hkv, capacity + 1, width]`.
+        rows: Cached K of all heads, then V of all heads unless keys contain the values, in the storage format,
+            `[planes * Hkv, capacity + 1, width]`.
     """
 
     table: torch.Tensor
     rows: torch.Tensor
 
     @classmethod
-    def empty(cls, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> LayerSet:
-        table = torch.full((kv_heads, capacity + 1, 2), _EMPTY, dtype=torch.int32, device=device)
+    def empty(cls, shape: RowShape, capacity: int, storage: torch.dtype, device: torch.device) -> LayerSet:
+        """Create an empty working set for entries of `shape`, whose `head_dim` is the number of stored elements."""
+        table = torch.full((shape.kv_heads, capacity + 1, 2), _EMPTY, dtype=torch.int32, device=device)
         table.view(torch.float32)[..., 1] = -torch.inf
-        return cls(table, torch.empty((2 * kv_heads, capacity + 1, width), dtype=storage, device=device))
+        size = shape.planes * shape.kv_heads, capacity + 1, shape.head_dim
+        return cls(table, torch.empty(size, dtype=storage, device=device))
 
     @property
     def nbytes(self) -> int:
@@ -136,9 +139,9 @@ class WorkingSet:
     when the layer first selects tokens, and its address never changes. It is used only in the prefetch stream.
     """
 
-    def __init__(self, kv_heads: int, capacity: int, width: int, storage: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: RowShape, capacity: int, storage: torch.dtype, device: torch.device) -> None:
         assert capacity >= 1
-        self._shape = kv_heads, capacity, width, storage, device
+        self._shape = shape, capacity, storage, device
         self._layers: dict[int, LayerSet] = {}
 
     @property
@@ -163,12 +166,13 @@ class WorkingSet:
     def check_integrity(self, stored: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Assert that cached KV equals the KV in the pool.
 
-        `stored(layer, tokens)` returns the KV `[2, Hkv, n, width]` of tokens `[Hkv, n]` in the pool; token 0 for empty
-        slots.
+        `stored(layer, tokens)` returns the KV `[planes, Hkv, n, width]` of tokens `[Hkv, n]` in the pool; token 0 for
+        empty slots.
         """
         for number, layer in self._layers.items():
             layer.check_integrity()
-            tokens, rows = layer.tokens, layer.rows[:, :-1].unflatten(0, (2, -1))
+            tokens = layer.tokens
+            rows = layer.rows[:, :-1].unflatten(0, (-1, len(tokens)))
             want = stored(number, tokens.clamp_min(0).long())
             same = (rows.cpu() == want.cpu()).all(dim=3) | (tokens < 0).cpu()
             assert bool(same.all()), f"layer {number} has cached KV that differs from the pool"

@@ -28,6 +28,7 @@ import torch
 from offload_rt.errors import ConfigError
 from offload_rt.kernels.kv_runs import Run
 from offload_rt.kernels.low_bit import Layout
+from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.kernels.pages import PAGE_BLOCKS, PAGE_TOKENS, Pages, PageTable
 from offload_rt.kernels.pointer_table import PointerTable
 from offload_rt.policies.infinigen.scoring import row_width
@@ -207,6 +208,7 @@ def _gather(width: int, dtype: torch.dtype) -> None:
     table = PointerTable.of([torch.empty(2 * KV_HEADS, 65, width, dtype=dtype) for _ in range(BATCH)])
     triton_gather.gather_slots(table, ids, out)
     triton_gather.scatter_slots(table, ids, out)
+    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes[:1], out[:1])
 
 
 def _append() -> None:
@@ -315,8 +317,22 @@ def _tail(bits: int, d: int) -> None:
     )
 
 
+def _packed(form: PackedFormat) -> None:
+    """Launch the product of a row with packed weights, and their unpacking."""
+    from offload_rt.kernels import triton_packed
+
+    rows = torch.empty(4096, form.row_bytes, dtype=torch.uint8)
+    triton_packed.linear(torch.empty(1, form.ins, dtype=torch.bfloat16), rows, form, None)
+    triton_packed.unpack(rows, form, torch.bfloat16)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "model": _model,
+    "packed, 4 bits": lambda: _packed(PackedFormat(4096, 4, 32, True, has_factors=True)),
+    "packed, 4 bits with zeros": lambda: _packed(PackedFormat(4096, 4, 128, has_zeros=True)),
+    "packed, 5 bits": lambda: _packed(PackedFormat(4096, 5, 32, True, has_factors=True)),
+    "packed, 6 bits": lambda: _packed(PackedFormat(4096, 6, 16, offset=32, has_factors=True)),
+    "packed, 8 bits": lambda: _packed(PackedFormat(4096, 8, 32, offset=128)),
     "gather, bf16": lambda: _gather(D, torch.bfloat16),
     "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
     "append": _append,

@@ -186,6 +186,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
 HYBRIDS = ("qwen3_5", "falcon_h1", "lfm2")
 """Models with recurrent state: the gated delta rule, Mamba-2 beside attention, and short convolutions."""
 
+LATENT = "youtu"
+"""A model whose keys contain the values, so that only keys are stored."""
+
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
@@ -257,8 +260,8 @@ class Cell:
 
 
 def _model(name: str) -> PreTrainedModel:
-    """Return a tiny model of two layers, or of three or four if it has recurrent state."""
-    if name in HYBRIDS:
+    """Return a tiny model of two layers, or of three or four if it has recurrent state or latent attention."""
+    if name in (*HYBRIDS, LATENT):
         return architecture(name, vocab_size=VOCAB)
     if name in EXPERTS:
         return architecture(name, num_hidden_layers=LAYERS, vocab_size=VOCAB, **EXPERTS[name])
@@ -372,6 +375,14 @@ _CELLS = [
     Cell("hybrid, exact", "infinigen", ragged, SPARSE, {"exact": DRAFTS}, model="lfm2"),
     Cell("hybrid, exact, default", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model="qwen3_5"),
     Cell("hybrid, exact, sessions", "infinigen", session, SPARSE, {"exact": DRAFTS}, model="falcon_h1"),
+    Cell("latent, full", "full", shared, model=LATENT),
+    Cell("latent, working set", "infinigen", ragged, SPARSE, {"working_set": 9}, model=LATENT),
+    Cell("latent, default, graphs", "infinigen", replayed, LOW_BITS, GRAPHS, model=LATENT),
+    Cell("latent, shared", "infinigen", shared, SPARSE, model=LATENT),
+    Cell("latent, h2o", "h2o", ragged, POLICIES["h2o"], model=LATENT),
+    Cell("latent, rounded", "infinigen", ragged, SPARSE, {"kv_cache_dtype": "int4"}, model=LATENT),
+    Cell("latent, sessions", "infinigen", session, SPARSE, model=LATENT),
+    Cell("latent, exact", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model=LATENT),
     Cell("graphs", "infinigen", replayed, SPARSE, GRAPHS),
     Cell("graphs, batch sizes", "infinigen", growing, SPARSE, GRAPHS),
 ]
@@ -397,6 +408,7 @@ _DAILY = {
     "a window, full": "seed 1",
     "hybrid, shared": "late compute",
     "hybrid, exact": "seed 1",
+    "latent, h2o": "seed 0",
     "forks, full": "late write-back",
     "sessions, full": "seed 0",
     "prompts": "late prefetch",

@@ -2,7 +2,7 @@
 
 Every block has an extent in the pool's own file. A *stored extent*, in a file of a session store, can replace it, so
 that KV of a session is written only once. In both files, an extent consists of the storage layers (`layer_groups`) of
-the block, each `[Hkv, 64, 2 (K, V), width]` and padded to whole disk blocks (`file_layout.py`).
+the block, each `[Hkv, 64, planes, width]` and padded to whole disk blocks (`file_layout.py`).
 """
 
 from __future__ import annotations

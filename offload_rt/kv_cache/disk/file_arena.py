@@ -15,7 +15,7 @@ from ...errors import DiskError, PoolFullError
 from ...utils.allocator import RecycledMemory
 from ...utils.units import format_size
 from ..kv_format import KVFormat
-from ..layout import ArenaLayout
+from ..layout import ArenaLayout, fill_planes
 from .direct_file import DirectFile, aligned
 from .extents import Extents, StoredExtent
 from .file_layout import DiskTier, FileLayout, MemoryBudget, disk_limit, round_up_to_page
@@ -58,7 +58,7 @@ class FileArena:
         self.file = file
         self.budget = MemoryBudget.divide(limit, self.file_layout)
         self.active, self.use = 0, DiskUse()
-        self._cache = RowCache(self.budget.slots, 2 * layout.head_dim, dtype)
+        self._cache = RowCache(self.budget.slots, layout.planes * layout.head_dim, dtype)
         self._writer = WriteBehind(file.folder, self.budget.staged)
         self._extents = Extents(file, self.file_layout)
         self._blocks = RecycledMemory(least=0)  # memory for sequential reads
@@ -173,8 +173,8 @@ class FileArena:
             own_k, own_v = k[:, done : done + count], v[:, done : done + count]
             if whole:
                 data = aligned(whole * self.file_layout.layer_bytes).view(whole, -1)
-                rows = torch.stack((own_k, own_v), dim=2).cpu().unflatten(1, (whole, BLOCK_SIZE))
-                self._as_vectors(data)[:] = rows.transpose(0, 1)
+                by_block = [rows.unflatten(1, (whole, BLOCK_SIZE)).transpose(0, 1) for rows in (own_k, own_v)]
+                fill_planes(self._as_vectors(data), 3, *by_block)
                 with self._mutex:
                     for own in range(block, block + whole):
                         self._cache.remove(self.file_layout.layer_entry_ids(own, storage_layer))
@@ -182,7 +182,7 @@ class FileArena:
             else:
                 with self._mutex:
                     rows = self._as_vectors(self._buffer_of(block))[storage_layer, :, first : first + count]
-                    rows[:, :, 0], rows[:, :, 1] = own_k, own_v
+                    fill_planes(rows, 2, own_k, own_v)
                     for slot in range(first, first + count):
                         self._cache.remove(self.file_layout.layer_entry_ids(block, storage_layer)[slot::BLOCK_SIZE])
             done += count
@@ -260,9 +260,9 @@ class FileArena:
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _as_vectors(self, data: torch.Tensor) -> torch.Tensor:
-        """View n storage layers, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, 2 (K, V), width]`."""
+        """View n storage layers, uint8 `[n, layer bytes]`, as stored vectors `[n, Hkv, 64, planes (K, V), width]`."""
         own = data[:, : self.file_layout.layer_entries * self.file_layout.entry_bytes].view(self.dtype)
-        return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, 2, self.layout.head_dim)
+        return own.view(len(data), self.layout.kv_heads, BLOCK_SIZE, self.layout.planes, self.layout.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -280,13 +280,13 @@ class FileArena:
                 on_disk = np.array([i for i in range(count) if start + i not in buffered], np.int64)
                 self._writer.wait_layer(storage_layer, start + on_disk)
                 offsets = self._extents.layer_positions(start + on_disk, storage_layer)
-            rows = self._blocks.empty((heads * count, BLOCK_SIZE * 2 * self.layout.head_dim), self.dtype)
+            width = self.layout.planes * self.layout.head_dim
+            rows = self._blocks.empty((heads * count, BLOCK_SIZE * width), self.dtype)
             self._read_rows(offsets, on_disk[:, None] + np.arange(heads) * count, rows)
-        stored = rows.view(heads, count, BLOCK_SIZE, 2, -1)
+        stored = rows.view(heads, count, BLOCK_SIZE, self.layout.planes, -1)
         for block, own in copies.items():
             stored[:, block - start] = own
-        flat = stored.flatten(1, 2)[:, offset - first * BLOCK_SIZE :][:, :size]
-        return KVPart(flat[:, :, 0], flat[:, :, 1])
+        return KVPart.of(stored.flatten(1, 2)[:, offset - first * BLOCK_SIZE :][:, :size], dim=2)
 
     def planes_of(self, slab: int, storage_layers: range, offset: int, size: int) -> torch.Tensor:
         """Return stored K and V as a copy `[p, size, width]`: one plane per storage layer, KV head, and K or V."""
@@ -299,7 +299,7 @@ class FileArena:
         Args:
             storage_layer: Index of the storage layer in the block (`layer_groups`).
             ids: Distinct ids of KV entries (`FileLayout.entry_ids`), int64 `[n]`.
-            out: Contiguous output `[m, 2 * width]`, with K and V of an entry in one row.
+            out: Contiguous output `[m, planes * width]`, with K and V of an entry in one row.
             into: Row of `out` for each entry, int64 `[n]`.
         """
         with self._extents:

@@ -7,7 +7,7 @@ The pool's file consists of equal slabs, each
 K and V of a token are adjacent, because they are always read together and a disk reads whole disk blocks. The 64 tokens
 of one head are contiguous, because a head often selects adjacent tokens. The storage layers (`layer_groups`) of a block
 are aligned to disk blocks. A file of a session store contains the storage layers of one block in the same format, one
-after the other.
+after the other. If keys contain the values (latent attention), only K is stored.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class FileLayout:
     @cached_property
     def entry_bytes(self) -> int:
         """Size in bytes of K and V of one token, layer and head."""
-        return 2 * self.arena.row_bytes
+        return self.arena.entry_bytes
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -181,9 +181,9 @@ def round_up_to_page(size: int) -> int:
 
 
 def block_layer_bytes(tokens: int, arena: ArenaLayout) -> int:
-    """Return the size in bytes of one storage layer `[Hkv, tokens, 2 (K, V), width]` of a block with `tokens` tokens.
+    """Return the size in bytes of one storage layer `[Hkv, tokens, planes, width]` of a block with `tokens` tokens.
 
     The size of a full block is padded to whole disk blocks, so that it can be read with direct I/O.
     """
-    own = arena.kv_heads * tokens * 2 * arena.row_bytes
+    own = arena.kv_heads * tokens * arena.entry_bytes
     return round_up_to_page(own) if tokens == BLOCK_SIZE else own

@@ -18,8 +18,8 @@ BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DEN
 """All weight formats. The first format that supports a layer computes it."""
 
 GGUF_NOTE = (
-    "the weights of this GGUF file are dequantised; on a CPU they stay packed if you pass the path of the file as "
-    "the model, with quantize='auto' (documentation: Architectures)"
+    "the weights of this GGUF file are dequantised; they stay packed if you pass the path of the file as the model, "
+    "with quantize='auto' (documentation: Architectures)"
 )
 
 

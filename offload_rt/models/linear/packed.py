@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...kernels import packed_products
+from ...kernels.dispatch import uses_triton
 from ...kernels.packed_format import PackedFormat
 from .backend import BackendLinear, LinearBackend
 from .dense import product_by_tiles
+
+TILE_WEIGHTS = 1 << 24
+"""Maximum number of weights that are unpacked at a time on a GPU, for products of many rows."""
+
+FEW_EXPERTS = 64
+"""Experts of up to this number of pairs of a token and an expert are computed by one launch per projection on a GPU."""
 
 
 class PackedLinear(BackendLinear):
@@ -29,9 +36,9 @@ class PackedLinear(BackendLinear):
 class PackedWeights(LinearBackend):
     """Weight format with integer codes and a scale per group of inputs, stored in the layer's parameter `packed`.
 
-    For few input rows, C code multiplies packed weights. For many rows, for example in prefill, tiles of the weight are
-    unpacked into the processor's cache, and torch multiplies them. The result then equals that of the dequantised
-    weight in the layer's dtype.
+    For few input rows, C code or a Triton kernel multiplies packed weights. For many rows, for example in prefill,
+    tiles of the weight are unpacked, on a CPU into the processor's cache, and torch multiplies them. The result then
+    equals that of the dequantised weight in the layer's dtype.
     """
 
     method = "offload-rt"
@@ -49,8 +56,12 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
 
     The inputs of x are already in the order of the packed rows.
     """
-    code = None if x.is_cuda or torch.is_grad_enabled() else packed_products.compiled_for(x.dtype)
-    if code is None or not x.numel():
+    if torch.is_grad_enabled() or not x.numel():
+        return F.linear(x, form.unpack(packed, x.dtype), bias)
+    if x.is_cuda:
+        return _linear_on_gpu(x.reshape(-1, form.ins), packed, form, bias).view(*x.shape[:-1], len(packed))
+    code = packed_products.compiled_for(x.dtype)
+    if code is None:
         return F.linear(x, form.unpack(packed, x.dtype), bias)
     if x.numel() <= packed_products.MAX_ROWS * form.ins:
         return code.linear(x, packed, form, bias)
@@ -61,6 +72,38 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
         return code.unpack(packed[tile], form, dtype)
 
     return product_by_tiles(x, weights, len(packed), bias)
+
+
+def _linear_on_gpu(
+    x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the product `[n, out]` of x `[n, in]` and packed rows, plus `bias`."""
+    if uses_triton(x):
+        from ...kernels import triton_packed
+
+        if len(x) <= triton_packed.MAX_ROWS:
+            return triton_packed.linear(x, packed, form, bias)
+    height = max(1, TILE_WEIGHTS // form.ins)
+    if height >= len(packed):
+        return F.linear(x, unpack_rows(packed, form, x.dtype), bias)
+    out = x.new_empty(len(x), len(packed))
+    for start in range(0, len(packed), height):
+        tile = slice(start, start + height)
+        out[:, tile] = F.linear(x, unpack_rows(packed[tile], form, x.dtype), None if bias is None else bias[tile])
+    return out
+
+
+def unpack_rows(
+    packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return unpacked weights `[n, in]`, of all packed rows or of those with the indices ids `[n]`."""
+    if uses_triton(packed) and dtype != torch.float64:
+        from ...kernels import triton_packed
+
+        return triton_packed.unpack(packed, form, dtype, ids)
+    rows = packed if ids is None else packed[ids]
+    code = None if rows.is_cuda else packed_products.compiled_for(dtype)
+    return form.unpack(rows, dtype) if code is None else code.unpack(rows, form, dtype)
 
 
 class PackedEmbedding(nn.Embedding):
@@ -79,10 +122,7 @@ class PackedEmbedding(nn.Embedding):
         return torch.empty((0, self.form.ins), dtype=self.dtype, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = self.packed[input.flatten()]
-        code = None if rows.is_cuda else packed_products.compiled_for(self.dtype)
-        found = self.form.unpack(rows, self.dtype) if code is None else code.unpack(rows, self.form, self.dtype)
-        return found.view(*input.shape, self.form.ins)
+        return unpack_rows(self.packed, self.form, self.dtype, input.flatten()).view(*input.shape, self.form.ins)
 
 
 def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None) -> None:
@@ -131,6 +171,15 @@ class PackedStack(nn.Module):
     def product(self, x: torch.Tensor, expert: int, bias: torch.Tensor) -> torch.Tensor:
         return packed_linear(x, self.packed[expert], self.form, bias[expert])
 
+    def products(self, x: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Return each row of x `[n, in]` times the weight of its expert, with experts `[n]`, plus the expert's bias.
+
+        x must be on a GPU with Triton. The host does not wait.
+        """
+        from ...kernels import triton_packed
+
+        return triton_packed.linear(x, self.packed, self.form, bias, experts)
+
 
 class PackedExperts(nn.Module):
     """Experts of gpt-oss with packed projections. Existing modules get a subclass of this class in place."""
@@ -148,6 +197,11 @@ class PackedExperts(nn.Module):
         `router_indices` and `routing_weights` are `[T, k]`.
         """
         own: Any = self
+        if uses_triton(hidden_states) and 0 < router_indices.numel() <= FEW_EXPERTS and not torch.is_grad_enabled():
+            experts, tokens = router_indices.flatten(), hidden_states.repeat_interleave(router_indices.shape[1], 0)
+            gate_up = self.gate_up_proj.products(tokens, experts, self.gate_up_proj_bias)
+            results = self.down_proj.products(own._apply_gate(gate_up), experts, self.down_proj_bias)
+            return (results.view(*router_indices.shape, -1) * routing_weights[..., None]).sum(1).to(results.dtype)
         out = torch.zeros_like(hidden_states)
         for expert in router_indices.unique().tolist():
             tokens, place = torch.where(router_indices == expert)

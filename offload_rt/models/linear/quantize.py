@@ -27,8 +27,10 @@ _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 _WEIGHTS_AT_ONCE = 1 << 22
 
 
-def quantize_layers(model: Any, bits: int) -> None:
+def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -> None:
     """Quantise the linear layers of `model` to packed weights with 4 or 8 bits, in place.
+
+    Codes are computed on `device` (default: the device of the weights), and moved to the device of the weights.
 
     The head always gets 8 bits. Not quantised are a head that is tied to the embedding, routers of experts, stacked
     experts, absorbed layers of latent attention, layers with few outputs, and layers whose number of inputs is not a
@@ -49,18 +51,18 @@ def quantize_layers(model: Any, bits: int) -> None:
             # the exponent makes all scaled values less than 2^15, so that few scales are subnormal float16 numbers
             if not weight.is_meta:
                 form = replace(form, exponent=int(torch.frexp(weight.abs().amax().float()).exponent) - 15)
-            hold_packed(module, form, weight.dtype, _quantized(weight, form))
+            hold_packed(module, form, weight.dtype, _quantized(weight, form, device or weight.device))
 
 
-def _quantized(weight: torch.Tensor, form: PackedFormat) -> torch.Tensor:
-    """Quantise a weight to the nearest codes and return its packed rows."""
+def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -> torch.Tensor:
+    """Quantise a weight to the nearest codes on `device` and return its packed rows, on the device of the weight."""
     found = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return found
     power = torch.tensor(2.0**-form.exponent)
     step = max(1, _WEIGHTS_AT_ONCE // form.ins)
     for start in range(0, len(weight), step):
-        groups = (weight[start : start + step].float() * power).view(-1, form.ins // form.group, form.group)
+        groups = (weight[start : start + step].to(device).float() * power).view(-1, form.ins // form.group, form.group)
         found[start : start + step] = form.pack(*(_int4(groups) if form.has_minima else _int8(groups)))
     return found
 

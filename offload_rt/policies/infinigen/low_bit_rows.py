@@ -6,6 +6,9 @@ selected.
 Keys are transformed to the calibrated basis and centred. Then each column is scaled by the square root of its standard
 deviation, and a rotation is applied, which minimises the effect of quantisation on the scores. Values are rotated
 before quantisation, and the attention output is rotated back once.
+
+In models with latent attention, the elements of a key after its value (`ModelGeometry.value_dim`) are left out of the
+rotation of values. They would increase the quantisation error.
 """
 
 from __future__ import annotations
@@ -68,8 +71,8 @@ class RowBasis:
     Attributes:
         basis: Basis of queries and keys, with all columns.
         mean: Mean of the keys in this basis, `[Hkv, d]`.
-        mixing: Rotation of the values, `[d, d]`.
-        unmixing: Inverse of `mixing`.
+        mixing: Rotation of the values, `[d, d]`. Its rows after `value_dim` are 0.
+        unmixing: Transposed `mixing`, its inverse for values.
     """
 
     basis: Basis
@@ -78,15 +81,16 @@ class RowBasis:
     unmixing: torch.Tensor
 
     @classmethod
-    def of(cls, artifact: SkewArtifact, layer: int, scale: float, dtype: torch.dtype) -> RowBasis:
-        """Compute the matrices of a layer from its calibration. `scale` is the attention scale."""
+    def of(cls, artifact: SkewArtifact, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> RowBasis:
+        """Compute the matrices of a layer from its calibration."""
         mixed = mixing(artifact.query.shape[-1]).to(artifact.query.device)
         std = artifact.key_std[layer].double()
         stretch = std.clamp_min(1e-3 * std.amax().clamp_min(1e-30)).sqrt().unsqueeze(1)
         query = (artifact.query[layer].double() / stretch) @ mixed
         key = (artifact.key[layer].double() * stretch) @ mixed
         mean = (artifact.key_mean[layer].double() * stretch.squeeze(1)) @ mixed
-        basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), scale)
+        basis = Basis(query.to(dtype).contiguous(), key.to(dtype).contiguous(), geometry.scales[layer])
+        mixed[geometry.value_dim or geometry.head_dim :] = 0
         return cls(basis, mean.to(dtype), mixed.to(dtype), mixed.T.to(dtype).contiguous())
 
     @property

@@ -291,7 +291,7 @@ class InfiniGen:
         """Return a function that creates the approximate KV of a sequence. All sequences share the bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
-            layer: RowBasis.of(artifact, layer, geometry.scales[layer], compute)
+            layer: RowBasis.of(artifact, layer, geometry, compute)
             for layer in range(geometry.layers)
             if layer not in self.dense_layers
         }

@@ -28,11 +28,14 @@ REGISTERS = {
     ("tail, int4", "triton_low_bit_scores._score"): 112,
     ("tail, int4", "triton_low_bit._attend"): 168,
     ("tail, int2, d 64", "triton_low_bit._attend"): 128,
+    ("packed, 4 bits", "triton_packed._linear"): 128,
+    ("packed, 4 bits with zeros", "triton_packed._linear"): 128,
+    ("packed, 8 bits", "triton_packed._linear"): 96,
 }
 """Register limits of a thread on every GPU. Programs of `triton_low_bit._attend` have two warps instead of four, so
 each thread holds more values."""
 
-AT_RISK = ["model", "gather, bf16", "int8 keys", "attend, bf16", "tail, int4"]
+AT_RISK = ["model", "gather, bf16", "int8 keys", "attend, bf16", "tail, int4", "packed, 4 bits"]
 """Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
 
 ALL = "OFFLOAD_RT_STRESS" in os.environ
@@ -80,7 +83,7 @@ def test_what_is_read_in_bulk_is_read_in_wide_loads(rows: list[dict[str, Any]]) 
     for row in rows:
         if row["kernel"] in WIDE:
             narrow = row.get("load_1", 0) + row.get("load_2", 0)
-            in_eights = row["case"] == "gather, int4" or row["kernel"] == "triton_low_bit._attend"
+            in_eights = row["case"] == "gather, int4" or row["kernel"] in IN_EIGHTS
             assert row.get("load_8" if in_eights else "load_16", 0) >= 1 and narrow <= WIDE[row["kernel"]], row
 
 
@@ -96,7 +99,11 @@ WIDE = {
     "triton_select._histogram": 0,
     "triton_low_bit_scores._score": 1,
     "triton_low_bit._attend": 8,
+    "triton_packed._linear": 48,
 }
 """Allowed loads of one or two bytes for each kernel: of the query if it has one head, of the steps of low-bit KV and
-of its validity. `gather, int4` and packed blocks use 8-byte loads: the rows are no multiple of 16 bytes, and packed
-blocks pass through shared memory."""
+of its validity, and of the scales and fifth bits of packed weights."""
+
+IN_EIGHTS = ("triton_low_bit._attend", "triton_packed._linear")
+"""Kernels that use 8-byte loads: low-bit blocks pass through shared memory, and packed weights have the layout of the
+inputs. `gather, int4` uses them because its rows are no multiple of 16 bytes."""

@@ -70,22 +70,23 @@ def table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float32, 80), (torch.uint8, 27)])
 @pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("programs", [1, 5, 64])
+@pytest.mark.parametrize(("programs", "kinds"), [(1, 2), (5, 2), (64, 2), (5, 1)])
 def test_keys_and_values_of_tokens_arrive(
-    kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int
+    kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, programs: int, kinds: int
 ) -> None:
-    """The result does not depend on the number of programs. The definition copies one row at a time."""
+    """The result does not depend on the number of programs. The definition copies one row at a time. Without planes of
+    values (`kinds` 1), only keys are copied."""
     from offload_rt.kernels.triton_gather import gather_tokens
 
     rows, (bases, planes) = random_rows(6 * 4 * BLOCK_SIZE, width, dtype), table(kernel_device)
-    rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
+    rows, planes = rows.pin_memory() if kernel_device.type == "cuda" else rows, planes[:kinds]
     tokens = torch.randint(0, 2 * BLOCK_SIZE, (6, 150), device=kernel_device)
     counts = torch.tensor([150, 0, 1, 130, 33, 64], dtype=torch.int32, device=kernel_device)
     if counted:
         tokens[2, 1:] = 1 << 40  # after the count: in no block
-    out = torch.full((2, 6, 150, width), 7, dtype=dtype, device=kernel_device)
+    out = torch.full((kinds, 6, 150, width), 7, dtype=dtype, device=kernel_device)
     gather_tokens(rows, tokens, counts if counted else None, bases, planes, out, programs)
-    for kv in (0, 1):
+    for kv in range(kinds):
         for p in range(6):
             for i in range(150):
                 got = out[kv, p, i].cpu()
@@ -100,18 +101,22 @@ def test_keys_and_values_of_tokens_arrive(
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kinds", [2, 1])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 20), (torch.uint8, 13)])
-def test_the_newest_rows_are_written_back(kernel_device: torch.device, dtype: torch.dtype, width: int) -> None:
+def test_the_newest_rows_are_written_back(
+    kernel_device: torch.device, dtype: torch.dtype, width: int, kinds: int
+) -> None:
     from offload_rt.kernels.triton_gather import write_rows
 
     bases, planes = table(kernel_device)
+    planes = planes[:kinds]
     newest = bases[:, 1] + torch.tensor([0, 5, BLOCK_SIZE - 1], device=kernel_device)
     k, v = random_rows(12, width, dtype).to(kernel_device).split(6)
     rows = torch.zeros(6 * 4 * BLOCK_SIZE, width, dtype=dtype)
     rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
     want = torch.zeros(6 * 4 * BLOCK_SIZE, width, dtype=dtype)
     for p in range(6):
-        for kv, source in enumerate((k, v)):
+        for kv, source in enumerate((k, v)[:kinds]):
             want[int(newest[p // 2]) + int(planes[kv, p % 2])] = source[p].cpu()
     write_rows(rows, k, v, newest, planes)
     if kernel_device.type == "cuda":
@@ -122,15 +127,17 @@ def test_the_newest_rows_are_written_back(kernel_device: torch.device, dtype: to
     assert torch.equal(defined.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kinds", [2, 1])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 20), (torch.uint8, 13)])
-def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """Entries with a negative slot stay unchanged on both sides."""
+def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dtype, width: int, kinds: int) -> None:
+    """Entries with a negative slot stay unchanged on both sides. Three sequences have two KV heads."""
     from offload_rt.kernels import triton_gather
 
-    stored = [random_rows(4 * 9, width, dtype).view(4, 9, width).to(kernel_device) for _ in range(3)]
+    count = 2 * kinds
+    stored = [random_rows(count * 9, width, dtype).view(count, 9, width).to(kernel_device) for _ in range(3)]
     slots = torch.stack([torch.randperm(9)[:7] for _ in range(6)]).to(kernel_device)
     slots[1, 2] = slots[4, 0] = slots[4, 6] = -1
-    given = random_rows(2 * 6 * 7, width, dtype).view(2, 6, 7, width).to(kernel_device)
+    given = random_rows(kinds * 6 * 7, width, dtype).view(kinds, 6, 7, width).to(kernel_device)
     for name in ("gather_slots", "scatter_slots"):
         results = []
         for module in (lists, triton_gather):
@@ -144,5 +151,5 @@ def test_slots_are_read_and_written(kernel_device: torch.device, dtype: torch.dt
         if name == "gather_slots":
             # Random bits may be NaN, which is not equal to itself.
             changed, before = changed.view(torch.uint8), given.view(torch.uint8)
-            assert torch.equal(changed[1, 3, 5], stored[1][3, slots[3, 5]].view(torch.uint8))
+            assert torch.equal(changed[-1, 3, 5], stored[1][-1, slots[3, 5]].view(torch.uint8))
             assert torch.equal(changed[:, 4, 0], before[:, 4, 0])

@@ -14,27 +14,28 @@ from offload_rt.kernels.pointer_table import PointerTable
 HEADS, ROOM = 2, 300
 
 
-def kept_rows(device: torch.device, d: int, dtype: torch.dtype) -> PointerTable:
+def kept_rows(device: torch.device, d: int, dtype: torch.dtype, planes: int = 2) -> PointerTable:
     """Return resident KV of three sequences in separate memory, one of them inside a larger tensor. The first and
-    the last slot, which must not be read, are NaN."""
-    rows = torch.randn(3, 2 * HEADS, ROOM, d, device=device).to(dtype)
+    the last slot, which must not be read, are NaN. With one of `planes`, values are keys."""
+    rows = torch.randn(3, planes * HEADS, ROOM, d, device=device).to(dtype)
     rows[:, :, 0] = rows[:, :, -1] = math.nan
-    layers = torch.zeros(3, 2 * HEADS, ROOM, d, device=device, dtype=dtype)
+    layers = torch.zeros(3, planes * HEADS, ROOM, d, device=device, dtype=dtype)
     layers[1] = rows[1]
     return PointerTable.of([rows[0], layers[1], rows[2].clone()])
 
 
 @pytest.mark.parametrize(
-    ("d", "group", "dtype"), [(64, 1, torch.float32), (80, 3, torch.float16), (128, 4, torch.bfloat16)]
+    ("d", "group", "dtype", "planes"),
+    [(64, 1, torch.float32, 2), (80, 3, torch.float16, 2), (128, 4, torch.bfloat16, 2), (80, 3, torch.float32, 1)],
 )
 def test_kept_and_fetched_rows_are_attended_to(
-    kernel_device: torch.device, d: int, group: int, dtype: torch.dtype
+    kernel_device: torch.device, d: int, group: int, dtype: torch.dtype, planes: int
 ) -> None:
     """Cover ragged ranges and counts, a sequence without fetched KV, and one whose range has two pieces."""
     from offload_rt.kernels.triton_resident import attend_resident
 
     torch.manual_seed(d)
-    kept = kept_rows(kernel_device, d, dtype)
+    kept = kept_rows(kernel_device, d, dtype, planes)
     q = torch.randn(3 * HEADS, group, d, device=kernel_device).to(dtype)
     k, v = torch.randn(2, 3 * HEADS, 270, d, device=kernel_device).to(dtype)
     starts, stops, counts = (
@@ -50,27 +51,29 @@ def test_kept_and_fetched_rows_are_attended_to(
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
-def test_attending_to_both_is_attending_to_their_union() -> None:
+@pytest.mark.parametrize("planes", [2, 1])
+def test_attending_to_both_is_attending_to_their_union(planes: int) -> None:
     torch.manual_seed(2)
-    kept = kept_rows(torch.device("cpu"), 16, torch.float64)
+    kept = kept_rows(torch.device("cpu"), 16, torch.float64, planes)
     q, (k, v) = torch.randn(6, 2, 16, dtype=torch.float64), torch.randn(2, 6, 9, 16, dtype=torch.float64)
     starts, stops, counts = (torch.full((6,), at, dtype=torch.int32) for at in (1, 299, 9))
     out, lse = lists.attend_resident(q, kept, starts, stops, k, v, counts, 0.25)
     for b, rows in enumerate(kept.tensors):
         own = slice(b * HEADS, (b + 1) * HEADS)
         keys, values = (
-            torch.cat((part[:, 1:299], more[own]), 1) for part, more in zip(rows.split(HEADS), (k, v), strict=True)
+            torch.cat((part[:, 1:299], more[own]), 1)
+            for part, more in zip((rows[:HEADS], rows[-HEADS:]), (k, v), strict=True)
         )
         scores = 0.25 * q[own] @ keys.transpose(1, 2)
         torch.testing.assert_close(out[own], torch.softmax(scores, -1) @ values, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse[own], torch.logsumexp(scores, -1), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "planes"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float32, 1)])
+def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, dtype: torch.dtype, planes: int) -> None:
     from offload_rt.kernels.triton_append import store_resident
 
-    kept = kept_rows(kernel_device, 24, dtype)
+    kept = kept_rows(kernel_device, 24, dtype, planes)
     want = PointerTable.of([rows.clone() for rows in kept.tensors])
     k, v = torch.randn(2, 3 * HEADS, 24, device=kernel_device).to(dtype)
     places = torch.tensor([0, 299, 17], device=kernel_device)
@@ -78,4 +81,5 @@ def test_the_newest_rows_are_kept_at_their_places(kernel_device: torch.device, d
     lists.store_resident(k, v, want, places)
     for b, (rows, expected) in enumerate(zip(kept.tensors, want.tensors, strict=True)):
         assert torch.equal(rows.nan_to_num(9.0), expected.nan_to_num(9.0))
-        assert torch.equal(rows[HEADS:, int(places[b])], v[b * HEADS : (b + 1) * HEADS])
+        last = v if planes == 2 else k
+        assert torch.equal(rows[-HEADS:, int(places[b])], last[b * HEADS : (b + 1) * HEADS])

@@ -33,7 +33,9 @@ PRIME = 100_003
 PROVENANCE_KEYS = st.sampled_from(["exact", "sparse"])
 
 
-def geometry(windows: tuple[int | None, ...], window_rows: RowShape | None = None) -> ModelGeometry:
+def geometry(
+    windows: tuple[int | None, ...], window_rows: RowShape | None = None, value_dim: int | None = None
+) -> ModelGeometry:
     return ModelGeometry(
         layers=len(windows),
         hidden=4,
@@ -47,6 +49,7 @@ def geometry(windows: tuple[int | None, ...], window_rows: RowShape | None = Non
         absolute_positions=False,
         default_alpha=5.0,
         window_rows=window_rows,
+        value_dim=value_dim,
     )
 
 
@@ -68,8 +71,9 @@ class Model:
 
 
 def made_from(values: list[int], layer: int, rows: RowShape) -> torch.Tensor:
-    """Return distinct K and V `[Hkv, 2, n, d]` of one layer."""
-    inner = torch.arange(rows.bytes(torch.int8), dtype=torch.float32).view(rows.kv_heads, 2, 1, rows.head_dim)
+    """Return distinct K and V `[Hkv, planes, n, d]` of one layer."""
+    shape = rows.kv_heads, rows.planes, 1, rows.head_dim
+    inner = torch.arange(rows.bytes(torch.int8), dtype=torch.float32).view(shape)
     inner = inner + 8 * layer
     return torch.tensor(values, dtype=torch.float32).view(-1, 1) * 32 + inner
 
@@ -78,11 +82,12 @@ class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[Model] = Bundle("sequences")
     windows: tuple[int | None, ...] = (None, None)
     window_rows: RowShape | None = None
+    value_dim: int | None = None
     blocks = 17  # 3 slabs of 5 blocks; two are left over
 
     def __init__(self) -> None:
         super().__init__()
-        self.shape = shape = geometry(self.windows, self.window_rows)
+        self.shape = shape = geometry(self.windows, self.window_rows, self.value_dim)
         groups = LayerGroups.from_geometry(shape)
         limit = self.blocks * groups.layers * BLOCK_SIZE * shape.full_rows.bytes(torch.float32)
         self.pool = HostPool(shape, torch.float32, limit, slab_tokens=6 * BLOCK_SIZE)
@@ -109,7 +114,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     def read(self, model: Model, layer: int, tokens: range) -> torch.Tensor:
         parts = self.pool.runs(model.blocks, layer, tokens)
-        return torch.cat([torch.stack([part.k, part.v], 1) for part in parts], 2)
+        assert all((part.v is part.k) == (self.shape.planes == 1) for part in parts)
+        return torch.cat([torch.stack([part.k, part.v][: self.shape.planes], 1) for part in parts], 2)
+
+    def write(self, model: Model, layer: int, start: int, values: list[int]) -> None:
+        """Write KV made from `values`. If keys contain the values, any V may be passed, because it is not stored."""
+        k, *v = made_from(values, layer, self.shape.rows(layer)).unbind(1)
+        self.pool.write(model.blocks, layer, start, k, v[0] if v else torch.full_like(k, -1))
 
     def compute(self, model: Model, count: int, letter: int, before_window: int) -> bool:
         """Prefill or decode `count` tokens. Return False if the pool is full, and check that the pool is unchanged."""
@@ -135,8 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
             kept = self.pool.stored_range(blocks, layer, range(start, stop))
             for tokens in (range(kept.start, kept.start + len(kept) // 3), range(kept.start + len(kept) // 3, stop)):
                 # in two parts, like chunked prefill
-                rows = made_from(model.values[tokens.start : tokens.stop], layer, self.shape.rows(layer))
-                self.pool.write(blocks, layer, tokens.start, rows[:, 0], rows[:, 1])
+                self.write(model, layer, tokens.start, model.values[tokens.start : tokens.stop])
         self.pool.commit(blocks, stop)
         return True
 
@@ -201,8 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.written += 1
         model.values[token] = PRIME + self.written
         for layer in range(len(self.windows)):
-            row = made_from([model.values[token]], layer, self.shape.rows(layer))
-            self.pool.write(model.blocks, layer, token, row[:, 0], row[:, 1])
+            self.write(model, layer, token, [model.values[token]])
 
     @rule(model=sequences, provenance_key=PROVENANCE_KEYS)
     def publish(self, model: Model, provenance_key: str = "exact") -> None:
@@ -271,10 +280,16 @@ class ManyHeadsMachine(PoolMachine):
     blocks = 24
 
 
+class LatentMachine(PoolMachine):
+    """Keys contain the values, so that only keys are stored (latent attention)."""
+
+    value_dim = 1
+
+
 MANY = 20 if "OFFLOAD_RT_STRESS" in os.environ else 1
 
-SLIDING = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine)
-for machine, examples, steps in ((PoolMachine, 30, 40), *((each, 15, 25) for each in SLIDING)):
+OTHERS = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine, LatentMachine)
+for machine, examples, steps in ((PoolMachine, 30, 40), *((each, 15, 25) for each in OTHERS)):
     machine.TestCase.settings = settings(
         max_examples=MANY * examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -283,6 +298,7 @@ TestSliding = SlidingMachine.TestCase
 TestAllSlide = AllSlideMachine.TestCase
 TestNarrowWindow = NarrowWindowMachine.TestCase
 TestManyHeads = ManyHeadsMachine.TestCase
+TestLatent = LatentMachine.TestCase
 
 
 def test_a_partly_filled_window_block_is_not_cached() -> None:

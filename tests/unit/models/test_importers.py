@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cuda_simulator import Late, simulated
 from support.outputs import completed
 from support.tiny_models import edit_config, tiny_checkpoint, tiny_prompt
 from torch import nn
@@ -156,6 +157,20 @@ def test_weights_and_tokens_are_those_of_the_format(name: str, tmp_path: Path) -
         completed(llm.generate(prompt, GREEDY))[0].token_ids
         == completed(reference.generate(prompt, GREEDY))[0].token_ids
     )
+
+
+@pytest.mark.parametrize("name", ["gptq-4-desc-act", "awq"])
+def test_tokens_on_a_simulated_device_are_those_of_a_cpu(name: str, tmp_path: Path) -> None:
+    packed = write_folder(tmp_path, name)[1]
+    options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "verify": "off"}
+    prompt, few = tiny_prompt(40), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    [expected] = completed(LLM(packed, device="cpu", **options).generate(prompt, few))
+    with simulated(Late()):
+        llm = LLM(packed, device="cuda", **options)
+        [found] = completed(llm.generate(prompt, few))
+    layer: Any = llm.runner.model.layers[0].get_submodule("mlp.down_proj")
+    assert layer.packed.is_cuda and layer.form.permuted == ("desc-act" in name)
+    assert found.token_ids == expected.token_ids
 
 
 def test_a_folder_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

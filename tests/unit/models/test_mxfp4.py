@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import VOCAB, architecture
+from support.cuda_simulator import Late, simulated
 from support.outputs import completed
 from support.tiny_models import edit_config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offload_rt import LLM, ModelError, SamplingParams
-from offload_rt.models.linear.packed import PROJECTIONS, PackedExperts
+from offload_rt.models.linear.packed import PROJECTIONS, PackedExperts, PackedStack
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 
@@ -67,6 +68,25 @@ def test_weights_and_tokens_are_those_of_the_format(tmp_path: Path) -> None:
         [each.token_ids for each in completed(one.generate(PROMPTS, GREEDY))] for one in (llm, reference)
     )
     assert found == expected
+
+
+def test_tokens_on_a_simulated_device_are_those_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill computes expert by expert, and a decode step computes all chosen experts at once."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    packed, at_once = write_folders(tmp_path)[1], []
+    products = PackedStack.products
+    monkeypatch.setattr(
+        PackedStack, "products", lambda stack, x, *rest: at_once.append(len(x)) or products(stack, x, *rest)
+    )
+    options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "verify": "off"}
+    few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    [expected] = completed(LLM(packed, device="cpu", **options).generate(PROMPTS[:1], few))
+    with simulated(Late()):
+        llm = LLM(packed, device="cuda", **options)
+        [found] = completed(llm.generate(PROMPTS[:1], few))
+    assert found.token_ids == expected.token_ids
+    chosen = llm.runner.model.layers[0].get_submodule("mlp.router").top_k
+    assert at_once == [chosen] * len(at_once) != []
 
 
 @pytest.mark.parametrize(

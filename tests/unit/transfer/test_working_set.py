@@ -13,7 +13,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
-from offload_rt.core import BLOCK_SIZE
+from offload_rt.core import BLOCK_SIZE, RowShape
 from offload_rt.engine.engine import Engine
 from offload_rt.transfer.plan import first_occurrences
 from offload_rt.transfer.working_set import LayerSet, look_up
@@ -77,7 +77,7 @@ class PlainTable:
 @given(st.data())
 def test_a_table_is_a_plain_dict(data: st.DataObject) -> None:
     capacity, lists = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
-    layer = LayerSet.empty(lists, capacity, 1, torch.float32, torch.device("cpu"))
+    layer = LayerSet.empty(RowShape(lists, 1), capacity, torch.float32, torch.device("cpu"))
     plain = [PlainTable(capacity) for _ in range(lists)]
     for _ in range(data.draw(st.integers(1, 12))):
         action = data.draw(st.sampled_from(("look up", "look up", "look up", "forget", "clone")))

@@ -1,0 +1,279 @@
+"""Multiply a few rows with packed weights, and unpack packed weights, in Triton.
+
+Memory traffic of a product: the packed rows, which are read in place. A program multiplies up to eight input rows.
+Programs of other input rows that need the same weights are adjacent, so that they share them through the caches. A
+weight takes three instructions to unpack and about two per input row.
+
+A *unit* is 16 bytes of lower bits. It contains the codes of 16 inputs (8 bits), or of two *halves* of 16 adjacent
+inputs (4 to 6 bits). The inputs of a half have one scale. Reference: `PackedFormat.unpack`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from .packed_format import BLOCK, PackedFormat
+
+MAX_ROWS = 16
+"""`linear` is used for up to this number of input rows. For more rows, unpacking should be faster (not measured)."""
+
+_ROWS = 8
+"""Maximum number of input rows of a program."""
+
+_OUTS = 4
+"""Number of outputs of a program, which has one warp."""
+
+_UNITS = 32
+"""Number of units that a program reads at a time. A warp then reads 8 bytes of weights and 8 inputs per thread."""
+
+_BLOCK = tl.constexpr(BLOCK)
+_ROWS_OF_ACC = tl.constexpr(_ROWS)
+
+
+@triton.constexpr_function
+def _spread(bits: int, half: int) -> str:
+    """Return assembly code that puts the codes of a half in four bytes into the mantissas of four floats 1.0.
+
+    Triton's own code for bytes takes twice as many instructions.
+    """
+    mask, place = ("0x7F8000", 15) if bits == 8 else ("0xF0000", 16)
+    shifts = [place - 8 * byte - 4 * half for byte in range(4)]
+    moves = (f"{'shl' if shift > 0 else 'shr'}.b32 ${i}, $4, {abs(shift)};" for i, shift in enumerate(shifts))
+    merges = (f"lop3.b32 ${i}, ${i}, {mask}, one, 0xEA;" for i in range(4))  # (moved & mask) | one
+    return f"{{ .reg .b32 one; mov.b32 one, 0x3F800000; {' '.join((*moves, *merges))} }}"
+
+
+@triton.jit
+def _words(at: tl.tensor, known: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """Load 16-bit words from byte addresses, which are even if EVEN. Masked words are 0."""
+    if EVEN:
+        return tl.load(at.to(tl.pointer_type(tl.uint16)), mask=known, other=0)
+    low, high = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
+    return low.to(tl.uint16) | (high.to(tl.uint16) << 8)
+
+
+@triton.jit
+def _numbers(
+    row: tl.tensor, group: tl.tensor, known: tl.tensor, at: tl.tensor, factors: tl.tensor, power: tl.tensor,
+    GROUP: tl.constexpr, FACTORS: tl.constexpr, EVEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load the scales or minima of groups in float32. `at` and `factors` are their offsets within a row."""
+    if FACTORS:
+        whole = tl.load((row + at + group).to(tl.pointer_type(tl.int8)), mask=known, other=0).to(tl.float32)
+        factor = _words(row + factors + 2 * (group // (_BLOCK // GROUP)), known, EVEN)
+        return whole * (factor.to(tl.float16, bitcast=True).to(tl.float32) * power)
+    return _words(row + at + 2 * group, known, EVEN).to(tl.float16, bitcast=True).to(tl.float32) * power
+
+
+@triton.jit
+def _scales(
+    row: tl.tensor, unit: tl.tensor, known: tl.tensor, scales: tl.tensor, minima: tl.tensor, factors: tl.tensor,
+    minima_factors: tl.tensor, power: tl.tensor, offset: tl.tensor,
+    HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr, EVEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the scales and minima of a half of the units, float32 `[OUTS, UNITS]`."""
+    group = _first_input(unit, HALF, BITS) // GROUP
+    scale = _numbers(row, group, known, scales, factors, power, GROUP, FACTORS, EVEN)
+    if MINIMA:
+        return scale, _numbers(row, group, known, minima, minima_factors, power, GROUP, FACTORS, EVEN)
+    if ZEROS:
+        offset = tl.load(row + minima + group, mask=known, other=0).to(tl.float32)
+    return scale, -offset * scale
+
+
+@triton.jit
+def _first_input(unit: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Return the first of the 16 inputs of a half of a unit."""
+    if BITS == 8:
+        return unit * 16
+    return unit // 2 * 64 + unit % 2 * 16 + 32 * HALF
+
+
+@triton.jit
+def _raw(row: tl.tensor, unit: tl.tensor, known: tl.tensor, PART: tl.constexpr) -> tl.tensor:
+    """Load the first or last 8 bytes of units, uint8 `[OUTS, UNITS, 8]`.
+
+    Inputs are loaded in eights, too. With the same layout, they need not pass through shared memory.
+    """
+    at = (row + unit * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    return tl.load(at, mask=known[:, :, None], other=0)
+
+
+@triton.jit
+def _levels(
+    row: tl.tensor, raw: tl.tensor, unit: tl.tensor, known: tl.tensor, high: tl.tensor,
+    PART: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return 1 + code / 128 (1 + code / 256 with 8 bits) of 8 codes of a half, float32 `[OUTS, UNITS, 8]`.
+
+    `raw` are the lower bits (`_raw`). Codes are put into the mantissa of 1.0, because converting integers is slow on
+    some GPUs.
+    """
+    if INTERPRETED:
+        codes = (raw.to(tl.int32) >> (4 * HALF)) & (255 if BITS == 8 else 15)
+        levels = (codes << (15 if BITS == 8 else 16)) | 0x3F800000
+    else:
+        levels = tl.inline_asm_elementwise(
+            _spread(BITS, HALF), "=&r,=&r,=&r,=&r,r", [raw], dtype=tl.int32, is_pure=True, pack=4
+        )
+    if BITS == 5:
+        bits = tl.load(row + high + unit // 2 * 8 + unit % 2 * 2 + 4 * HALF + PART, mask=known, other=0).to(tl.int32)
+        levels |= ((bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) << 20
+    if BITS == 6:
+        at = (row + high + unit // 4 * 32 + unit % 2 * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
+        bits = tl.load(at, mask=known[:, :, None], other=0).to(tl.int32)
+        levels |= ((bits >> (unit // 2 % 2 * 4 + 2 * HALF)[:, :, None]) & 3) << 20
+    return levels.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inputs(
+    x: tl.tensor, unit: tl.tensor, units: tl.tensor, PART: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Load the first or last 8 inputs of a half of the units in float32, `[1, UNITS, 8]`."""
+    column = (_first_input(unit, HALF, BITS) + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    return tl.load(x + column, mask=(unit < units)[:, :, None], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "outs"])
+def _linear(
+    x: tl.tensor, packed: tl.tensor, bias: tl.tensor, experts: tl.tensor, out: tl.tensor, x_step: tl.tensor,
+    rows: tl.tensor, outs: tl.tensor, step: tl.tensor, units: tl.tensor, high: tl.tensor, scales: tl.tensor,
+    minima: tl.tensor, factors: tl.tensor, minima_factors: tl.tensor, power: tl.tensor, offset: tl.tensor,
+    BIAS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMA: tl.constexpr, ZEROS: tl.constexpr, FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr,
+    UNITS: tl.constexpr, INTERPRETED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute outputs [i * OUTS, (i + 1) * OUTS) of input rows [m * ROWS, (m + 1) * ROWS), for m of n blocks of rows.
+
+    This is program i * n + m. The second axis of a grid could not hold all outputs of a large vocabulary.
+
+    With EXPERTS, ROWS is 1, and row m is multiplied by the weight number `experts[m]` of a stack. The minimum of a
+    group is multiplied by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
+    """
+    blocks = (rows + ROWS - 1) // ROWS
+    m, place = (tl.program_id(0) % blocks).to(tl.int64), tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
+    first_out = tl.load(experts + m).to(tl.int64) * outs if EXPERTS else 0
+    row = (packed + (first_out + place.to(tl.int64)) * (step * ALIGN))[:, None]
+    LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
+    # The sums of all rows lie in the registers of one thread, as 8 weights of a half do.
+    number, acc = tl.arange(0, _ROWS_OF_ACC), tl.zeros((OUTS, UNITS, _ROWS_OF_ACC), tl.float32)
+    for begin in range(0, units, UNITS):
+        unit = begin + tl.arange(0, UNITS)[None, :]
+        known = (place < outs)[:, None] & (unit < units)
+        raw0, raw1 = _raw(row, unit, known, 0), _raw(row, unit, known, 1)
+        for HALF in tl.static_range(1 if BITS == 8 else 2):
+            levels0 = _levels(row, raw0, unit, known, high, 0, HALF, BITS, INTERPRETED)
+            levels1 = _levels(row, raw1, unit, known, high, 1, HALF, BITS, INTERPRETED)
+            scale, minimum = _scales(row, unit, known, scales, minima, factors, minima_factors, power, offset,
+                                     HALF, BITS, GROUP, MINIMA, ZEROS, FACTORS, ALIGN > 1)  # fmt: skip
+            for R in tl.static_range(ROWS):
+                own = x + tl.minimum(m * ROWS + R, rows - 1) * x_step
+                x0, x1 = _inputs(own, unit, units, 0, HALF, BITS), _inputs(own, unit, units, 1, HALF, BITS)
+                products = scale * LEVELS * (tl.sum(levels0 * x0, 2) + tl.sum(levels1 * x1, 2))
+                products += (minimum - scale * LEVELS) * (tl.sum(x0, 2) + tl.sum(x1, 2))
+                acc = tl.where((number == R)[None, None, :], acc + products[:, :, None], acc)
+    sums = tl.sum(acc, 1)
+    if BIAS:
+        sums += tl.load(bias + first_out + place, mask=place < outs, other=0.0).to(tl.float32)[:, None]
+    at, stored = m * ROWS + number[None, :], (place < outs)[:, None] & (number < ROWS)[None, :]
+    tl.store(out + at * outs + place[:, None], sums.to(out.dtype.element_ty), mask=stored & (at < rows))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _unpack(
+    packed: tl.tensor, ids: tl.tensor, out: tl.tensor, rows: tl.tensor, ins: tl.tensor, step: tl.tensor,
+    units: tl.tensor, high: tl.tensor, scales: tl.tensor, minima: tl.tensor, factors: tl.tensor,
+    minima_factors: tl.tensor, power: tl.tensor, offset: tl.tensor,
+    IDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr, ALIGN: tl.constexpr, OUTS: tl.constexpr, UNITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Unpack the units [j * UNITS, (j + 1) * UNITS) of rows [i * OUTS, (i + 1) * OUTS) of out, in program (i, j).
+
+    With IDS, row r of out is row `ids[r]` of packed.
+    """
+    place = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
+    source = tl.load(ids + place, mask=place < rows, other=0).to(tl.int64) if IDS else place
+    row, unit = (packed + source * (step * ALIGN))[:, None], tl.program_id(1) * UNITS + tl.arange(0, UNITS)[None, :]
+    LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
+    known = (place < rows)[:, None] & (unit < units)
+    for HALF in tl.static_range(1 if BITS == 8 else 2):
+        scale, minimum = _scales(row, unit, known, scales, minima, factors, minima_factors, power, offset,
+                                 HALF, BITS, GROUP, MINIMA, ZEROS, FACTORS, ALIGN > 1)  # fmt: skip
+        for PART in tl.static_range(2):
+            raw = _raw(row, unit, known, PART)
+            codes = (_levels(row, raw, unit, known, high, PART, HALF, BITS, INTERPRETED) - 1.0) * LEVELS
+            column = (_first_input(unit, HALF, BITS) + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
+            weights = codes * scale[:, :, None] + minimum[:, :, None]
+            at = out + place[:, None, None] * ins + column
+            tl.store(at, weights.to(out.dtype.element_ty), mask=known[:, :, None])
+
+
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    form: PackedFormat,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply rows x `[n, in]` by packed weights and add a bias, in one launch. Return `[n, out]`.
+
+    Without `experts`, packed is uint8 `[out, form.row_bytes]` and bias is `[out]` or None. With `experts`, integers
+    `[n]`, packed and bias have a first axis of experts, and row i uses the entry `experts[i]`.
+    """
+    (rows, ins), outs = x.shape, packed.shape[-2]
+    assert ins == form.ins and packed.is_contiguous() and (bias is None or bias.is_contiguous())
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty(rows, outs)
+    together = min(_ROWS, triton.next_power_of_2(rows)) if experts is None else 1
+    _linear[(triton.cdiv(rows, together) * triton.cdiv(outs, _OUTS),)](
+        x, packed, x if bias is None else bias, x if experts is None else experts, out, x.stride(0), rows, outs,
+        *_offsets(form), BIAS=bias is not None, EXPERTS=experts is not None, ROWS=together, **_constants(form),
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def unpack(
+    packed: torch.Tensor, form: PackedFormat, dtype: torch.dtype, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the unpacked weights `[n, in]` of packed rows, uint8 `[rows, form.row_bytes]`, in one launch.
+
+    They are all rows, or the rows with the indices ids `[n]`.
+    """
+    assert packed.is_contiguous() and (ids is None or ids.is_contiguous())
+    rows = len(packed) if ids is None else len(ids)
+    out = torch.empty(rows, form.ins, dtype=dtype, device=packed.device)
+    offsets, constants = _offsets(form), _constants(form)
+    _unpack[(triton.cdiv(rows, _OUTS), triton.cdiv(form.high // 16, constants["UNITS"]))](
+        packed, packed if ids is None else ids, out, rows, form.ins, *offsets,
+        IDS=ids is not None, **constants, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _offsets(form: PackedFormat) -> tuple[int | float, ...]:
+    """Return the arguments of both kernels that describe a row: `step` to `offset`."""
+    parts = form.high // 16, form.high, form.scales, form.minima, form.factors, (form.factors + form.row_bytes) // 2
+    return form.row_bytes // _alignment(form), *parts, 2.0**form.exponent, float(form.offset)
+
+
+def _constants(form: PackedFormat) -> dict[str, Any]:
+    return {
+        "BITS": form.bits, "GROUP": form.group, "MINIMA": form.has_minima, "ZEROS": form.has_zeros,
+        "FACTORS": form.has_factors, "ALIGN": _alignment(form), "OUTS": _OUTS,
+        "UNITS": min(_UNITS, triton.next_power_of_2(form.high // 16)), "INTERPRETED": knobs.runtime.interpret,
+    }  # fmt: skip
+
+
+def _alignment(form: PackedFormat) -> int:
+    """Return the alignment of rows in bytes, at most 16."""
+    return math.gcd(form.row_bytes, 16)

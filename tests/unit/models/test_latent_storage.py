@@ -1,0 +1,189 @@
+"""Test that models with latent attention store and copy one vector per token and layer, which is key and value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import LATENT, VOCAB, architecture
+from support.outputs import completed
+from support.staged_transfer import staged
+from support.tiny_models import assert_greedy
+
+from offload_rt import LLM, SamplingParams, StoreError
+from offload_rt.config import EngineConfig
+from offload_rt.core import BLOCK_SIZE
+from offload_rt.kv_cache.disk.file_layout import FileLayout
+from offload_rt.models.registry import adapter_for
+from offload_rt.models.shape import load_shape
+from offload_rt.outputs import CompletionOutput
+from offload_rt.planning.device_plan import costs_for
+from offload_rt.planning.memory_model import requirements
+from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+from offload_rt.sessions.store import Namespace
+
+RANK, ROTATED, LAYERS = 24, 8, 3
+WIDTH = (RANK + ROTATED) * torch.float32.itemsize
+EVERYTHING = {"dense_layers": (), "sinks": 2, "recent": 5}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "rows": ("infinigen", EVERYTHING | {"preset": "rows", "alpha": math.inf, "max_fraction": 1.0}),
+    "tail": ("infinigen", EVERYTHING | {"budget": 1.0}),
+    "h2o": ("h2o", EVERYTHING | {"budget": 1.0}),
+}
+PREFIX = torch.randint(1, VOCAB, (130,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPTS = [PREFIX, [*PREFIX[:128], 7, 8, 9], PREFIX[:3]]
+"""Two prompts share two blocks. Another one is shorter than the window of recent tokens."""
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+
+
+def make(policy: str = "full", name: str = "youtu", **options: Any) -> LLM:
+    chosen, own = POLICIES[policy]
+    fixed = {"policy": chosen, "policy_options": own, "host_memory": "16MiB", "verify": "off", "dtype": "float32"}
+    return LLM(architecture(name), **(fixed | options))
+
+
+def outputs(llm: LLM) -> list[CompletionOutput]:
+    found = completed(llm.generate(PROMPTS, GREEDY))
+    llm.runner.check_integrity()
+    return found
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [one.token_ids for one in outputs(llm)]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_bytes_per_token(name: str) -> None:
+    """Memory, plan and file count (rank + rotated) numbers per layer, in any storage format."""
+    model = architecture(name)
+    config, geometry = model.config.get_text_config(), adapter_for(model).geometry
+    per_token = geometry.layers * (config.kv_lora_rank + config.qk_rope_head_dim) * torch.float32.itemsize
+    assert geometry.kv_bytes(1, torch.float32) == per_token and geometry.value_dim == config.kv_lora_rank
+    llm = make(name=name)
+    pool, costs = llm.runner.pool, costs_for(EngineConfig(policy="full"), load_shape(model))
+    assert pool.block_bytes == BLOCK_SIZE * per_token and pool.token_bytes(0) * geometry.layers == per_token
+    assert FileLayout(pool.layout).entry_bytes * geometry.layers == per_token
+    assert requirements(costs, 0, 1000).kv_per_token == per_token
+    quantised = make(name=name, kv_cache_dtype="int8").runner.pool
+    assert quantised.block_bytes == BLOCK_SIZE * geometry.layers * quantised.format.width
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", [{}, {"working_set": 40}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}])
+def test_all_transfers_give_the_same_tokens(policy: str, options: dict[str, Any]) -> None:
+    """With exact storage, these are transformers' tokens. Without a working set, equal bytes are counted."""
+    cached = "working_set" in options  # with device transfers on any device
+    found = outputs(make(policy, **({} if cached else options)))
+    if "kv_cache_dtype" not in options:
+        model = architecture("youtu")
+        for prompt, one in zip(PROMPTS, found, strict=True):
+            assert_greedy(model, prompt, one.token_ids)
+    llm = make(policy, **options)
+    copied = outputs(llm if cached else staged(llm))
+    assert [one.token_ids for one in copied] == [one.token_ids for one in found]
+    if not options:
+        for one, other in zip(copied, found, strict=True):
+            assert (one.stats.h2d_bytes, one.stats.d2h_bytes) == (other.stats.h2d_bytes, other.stats.d2h_bytes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_pool_on_disk_gives_the_same_tokens(policy: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    kept = tokens_of(make(policy, kv_cache_dtype=kv_cache_dtype))
+    llm = make(policy, kv_cache_dtype=kv_cache_dtype, disk=tmp_path, disk_limit="8MiB")
+    assert llm.runner.pool.file is not None and tokens_of(llm) == kept
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_dense_step_moves_one_vector_per_token(copies: bool) -> None:
+    prompt, new = PREFIX, 6
+    llm = make()
+    geometry, window = llm.runner.adapter.geometry, llm.runner.policy.sinks + llm.runner.policy.recent
+    assert geometry.layers == LAYERS
+    llm = staged(llm) if copies else llm
+    [one] = completed(llm.generate([prompt], SamplingParams(max_tokens=new, temperature=0)))
+    candidates = sum(max(0, len(prompt) + step - window) for step in range(1, new))
+    assert one.stats.h2d_bytes == candidates * LAYERS * WIDTH
+    assert one.stats.d2h_bytes == (len(prompt) + new - 1) * LAYERS * WIDTH
+
+
+def test_device_memory_has_one_vector_per_token() -> None:
+    """The window of recent tokens and the working set have keys only."""
+    runner = make("rows", working_set=40).runner
+    sequence = runner.new_sequence(PREFIX, len(PREFIX) + 1)
+    sequence.tokens.append(5)
+    runner.prefill(sequence, len(PREFIX))
+    resident = runner.policy.sinks + runner.policy.recent
+    assert runner.transfer.device_bytes == resident * LAYERS * WIDTH
+    runner.decode([sequence])
+    table = 8  # bytes per token: its number and its score
+    assert runner.transfer.working_set_bytes(sequence.blocks) == LAYERS * 41 * (WIDTH + table)
+    runner.check_integrity()
+    runner.free(sequence)
+
+
+def test_approximate_values_leave_the_rotated_part_out() -> None:
+    """It would enlarge the quantisation steps of the values."""
+    keys = make("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
+    assert isinstance(keys, LowBitRows) and len(keys.bases) == LAYERS
+    rows = torch.randn(1, 9, RANK + ROTATED, generator=torch.Generator().manual_seed(1))
+    for own in keys.bases.values():
+        restored = rows @ own.mixing @ own.unmixing
+        torch.testing.assert_close(restored[..., :RANK], rows[..., :RANK], rtol=0, atol=1e-5)
+        assert not restored[..., RANK:].any()
+
+
+@pytest.mark.parametrize("policy", ["full", "tail"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_session_continues_after_a_restart(policy: str, on_disk: bool, tmp_path: Path) -> None:
+    """Stored KV is read back. A second turn equals that of a session that was never closed."""
+    options = {"disk": tmp_path / "rows", "disk_limit": "8MiB"} if on_disk else {}
+
+    def turns(restart: bool, folder: Path) -> list[int]:
+        session = make(policy, **options).session("s", folder)
+        list(session.send(PREFIX, GREEDY))
+        if restart:
+            session.close()
+            session = make(policy, **options).session("s", folder)
+        answer = [event.token_id for event in session.send([3, 1, 4], GREEDY)]
+        assert not restart or session.loaded_tokens >= len(PREFIX)
+        session.check_integrity()
+        session.close()
+        return answer
+
+    assert turns(True, tmp_path / "a") == turns(False, tmp_path / "b")
+
+
+def test_preempted_requests_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.engine.swap.Swap._recompute_seconds", lambda *_: math.inf)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    plain = make()
+    tight = make(host_memory=3 * plain.runner.pool.block_bytes, swap=tmp_path)
+    prompts = [[seed, *PREFIX[:59]] for seed in range(1, 4)]
+    engine = tight.make_engine()
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+    assert engine.scheduler.preemptions and engine.scheduler.restored
+    assert [one.new_tokens for one in requests] == [one.token_ids for one in completed(plain.generate(prompts, params))]
+
+
+def test_sessions_with_stored_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version stored values beside keys, under the name of the storage format without planes."""
+    init = Namespace.__str__
+    assert init(Namespace("f", torch.float32, "auto", 1)) != init(Namespace("f", torch.float32, "auto"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Namespace, "__str__", lambda own: init(replace(own, planes=2)))
+        session = make().session("s", tmp_path)
+        list(session.send(PREFIX, GREEDY))
+        session.close()
+    with pytest.raises(StoreError, match="latent attention"):
+        make().session("s", tmp_path)
+    make().session("t", tmp_path).close()

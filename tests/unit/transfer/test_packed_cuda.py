@@ -1,0 +1,127 @@
+"""Test packed weights on a simulated CUDA device: they stay packed there, and tokens are those of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda_cells import GRAPHS, LOW_BITS, captured, ragged, replayed
+from support.cuda_simulator import Late, Lazy, simulated
+from support.outputs import completed
+from support.packed_rows import random_rows
+from support.tiny_gguf import write_tiny_gguf
+from support.tiny_models import tiny_model, tiny_prompt
+from torch import nn
+
+from offload_rt import LLM, EngineConfig, SamplingParams
+from offload_rt.kernels import triton_packed
+from offload_rt.kernels.packed_format import PackedFormat
+from offload_rt.models.linear import packed
+from offload_rt.models.linear.packed import hold_packed
+from offload_rt.models.shape import load_shape
+from offload_rt.planning.device_plan import plan_for
+
+pytest.importorskip("triton", reason="triton is not installed")
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128, "num_hidden_layers": 2}
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a GGUF file whose head is not tied to its embedding."""
+    path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
+    write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE)
+    return path
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpack 20 rows of 64 inputs at a time."""
+    monkeypatch.setattr(packed, "TILE_WEIGHTS", 1300)
+
+
+def run(model: Path, device: str, scene: Callable[..., list[list[int]]], **settings: Any) -> list[list[int]]:
+    """Return the tokens of a scene with the default policy."""
+
+    def make() -> LLM:
+        llm = LLM(
+            model, policy="infinigen", policy_options=LOW_BITS | {"source": "attention_input"}, device=device,
+            host_memory="4MiB", dtype="float32", verify="off", missed_mass_every=0, **settings,
+        )  # fmt: skip
+        weights: Any = llm.runner.model.layers[0]
+        assert weights.mlp.up_proj.packed.device.type == device and weights.mlp.up_proj.packed.dtype == torch.uint8
+        assert (captured(llm) is not None) == bool(settings.get("cuda_graphs"))
+        return llm
+
+    return [tokens for *tokens, _ in scene(make, model)]
+
+
+def test_tokens_are_those_of_a_cpu(file: Path, small_tiles: None) -> None:
+    expected = run(file, "cpu", ragged)
+    with simulated(Late()):
+        assert run(file, "cuda", ragged, cuda_graphs=False) == expected
+
+
+def test_captured_steps_give_the_tokens_of_a_cpu(file: Path) -> None:
+    expected = run(file, "cpu", replayed, enable_prefix_caching=False)
+    with simulated(Lazy()):
+        assert run(file, "cuda", replayed, **GRAPHS) == expected
+
+
+def test_without_triton_torch_unpacks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(file, "cpu", ragged)
+    monkeypatch.setattr(packed, "uses_triton", lambda tensor: False)
+    monkeypatch.setattr(triton_packed, "linear", lambda *given: pytest.fail("Triton was called"))
+    with simulated(Late()):
+        assert run(file, "cuda", ragged, cuda_graphs=False) == expected
+
+
+def test_a_checkpoint_is_quantised_for_the_device(tmp_path: Path) -> None:
+    tiny_model("llama", **SHAPE).save_pretrained(tmp_path)
+    expected = run(tmp_path, "cpu", ragged, quantize="int4")
+    with simulated(Late()):
+        planned = load_shape(tmp_path, device="cuda", dtype="float32", quantize="int4")
+        assert planned == replace(
+            load_shape(tmp_path, device="cpu", dtype="float32", quantize="int4"), device=planned.device
+        )
+        assert run(tmp_path, "cuda", ragged, quantize="int4", cuda_graphs=False) == expected
+
+
+def test_streamed_layers_are_planned_and_copied_as_packed_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, "Q4_1", architecture="llama", output=True, **SHAPE | {"num_hidden_layers": 6})
+    config = EngineConfig(
+        "full", max_model_len=128, host_memory="4MiB", dtype="float32", verify="off", prefill_chunk_size=512
+    )
+    prompt = tiny_prompt(70)
+    [expected] = completed(LLM(path, replace(config, device="cpu")).generate([prompt], GREEDY))
+    with simulated(Late()):
+        shape = load_shape(path, device="cuda", dtype="float32")
+        assert shape.sizes == load_shape(path, device="cpu", dtype="float32").sizes
+        rest = plan_for(replace(config, device_memory=1 << 30), shape).costs.total([128])
+        least = shape.sizes.fixed + 4 * max(shape.sizes.layers) + rest
+        llm = LLM(path, replace(config, device="cuda", device_memory=least))
+        [found] = completed(llm.generate([prompt], GREEDY))
+        stream = llm.runner.weights and llm.runner.weights.stream
+        assert stream and stream.bytes > 0 and stream.bytes % max(shape.sizes.layers) == 0
+    assert found.token_ids == expected.token_ids
+
+
+def test_a_product_does_not_wait_for_the_device() -> None:
+    form = PackedFormat(192, 4, 32, True)
+    rows, weights = random_rows(form, 9)
+    x = torch.randn(3, 192)
+    with simulated(Lazy()) as sim, torch.inference_mode():
+        layer = nn.Linear(192, 9)
+        hold_packed(layer, form, torch.float32, rows)
+        bias = layer.bias.detach().clone()
+        layer, own = layer.to("cuda"), x.to("cuda")
+        before = len(sim.syncs)
+        out = layer(own)
+        assert len(sim.syncs) == before
+        found = out.cpu()
+    torch.testing.assert_close(found.double(), x.double() @ weights.T + bias, rtol=1e-5, atol=2e-3)
