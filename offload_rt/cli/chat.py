@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             "--session needs a store, so that the session can continue later: add --store DIR, or remove --session"
         )
     config, store = engine_config(args, progress=True), store_options(args)
-    name = args.session or time.strftime("chat-%Y%m%d-%H%M%S")
+    name = time.strftime("chat-%Y%m%d-%H%M%S") if args.session is None else args.session
     check_name(name)
     saved = None if args.store is None else check_store(args.store)
     console = stderr_console(quiet=False)

@@ -121,7 +121,10 @@ def bound(options: ServerOptions) -> socket.socket:
         found.bind((options.host, options.port))
     except OSError as error:
         found.close()
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {reason}; choose another address or port"
+        ) from error
     return found
 
 

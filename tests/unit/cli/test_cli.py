@@ -442,6 +442,7 @@ def test_nothing_is_loaded_for_a_wrong_argument(cli: Cli, monkeypatch: pytest.Mo
         ("generate reference It was dark", ("was dark", "in quotes")),
         ("generate reference x --exact --eviction lru", ("--exact needs", "cannot be combined with --eviction")),
         ("serve reference --port 70000", ("--port 70000 must be",)),
+        ("chat reference --session= --store x", ("session name ''", "1 to 200 characters")),
         ("chat reference --session s", ("--session needs a store", "--store DIR")),
         ("info reference --context 10 --policy magic", ("magic",)),
         ("", ("COMMAND",)),
