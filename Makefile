@@ -55,12 +55,14 @@ LEVELS := scalar avx2 avx512
 AT_scalar := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 AT_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AT_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512
+ifneq ($(filter-out $(LEVELS),$(LEVEL))$(word 2,$(LEVEL)),)
+$(error LEVEL=$(LEVEL) is unknown: one of $(LEVELS))
+endif
 AT_LEVEL := $(if $(LEVEL),OFFLOAD_RT_CPU_LEVEL=$(LEVEL) $(AT_$(LEVEL)))
 
 # pytest's own command, not `python -m pytest`: the latter puts this folder on sys.path, where kernels/ would answer
 # to `import kernels`, the name of another project's package.
 test: $(READY)
-	$(foreach level,$(filter-out $(LEVELS),$(LEVEL)),$(error LEVEL=$(level) is unknown: one of $(LEVELS)))
 	$(MAKE) -j2 lint site
 	$(AT_LEVEL) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
 
@@ -80,7 +82,7 @@ QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,
 
 quick: $(READY)
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(if $(PART),,OFFLOAD_RT_QUICK=1) $(BIN)/pytest -q -n 2 --dist worksteal -m 'not training and not slow' $(QUICK)
+	$(AT_LEVEL) OMP_NUM_THREADS=1 $(if $(PART),,OFFLOAD_RT_QUICK=1) $(BIN)/pytest -q -n 2 --dist worksteal -m 'not training and not slow' $(QUICK)
 
 test-training: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m training
@@ -133,7 +135,7 @@ STRESS := $(or $(PART),$(STRESS_PARTS))
 
 stress: $(READY)
 	$(foreach part,$(filter-out $(STRESS_PARTS),$(STRESS)),$(error PART=$(part) is unknown: one of $(STRESS_PARTS)))
-	OMP_NUM_THREADS=1 OFFLOAD_RT_STRESS=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_FUZZ=100000 OFFLOAD_RT_SCHEDULES=all $(BIN)/pytest --timeout 1800 $(foreach part,$(STRESS),$(STRESS_$(part)))
+	$(AT_LEVEL) OMP_NUM_THREADS=1 OFFLOAD_RT_STRESS=200 OFFLOAD_RT_CELLS=1 OFFLOAD_RT_FUZZ=100000 OFFLOAD_RT_SCHEDULES=all $(BIN)/pytest --timeout 1800 $(foreach part,$(STRESS),$(STRESS_$(part)))
 
 GPU_READY := $(if $(GPU_PYTHON),.gpu-installed,$(READY))
 

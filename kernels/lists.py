@@ -105,7 +105,7 @@ def write_rows(
     """
     valid = newest >= 0
     ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
-    for of, source in zip(ids, (k, v), strict=False):
+    for of, source in zip(ids, (k, v)[: len(planes)], strict=True):
         rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 

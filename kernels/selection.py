@@ -136,14 +136,15 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     """Compute `code_sums` on a CPU without unpacking the keys of all heads at once.
 
     Each of the f codes in a byte takes one mask and one product. Heads are processed one at a time, so that their data
-    stays in the cache. The products are computed in float32, which is exact for integers below 2^24. The int8 product
+    stays in the cache. The products are computed in floating point, which is exact here. The int8 product
     of torch (`_int_mm`) is faster, but it saturates on processors without VNNI.
     """
     heads, rows, d = packed.shape
     fields = 8 // bits
+    exact = torch.float32 if d * 127 * 255 < 1 << 24 else torch.float64
     out = torch.empty(heads, weights.shape[1], rows * fields, dtype=dtype)
     masked = torch.empty(rows if fields > 1 else 0, d, dtype=torch.int8)
-    factors = weights.float()
+    factors = weights.to(exact)
     total = factors.sum(-1, keepdim=True)
     for head in range(heads):
         # Each mask covers one more field than the previous one, so the difference of two products is the sum of one
@@ -152,9 +153,9 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
         for field in range(fields):
             if field < fields - 1:
                 torch.bitwise_and(packed[head], (1 << (bits * (field + 1))) - 1, out=masked)
-                upto = factors[head] @ masked.float().t()
+                upto = factors[head] @ masked.to(exact).t()
             else:
-                upto = (factors[head] @ packed[head].float().t()).add_(total[head], alpha=128)
+                upto = (factors[head] @ packed[head].to(exact).t()).add_(total[head], alpha=128)
             out[head, :, field::fields] = (upto - below) / (1 << (bits * field)) if field else upto
             below = upto
     return out

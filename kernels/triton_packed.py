@@ -234,6 +234,7 @@ def linear(
     """
     (rows, ins), outs = x.shape, packed.shape[-2]
     assert ins == form.ins and packed.is_contiguous() and (bias is None or bias.is_contiguous())
+    assert experts is None or (experts.is_contiguous() and len(experts) == rows)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(rows, outs)
     together = min(_ROWS, triton.next_power_of_2(rows)) if experts is None else 1

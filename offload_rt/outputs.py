@@ -296,6 +296,11 @@ class Stats:
         return self.accepted_tokens + (self.verifications or len(self.attended_by_step))
 
     @property
+    def h2d_bytes_per_token(self) -> float:
+        """KV in bytes that was copied to the device per decoded token."""
+        return self.h2d_bytes_steps / self.decoded_tokens if self.decoded_tokens else 0.0
+
+    @property
     def acceptance_rate(self) -> float | None:
         """Fraction of draft tokens that were accepted; None if no token was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None

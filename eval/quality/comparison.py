@@ -148,7 +148,7 @@ def _replay(
 
 def _draw(path: Path, llm: LLM, selections: SelectionHistogram, bars: Mapping[str, Stats], prompt: int) -> None:
     counts = np.stack(selections.steps) if selections.steps else np.zeros((1, BINS), np.int64)
-    sizes = {name: stats.h2d_bytes_steps / max(1, stats.decoded_tokens) for name, stats in bars.items()}
+    sizes = {name: stats.h2d_bytes_per_token for name, stats in bars.items()}
     masses = {name: _masses(stats) for name, stats in bars.items()}
     measured = {name: each for name, each in masses.items() if each is not None}
     data = {"selected": counts.tolist(), "positions": selections.size, "h2d_bytes_per_token": sizes, "mass": measured}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import dispatch, kv_runs, lists
+from ...kernels import dispatch, kv_runs, lists, packed_products
 from ...kernels.kv_runs import Run
 from ...kernels.packed_format import PackedFormat
 from ...kernels.pointer_table import PointerTable
@@ -29,13 +29,16 @@ from ..core.report import Row
 KV_HEADS, GROUP, D, COLUMNS = 8, 4, 128, 38
 """Shape of one layer of an 8B Llama; `COLUMNS` of the scoring keys correspond to partial_ratio 0.3."""
 
-FORMATS = {
-    "Q4_K": PackedFormat(5120, 4, 32, True, has_factors=True),
-    "AWQ": PackedFormat(5120, 4, 128, has_zeros=True),
-    "Q6_K": PackedFormat(5120, 6, 16, offset=32, has_factors=True),
-    "int8": PackedFormat(5120, 8, 32, offset=128),
+FORMATS: dict[str, dict[str, Any]] = {
+    "Q4_K": {"bits": 4, "group": 32, "has_minima": True, "has_factors": True},
+    "AWQ": {"bits": 4, "group": 128, "has_zeros": True},
+    "Q6_K": {"bits": 6, "group": 16, "offset": 32, "has_factors": True},
+    "int8": {"bits": 8, "group": 32, "offset": 128},
 }
-"""Formats of packed weights to measure. The hidden size is that of a model with 27 billion parameters."""
+"""Formats of packed weights to measure."""
+
+HIDDEN = 5120
+"""Number of inputs of linear layers, as in a model with 27 billion parameters."""
 
 WARM_UP = 3
 """Number of untimed calls before the measurement. The first one compiles the kernel."""
@@ -361,15 +364,16 @@ def _append(device: torch.device, size: KernelSize) -> Iterator[Case]:
 def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
     """Yield linear layers of packed weights, and torch's product of 16-bit weights for comparison."""
     dtype = _half(device)
-    weight = torch.randn(size.outs, 5120, device=device).to(dtype)
+    weight = torch.randn(size.outs, HIDDEN, device=device).to(dtype)
     call = partial(torch.nn.functional.linear, weight[:1], weight)
     yield Case("linear, 16 bits, 1 row", weight.numel() * weight.itemsize, False, call, lambda: 0.0)
     del weight, call
-    for name, form in FORMATS.items():
+    for name, options in FORMATS.items():
+        form = PackedFormat(HIDDEN, **options)
         rows = torch.randint(256, (size.outs, form.row_bytes), dtype=torch.uint8, device=device)
         halves = rows[:, form.factors :] if form.has_factors else rows[:, form.scales : form.minima]
         halves.copy_(torch.rand(size.outs, halves.shape[1] // 2, device=device).half().view(torch.uint8))
-        for count in (1, 4, 8):
+        for count in (1, 4, 8, 16, 17):
             x = torch.randn(count, form.ins, device=device).to(dtype)
             call = partial(torch.inference_mode()(packed_linear), x, rows, form, None)
             error = partial(_packed_error, call, x, rows, form)
@@ -388,4 +392,6 @@ def _unpacked(rows: torch.Tensor, form: PackedFormat, dtype: torch.dtype) -> tor
 def _packed_error(call: Callable[[], torch.Tensor], x: torch.Tensor, rows: torch.Tensor, form: PackedFormat) -> float:
     weights = form.unpack(rows, torch.float32).double()
     want, size = x.double() @ weights.T, x.double().norm(dim=1)[:, None] * weights.norm(dim=1)
-    return float(((call().double() - want).abs() / (2.0**-8 * want.abs() + 1e-5 * size)).max())
+    # kernels/README.md. For many rows, weights are rounded to the dtype of x. Triton's interpreter truncates bfloat16.
+    tolerance = 2.0**-8 if len(x) > packed_products.MAX_ROWS else 2e-6 if x.is_cuda else 1e-5
+    return float(((call().double() - want).abs() / (2.0**-7 * want.abs() + tolerance * size)).max())

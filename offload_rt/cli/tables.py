@@ -209,16 +209,15 @@ def comparison_table(found: Comparison) -> Table:
     speed = f"{policy.tokens_per_second:.0f} tokens/s, full attention {full.tokens_per_second:.0f}"
     if policy.device == "cpu":
         speed += " (no copies on a CPU: selection saves time on a GPU)"
-    ours, all_kv = (stats.h2d_bytes_steps / max(1, stats.decoded_tokens) for stats in (policy, full))
-    device = policy.kv_bytes_device + policy.scoring_bytes_device
+    copied = f"{format_size(policy.h2d_bytes_per_token)} per token, full attention "
     return _table(
         "Compared with full attention",
         [
             ("same most probable token", same),
             ("KL divergence", f"{kl} nats per token"),
             ("speed", speed),
-            ("host to device, KV", f"{format_size(ours)} per token, full attention {format_size(all_kv)}"),
-            ("KV on the device", f"{format_size(device)}, all KV {format_size(policy.kv_bytes_host)}"),
+            ("host to device, KV", f"{copied}{format_size(full.h2d_bytes_per_token)}"),
+            ("KV on the device", f"{format_size(_on_device(policy))}, all KV {format_size(policy.kv_bytes_host)}"),
         ],
     )
 
@@ -226,18 +225,27 @@ def comparison_table(found: Comparison) -> Table:
 def verdict(found: Comparison) -> str:
     """Return one sentence about the savings of a policy and the similarity of its text to that of full attention."""
     policy, full = found.policy, found.full
-    ours, all_kv = (stats.h2d_bytes_steps / max(1, stats.decoded_tokens) for stats in (policy, full))
-    device = policy.kv_bytes_device + policy.scoring_bytes_device
+    if policy.device == "cpu" or not full.h2d_bytes_per_token:
+        savings = f"attends exactly to {_share(policy.exact_fraction)} of the tokens"
+    else:
+        copied = _share(policy.h2d_bytes_per_token / full.h2d_bytes_per_token)
+        kept = _share(_on_device(policy) / max(1, policy.kv_bytes_host))
+        savings = f"copies {copied} of the KV cache per token, keeps {kept} of its size on the device"
     if found.kl < CLOSE:
         quality = "its predictions are practically those of full attention"
     elif found.kl < VISIBLE:
         quality = "its predictions are close to those of full attention; a larger budget comes closer"
     else:
         quality = "its predictions differ from those of full attention: raise the budget, or use --exact"
-    return (
-        f"Result: policy {policy.policy} copies {ours / max(1, all_kv):.0%} of the KV cache per token and keeps "
-        f"{device / max(1, policy.kv_bytes_host):.0%} of its size on the device, and {quality}."
-    )
+    return f"Result: policy {policy.policy} {savings}, and {quality}."
+
+
+def _on_device(stats: Stats) -> int:
+    return stats.kv_bytes_device + stats.scoring_bytes_device
+
+
+def _share(part: float) -> str:
+    return "less than 1%" if 0 < part < 0.005 else f"{part:.0%}"
 
 
 def skew_table(model: str, report: SkewReport) -> Table:

@@ -83,8 +83,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     """Return the statistics of a sequence up to now, before it is freed."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
     trace.settle()
-    shares = Fractions.of(trace, dense)
-    missed, worst = layer_means(trace, dense)
+    shares, (missed, worst) = Fractions.of(trace, dense), layer_means(trace, dense)
     weight_bytes, on_device, peak = _weight_and_peak_bytes(runner)
     kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)

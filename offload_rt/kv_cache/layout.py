@@ -184,5 +184,5 @@ class ArenaLayout:
 
 def fill_planes(planes: torch.Tensor, dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
     """Copy K and V to `planes`, in which they are adjacent in dimension `dim`. With one plane, only K is copied."""
-    for plane, rows in zip(planes.unbind(dim), (k, v), strict=False):
+    for plane, rows in zip(planes.unbind(dim), (k, v)[: planes.shape[dim]], strict=True):
         plane.copy_(rows)

@@ -86,7 +86,7 @@ def ready_source(conversion: Conversion) -> ModelSource | None:
 def packed_source(conversion: Conversion) -> ModelSource:
     """Return the packed checkpoint, or the original checkpoint if transformers must load it.
 
-    The first call converts the checkpoint, which takes about 10 seconds per GB.
+    The first call converts the checkpoint, which takes about 15 seconds per GB.
 
     Raises:
         ModelError: The checkpoint is damaged, or its model is not supported.

@@ -141,8 +141,8 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        This includes a buffer that joins fetched and resident KV of one sequence, and dequantised KV if the KV cache is
-        quantised.
+        This includes a buffer that joins fetched and resident KV of one sequence, and if the KV cache is
+        quantised, dequantised KV of this sequence (on CUDA, of all sequences).
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry

@@ -66,14 +66,11 @@ class Namespace:
         return f"dtype={dtype!r} and kv_cache_dtype={shown!r}"
 
     def siblings(self) -> Iterator[Namespace]:
-        """Yield the namespaces of the same model with other number formats or numbers of planes.
-
-        Development versions before 0.3 stored two planes for models with latent attention.
-        """
+        """Yield the namespaces of the same model with other number formats."""
         dtypes = [name for name in get_args(DType) if name != "auto"]
-        for dtype, kv_cache_dtype, planes in itertools.product(dtypes, get_args(KVFormatName), {self.planes, 2}):
+        for dtype, kv_cache_dtype in itertools.product(dtypes, get_args(KVFormatName)):
             stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-            sibling = replace(self, dtype=getattr(torch, dtype), kv_cache_dtype=stored, planes=planes)
+            sibling = replace(self, dtype=getattr(torch, dtype), kv_cache_dtype=stored)
             if sibling != self:
                 yield sibling
 
@@ -159,11 +156,6 @@ class SessionStore:
         folder, file, siblings = self._folder, document_name(name) + DOCUMENTS, self._namespace.siblings()
         if (found := next((one for one in siblings if (folder / one.folder_name / file).exists()), None)) is not None:
             own, other = self._namespace.options, found.options
-            if found.planes != self._namespace.planes:
-                raise StoreError(
-                    f"session {name!r} was stored by an earlier version, in a format that is no longer read for models "
-                    "with latent attention: continue it with that version, delete the session, or use another name"
-                )
             raise StoreError(
                 f"session {name!r} is stored with {other}, and this runtime has {own}: KV of one number format cannot "
                 f"be continued in another. Load the model with {other}, delete the session, or use another name"

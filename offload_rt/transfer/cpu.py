@@ -95,11 +95,10 @@ class _Pages:
 class _Scratch:
     """Gather buffers for K and V, as large as the largest gather so far. Each gather overwrites the previous one."""
 
-    def __init__(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, rows: tuple[torch.Tensor, torch.Tensor], planes: int) -> None:
         self._rows = rows
-        k, v = rows
         # If keys contain the values, one buffer is enough.
-        self._buffers = [rows[0].new_empty(0) for _ in range(1 if k.data_ptr() == v.data_ptr() else 2)]
+        self._buffers = [rows[0].new_empty(0) for _ in range(planes)]
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +200,7 @@ class CpuRows(RowFetch):
     def __init__(self, pool: HostPool, pages: _Pages) -> None:
         self._pool, self._pages = pool, pages
         self._entry_bytes = pool.layout.entry_bytes
-        self._fetched, self._repaired = _Scratch(pages.rows), _Scratch(pages.rows)
+        self._fetched, self._repaired = (_Scratch(pages.rows, pool.layout.planes) for _ in range(2))
 
     @property
     def nbytes(self) -> int:

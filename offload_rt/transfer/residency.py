@@ -60,7 +60,7 @@ class Residency:
                 fill_planes(rows[:, :, at : at + stop - first], 0, *last)
                 return
             indices = (torch.arange(first - sinks, stop - sinks, device=k.device) % recent).add_(sinks)
-            for plane, own in zip(rows, last, strict=False):
+            for plane, own in zip(rows, last[: len(rows)], strict=True):
                 plane.index_copy_(1, indices, own)
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:

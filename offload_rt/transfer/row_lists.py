@@ -301,7 +301,8 @@ class RowLists:
         if overlapping and ids.numel():
             # K and V have the same duplicates, so only the rows of K are sorted.
             keys = first_occurrences(ids[0].flatten())
-            again = torch.stack([(keys + i * len(keys)).where(keys >= 0, -1) for i in range(len(ids))]).view_as(ids)
+            values = [(keys + len(keys)).where(keys >= 0, -1)] * (len(ids) - 1)  # none if keys contain the values
+            again = torch.stack([keys, *values]).view_as(ids)
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)

@@ -133,7 +133,7 @@ class TorchAO(LinearBackend):
 
 
 class MXFP4(LinearBackend):
-    """Weight format MXFP4 (gpt-oss). On a CPU, transformers has no kernel for it and dequantises the weights."""
+    """Weight format MXFP4 (gpt-oss) with `quantize="none"`. On a CPU, transformers dequantises it."""
 
     method = "mxfp4"
 

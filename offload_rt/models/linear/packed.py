@@ -18,7 +18,9 @@ TILE_WEIGHTS = 1 << 24
 """Maximum number of weights that are unpacked at a time on a GPU, for products of many rows."""
 
 FEW_EXPERTS = 64
-"""Experts of up to this number of pairs of a token and an expert are computed by one launch per projection on a GPU."""
+"""Experts of up to this number of pairs of a token and an expert are computed by one launch per projection on a GPU.
+
+Steps in CUDA graphs always are."""
 
 
 class PackedLinear(BackendLinear):
@@ -197,7 +199,9 @@ class PackedExperts(nn.Module):
         `router_indices` and `routing_weights` are `[T, k]`.
         """
         own: Any = self
-        if uses_triton(hidden_states) and 0 < router_indices.numel() <= FEW_EXPERTS and not torch.is_grad_enabled():
+        # The loop below reads the chosen experts on the host, which a captured step cannot do.
+        pairs, at_once = router_indices.numel(), uses_triton(hidden_states) and not torch.is_grad_enabled()
+        if pairs and at_once and (pairs <= FEW_EXPERTS or torch.cuda.is_current_stream_capturing()):
             experts, tokens = router_indices.flatten(), hidden_states.repeat_interleave(router_indices.shape[1], 0)
             gate_up = self.gate_up_proj.products(tokens, experts, self.gate_up_proj_bias)
             results = self.down_proj.products(own._apply_gate(gate_up), experts, self.down_proj_bias)

@@ -69,11 +69,12 @@ export class Composer {
 
   async add(list) {
     for (const file of list) {
+      const before = $("status").textContent;
       say(`Reading ${file.name}…`);
       try {
         const bytes = new Uint8Array(await file.arrayBuffer());
         if (bytes.subarray(0, 8192).includes(0)) {
-          say("");
+          say(before);
           complain(`${file.name} is not a text file.`);
           continue;
         }
@@ -81,6 +82,7 @@ export class Composer {
         this.files.push({ name: file.name, text, of: text.length });
         say(`${file.name} (${size(file.size)}) will be sent with the next message.`);
       } catch {
+        say(before);
         complain(`${file.name} could not be read.`);
       }
     }

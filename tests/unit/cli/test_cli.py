@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from support.tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, ModelError, SamplingParams
+from offload_rt.cli.tables import verdict
 
 PACKAGE = Path(offload_rt.__file__).parent
 BOOK = str(PACKAGE / "data" / "black_arrow.txt")
@@ -58,6 +60,23 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     described = help_text[help_text.index("options:") :]
     sampled = described.index("--max-new-tokens N maximum number of new tokens (default: 256)")
     assert sampled < described.index("--policy ")
+
+
+@pytest.mark.parametrize(
+    ("device", "copied", "of", "said"),
+    [
+        ("cpu", 2, 100, "attends exactly to 3% of the tokens"),
+        ("cuda:0", 0.2, 100, "copies less than 1% of the KV cache per token, keeps 20% of its size on the device"),
+        ("cuda:0", 0, 0, "attends exactly to 3% of the tokens"),  # a single new token is not decoded
+    ],
+)
+def test_the_verdict_of_a_comparison(device: str, copied: float, of: float, said: str) -> None:
+    policy = SimpleNamespace(
+        policy="infinigen", device=device, exact_fraction=0.03, h2d_bytes_per_token=copied, kv_bytes_device=1,
+        scoring_bytes_device=1, kv_bytes_host=10,
+    )  # fmt: skip
+    found: Any = SimpleNamespace(policy=policy, full=SimpleNamespace(h2d_bytes_per_token=of), kl=0.5)
+    assert f"policy infinigen {said}, and its predictions differ" in verdict(found)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_a_prefill_does_not_starve_running_decodes() -> None:
 
 def test_a_pool_too_small_for_all_makes_requests_wait() -> None:
     llm = make_llm(blocks=3)
-    prompts = [tiny_prompt(58, seed=i) for i in range(5)]
+    prompts = [tiny_prompt(70, seed=i) for i in range(5)]
     alone = [completed(llm.generate([prompt], greedy(12)))[0].token_ids for prompt in prompts]
     assert [c.token_ids for c in completed(llm.generate(prompts, greedy(12)))] == alone
     assert llm.runner.pool.bytes_peak <= llm.runner.pool.limit_bytes

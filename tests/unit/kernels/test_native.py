@@ -204,7 +204,7 @@ def test_levels_of_a_processor(
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_code_compiles_without_warnings(name: str, level: str, tmp_path: Path) -> None:
+def test_code_has_no_warnings(name: str, level: str, tmp_path: Path) -> None:
     """Cover the smallest and the largest value of each constant. `make test` only parses the code, and that of lower
     levels with the largest values: other tests compile it."""
     if (compiler := native_code.find_compiler()) is None:

@@ -19,6 +19,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.config import DraftOptions
+from offload_rt.engine.engine import Engine
 from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
 from offload_rt.engine.speculative.verification import accept, rewind, verify
@@ -285,7 +286,12 @@ def test_a_preempted_request_goes_on_exactly() -> None:
         exact={"method": "sparse", "adaptive": False},
         enable_prefix_caching=False,
     )
-    assert texts(small, prompts, params) == texts(runtime(model, "full"), prompts, params)
+    engine = Engine(small.runner, max_num_seqs=3)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while not engine.idle:
+        engine.step()
+    assert engine.scheduler.preemptions
+    assert [one.new_tokens for one in requests] == texts(runtime(model, "full"), prompts, params)
 
 
 def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:

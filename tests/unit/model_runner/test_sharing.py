@@ -185,7 +185,7 @@ def test_bytes_of_a_step_with_full_count_the_shared_part_once() -> None:
     before = sum(s.trace.bytes_to_device for s in batch)
     logits = runner.decode(batch)
     assert sum(s.trace.bytes_to_device for s in batch) - before == 5 * BLOCK_SIZE * LAYERS * ROW
-    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits), rtol=0, atol=1e-5)  # MKL rounds rows differently
     for sequence in batch:
         runner.free(sequence)
 

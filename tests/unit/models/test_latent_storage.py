@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from support.outputs import completed
 from support.staged_transfer import staged
 from support.tiny_models import assert_greedy
 
-from offload_rt import LLM, SamplingParams, StoreError
+from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.kv_cache.disk.file_layout import FileLayout
@@ -24,7 +23,6 @@ from offload_rt.outputs import CompletionOutput
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.planning.memory_model import requirements
 from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
-from offload_rt.sessions.store import Namespace
 
 RANK, ROTATED, LAYERS = 24, 8, 3
 WIDTH = (RANK + ROTATED) * torch.float32.itemsize
@@ -173,17 +171,3 @@ def test_preempted_requests_are_swapped(tmp_path: Path, monkeypatch: pytest.Monk
         engine.check_integrity()
     assert engine.scheduler.preemptions and engine.scheduler.restored
     assert [one.new_tokens for one in requests] == [one.token_ids for one in completed(plain.generate(prompts, params))]
-
-
-def test_sessions_with_stored_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier version stored values beside keys, under the name of the storage format without planes."""
-    init = Namespace.__str__
-    assert init(Namespace("f", torch.float32, "auto", 1)) != init(Namespace("f", torch.float32, "auto"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Namespace, "__str__", lambda own: init(replace(own, planes=2)))
-        session = make().session("s", tmp_path)
-        list(session.send(PREFIX, GREEDY))
-        session.close()
-    with pytest.raises(StoreError, match="latent attention"):
-        make().session("s", tmp_path)
-    make().session("t", tmp_path).close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import VOCAB, architecture
+from support.cuda_cells import GRAPHS, LOW_BITS, captured
 from support.cuda_simulator import Late, simulated
 from support.outputs import completed
 from support.tiny_models import edit_config
@@ -73,20 +74,37 @@ def test_weights_and_tokens_are_those_of_the_format(tmp_path: Path) -> None:
 def test_tokens_on_a_simulated_device_are_those_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill computes expert by expert, and a decode step computes all chosen experts at once."""
     pytest.importorskip("triton", reason="triton is not installed")
-    packed, at_once = write_folders(tmp_path)[1], []
+    folder, at_once = write_folders(tmp_path)[1], []
     products = PackedStack.products
     monkeypatch.setattr(
         PackedStack, "products", lambda stack, x, *rest: at_once.append(len(x)) or products(stack, x, *rest)
     )
     options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "verify": "off"}
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    [expected] = completed(LLM(packed, device="cpu", **options).generate(PROMPTS[:1], few))
+    [expected] = completed(LLM(folder, device="cpu", **options).generate(PROMPTS[:1], few))
     with simulated(Late()):
-        llm = LLM(packed, device="cuda", **options)
+        llm = LLM(folder, device="cuda", **options)
         [found] = completed(llm.generate(PROMPTS[:1], few))
     assert found.token_ids == expected.token_ids
     chosen = llm.runner.model.layers[0].get_submodule("mlp.router").top_k
     assert at_once == [chosen] * len(at_once) != []
+
+
+def test_a_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over experts, which reads them on the host, would end the capture."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr("offload_rt.models.linear.packed.FEW_EXPERTS", 1)
+    folder, few = write_folders(tmp_path)[1], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {
+        "dtype": "float32", "policy": "infinigen", "policy_options": LOW_BITS | {"source": "attention_input"},
+        "host_memory": "4MiB", "verify": "off", "missed_mass_every": 0,
+    }  # fmt: skip
+    expected = completed(LLM(folder, device="cpu", **options).generate(PROMPTS[1:], few))
+    with simulated(Late()):
+        llm = LLM(folder, device="cuda", **options, **GRAPHS)
+        found = completed(llm.generate(PROMPTS[1:], few))
+        assert captured(llm)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
 @pytest.mark.parametrize(

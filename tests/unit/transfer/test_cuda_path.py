@@ -21,6 +21,7 @@ from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
+from offload_rt.core import KVPart
 from offload_rt.engine.runner import Runner
 from offload_rt.transfer.row_lists import RowLists
 
@@ -312,12 +313,12 @@ def test_lists_of_a_batch_that_is_gone_are_still_read(late: int) -> None:
         if late == 1:
             pending = lists.fetch(1, tokens, None, overlapping=False)
         else:
-            lists.append(1, k, v, one, lists.row(20))
+            lists.append(1, KVPart(k, v), one, lists.row(20))
         del lists, k, v, tokens, one
         junk = overwritten("cuda")
         if late == 1:
             [run] = runner.pool.runs(sequence.blocks, 1, range(20))
-            assert torch.equal(pending.wait()[0].cpu(), run.k), junk
+            assert torch.equal(pending.wait().k.cpu(), run.k), junk
         runner.transfer.storage.settle(sequence.blocks)
         [last] = runner.pool.runs(sequence.blocks, 1, range(20, 21))
         assert late == 1 or torch.equal(last.k[:, 0], want), junk
