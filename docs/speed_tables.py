@@ -24,6 +24,26 @@ def _runtime(name: str) -> str:
     return f"offload-rt, `{name}`" if name in ("full", "infinigen", "auto") else name
 
 
+PACKED = {
+    DYNAMIC: (DYNAMIC, "16 bits"),
+    "full": ("offload-rt, `full`", "16 bits"),
+    "full, GGUF": ("offload-rt, `full`", "Q4_K_M"),
+    "infinigen, GGUF": ("offload-rt, `infinigen`", "Q4_K_M"),
+    "llama.cpp, 16-bit KV": ("llama.cpp, 16-bit KV", "Q4_K_M"),
+}
+"""Runtimes of the table of packed weights, with their weights."""
+
+
+def packed_weights() -> str:
+    """Time and memory of a 1.5B model with packed weights, beside 16-bit weights."""
+    rows = []
+    for name in ("2k", "8k"):
+        for row in load(f"qwen15/packed/real_speed_{name}"):
+            numbers = f"{row['prefill']:.0f}", f"{row['step']:.0f}", f"{row['peak'] / 1024:.1f}"
+            rows.append([f"{row['context']:,}", *PACKED[row["runtime"]], *numbers])
+    return table(("context", "runtime", "weights", "prompt, s", "ms per token", "memory, GiB"), rows)
+
+
 LENGTHS = {
     "smollm2/rows_in_c": ("EPYC", "smollm2"),
     "smollm2/rows_in_c/long": ("EPYC", "smollm2"),

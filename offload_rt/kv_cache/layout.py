@@ -147,9 +147,10 @@ class ArenaLayout:
         """Size in bytes of the arena's address space, including padding."""
         return self.rows * self.row_bytes
 
-    def row(self, storage_layer: int, head: int, kv: int, offset: int = 0) -> int:
-        """Return a row id relative to the slab: token slot `offset` of a KV head, for K (`kv` 0) or V (`kv` 1)."""
-        return storage_layer * self.layer_rows + head * self.head_rows + kv * self.plane_rows + offset
+    def row(self, storage_layer: int, head: int, plane: int, offset: int = 0) -> int:
+        """Return a row id relative to the slab: token slot `offset` of a KV head, for K (`plane` 0) or V (1)."""
+        assert plane < self.planes
+        return storage_layer * self.layer_rows + head * self.head_rows + plane * self.plane_rows + offset
 
     @cached_property
     def window_ratio(self) -> int:

@@ -222,7 +222,7 @@ class StoredRows:
         """Return the row id at which each block of group 0 begins, int64 `[blocks]`: K of head 0 in storage layer 0.
 
         In full-attention layer l, token t of head h is row `row_base[t // 64] + t % 64 +
-        layout.row(groups.storage_layer[l], h, kv)`.
+        layout.row(groups.storage_layer[l], h, plane)`.
         """
         ids = torch.tensor(blocks.ids, dtype=torch.int64)
         slabs = ids // self.layout.slab_blocks

@@ -190,12 +190,13 @@ class DeviceCosts:
         return rows + weighed + work + self._logits_bytes(1) + self._unpacked_bytes()
 
     def _unpacked_bytes(self) -> int:
-        """Return the size in bytes of the weights that products of many rows unpack at a time on a GPU."""
+        """Return the size in bytes of a tile of weights that a GPU unpacks for many rows, and of its products."""
         shape = self.shape
         if shape.packing != PACKED.method or shape.device.type == "cpu":
             return 0
         largest = max(shape.sizes.widest, shape.geometry.vocab) * shape.geometry.hidden
-        return min(TILE_WEIGHTS, largest) * shape.dtype.itemsize
+        tile = min(TILE_WEIGHTS, largest)
+        return (tile + self.slice * -(-tile // shape.geometry.hidden)) * shape.dtype.itemsize
 
     def calibration(self) -> int:
         """Return the size in bytes that calibration needs at the first start; 0 if there is no calibration."""
