@@ -156,7 +156,7 @@ def _table(title: str, *sections: Rows) -> Table:
 
 def summary_table(stats: Stats) -> Table:
     selects = len(stats.dense_layers) < stats.layers
-    per_token = stats.h2d_bytes_steps / stats.decoded_tokens if stats.decoded_tokens else 0
+    per_token = stats.h2d_bytes_per_token
     whole = per_token / stats.fetched_fraction if stats.fetched_fraction else 0
     times = f" ({whole / per_token:.0f} times less than all KV)" if per_token and whole > 1.5 * per_token else ""
     rest = ", the rest through approximate KV" if stats.approximate_bytes_device else ", the rest is ignored"

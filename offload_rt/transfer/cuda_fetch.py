@@ -83,7 +83,7 @@ class CudaBatches(BatchedRows):
 
 
 class CudaRows(RowFetch):
-    """`RowFetch` for a device with memory of its own."""
+    """Fetches KV to a device whose memory is separate from host memory."""
 
     def __init__(self, state: DeviceState, batches: CudaBatches) -> None:
         self._state, self._batches = state, batches

@@ -39,7 +39,7 @@ Turns are longer in long contexts, because the first token of each turn attends 
 SEPARATOR = "\n\n"
 
 RATE_TOKENS = 64
-"""Number of latest tokens from which the speed is computed."""
+"""The displayed speed is that of this number of latest tokens."""
 
 
 def write_document(

@@ -58,11 +58,10 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
 
     The inputs of x are already in the order of the packed rows.
     """
-    if torch.is_grad_enabled() or not x.numel():
-        return F.linear(x, form.unpack(packed, x.dtype), bias)
-    if x.is_cuda:
+    plain = torch.is_grad_enabled() or not x.numel()
+    if x.is_cuda and not plain:
         return _linear_on_gpu(x.reshape(-1, form.ins), packed, form, bias).view(*x.shape[:-1], len(packed))
-    code = packed_products.compiled_for(x.dtype)
+    code = None if plain else packed_products.compiled_for(x.dtype)
     if code is None:
         return F.linear(x, form.unpack(packed, x.dtype), bias)
     if x.numel() <= packed_products.MAX_ROWS * form.ins:

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 @cache
 def text() -> list[int]:
-    """Return tokens of a novel on which the model was not trained."""
+    """Return tokens of a novel that the model did not see in training."""
     tokenizer: Any = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
     found: list[int] = tokenizer.encode((ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8"))
     return found
