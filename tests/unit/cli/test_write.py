@@ -153,6 +153,7 @@ def test_ctrl_c_on_the_command_line(tmp_path: Path, cli: Cli, roomy: str, monkey
 
     monkeypatch.setattr(TextFile, "append", interrupted)
     flags = ("write", roomy, str(tmp_path / "novel.txt"), "It was", "--max-new-tokens", "30", "--policy", "full")
+    flags = (*flags, "--seed", "1", "--ignore-eos")
     run = cli(*flags)
     assert (run.code, run.out) == (INTERRUPTED, "") and "the same command continues" in run.err
     assert "Traceback" not in run.err
