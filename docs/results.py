@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_tables import gpu, gpu_sessions, h200_trained, step_times
 from quality_tables import ablation, divergence, formats, perplexity, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, choosing, disk, drafts, instructions, lengths, others, packed_weights, selecting
+from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, selecting
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -53,7 +53,7 @@ def readme() -> str:
 
 TABLES: Sequence[Callable[[], str]] = (
     perplexity, divergence, ruler, formats, ablation,
-    others, packed_weights, lengths, instructions, choosing, selecting, drafts, disk,
+    others, packed_weights, lengths, selecting, drafts, disk,
     gpu, h200_trained, gpu_sessions,
 )  # fmt: skip
 
