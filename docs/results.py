@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_tables import gpu, gpu_sessions, h200_trained, step_times
-from quality_tables import ablation, divergence, formats, perplexity, ruler
+from quality_tables import divergence, formats, perplexity, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
 from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, selecting
 from tables import fill, table
@@ -51,7 +51,7 @@ def readme() -> str:
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, divergence, ruler, formats, ablation,
+    perplexity, divergence, ruler, formats,
     others, packed_weights, lengths, selecting, drafts, disk,
     gpu, h200_trained, gpu_sessions,
 )  # fmt: skip
