@@ -39,7 +39,7 @@ def attend_causal(
         sinks: Learned attention sinks `[H]`: one more score per head in the softmax denominator, without a value.
     """
     heads, m, d = q.shape
-    if (library := causal_cpu.takes(q)) is not None:
+    if (library := causal_cpu.library_for(q)) is not None:
         return causal_cpu.attend_causal(library, q, k, v, scale, window, softcap, sinks)
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)

@@ -27,7 +27,7 @@ class BlockedAttention:
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
         self.q = q
         self._grouped, self._scale, self._softcap = q.unflatten(0, (kv_heads, -1)), scale, softcap
-        self._library = causal_cpu.takes(q)
+        self._library = causal_cpu.library_for(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         self._out = torch.zeros(self._grouped.shape, dtype=wide, device=q.device)
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)

@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def takes(q: torch.Tensor) -> ctypes.CDLL | None:
+def library_for(q: torch.Tensor) -> ctypes.CDLL | None:
     """Return the compiled library for the dtype and head dimension of queries q `[..., d]`.
 
     Return None if they are not supported or it cannot be compiled, and for bfloat16 on a processor with AMX, because
@@ -54,7 +54,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `causal.attend_causal` with `library`, the result of `takes`."""
+    """Compute `causal.attend_causal` with `library`, the result of `library_for`."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -77,7 +77,7 @@ def attend_further(
     """Attend to further keys, and merge the result into `out` and `lse` in place.
 
     Args:
-        library: The result of `takes`.
+        library: The result of `library_for`.
         q: Queries `[H, m, d]`.
         k, v: Keys and values `[Hkv, n, d]`, n >= 1.
         out: Attention to the tokens of earlier calls, float32 `[H, m, d]`. Initially 0.

@@ -33,7 +33,7 @@ class PackedFormat:
         has_zeros: Whether each group has its own code of the weight 0, a uint8.
         has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
         exponent: Exponent by which stored scales are shifted into the range of float16.
-        permuted: Whether the columns are stored in another order than the inputs of the linear layer (`hold_packed`).
+        permuted: Whether the columns are stored in another order than the inputs of the layer (`use_packed_weights`).
     """
 
     ins: int

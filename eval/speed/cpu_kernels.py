@@ -139,7 +139,7 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
         k, v = torch.randn(2, HEADS, tokens, D).to(dtype)
-        decode, prefill = decode_attention.library(D, dtype), causal_cpu.takes(q)
+        decode, prefill = decode_attention.library(D, dtype), causal_cpu.library_for(q)
         if decode is not None:
             copies = torch.stack((k, v)).unsqueeze(0).repeat(-(-COLD // (2 * k.nbytes)), 1, 1, 1, 1)
             call = partial(_next_step, decode, q[:, 0], cycle(copies))

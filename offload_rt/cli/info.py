@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     host = divided_host_memory(config, geometry, shape.dtype)
     machine = SystemMemory.here(host.kv, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
-    shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
+    shape = shape.with_placement(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # A growing sequence captures one graph per length bucket. Up to 512 tokens, each block is a bucket.
     graphs = min(-(-context // BLOCK_SIZE), max_graphs(config, shape.device, streams=bool(placement)))

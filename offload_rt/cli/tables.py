@@ -277,9 +277,11 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
     rows: Rows = []
     if shape.placement.experts is not None and shape.sizes.experts is not None:
         experts = shape.sizes.experts
-        there = f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.each))} each"
+        there = (
+            f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.one_expert))} each"
+        )
         rows.append(("experts on the device", there))
-        rows.append(("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}"))
+        rows.append(("experts copied per token", f"at most {format_size(experts.top_k * sum(experts.one_expert))}"))
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
     return rows + _size("host: experts and embedding", shape.host_bytes)

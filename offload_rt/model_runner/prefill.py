@@ -42,8 +42,8 @@ class StateCapture:
 
     def finished(self, layer: int) -> None:
         """Copy the state of a decoder layer if it has just processed the last token before a snapshot."""
-        if (target := self._targets.get(self._slots.seen[layer][self._slot])) is not None:
-            self._pool.save(target, layer, *self._slots.of_layer(layer, self._slot))
+        if (target := self._targets.get(self._slots.processed[layer][self._slot])) is not None:
+            self._pool.save(target, layer, *self._slots.layer_state(layer, self._slot))
 
 
 class Prefill:

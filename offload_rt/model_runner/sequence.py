@@ -10,7 +10,7 @@ import torch
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.pool import HostPool
-from ..models.recurrent import StateMark, StateSlots
+from ..models.recurrent import RollbackState, StateSlots
 from ..policies.base import KeyReader, PolicyState
 from ..transfer.base import KVStorage
 from .slot_table import SlotTable
@@ -43,7 +43,7 @@ class Sequence:
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
-        mark: Recurrent state before draft tokens; None if the sequence never had draft tokens.
+        rollback: Recurrent state before draft tokens; None if the sequence never had draft tokens.
         shared_tokens: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
         keeps_decoded: Whether a session with recurrent state continues after the last full block. If so, snapshots are
             also taken after decode steps, although their state may be approximate. The sliding windows at the end of
@@ -72,7 +72,7 @@ class Sequence:
     drafter: Sequence | None = None
     state_slots: StateSlots | None = None
     state_slot: int = -1
-    mark: StateMark | None = None
+    rollback: RollbackState | None = None
     shared_tokens: int = 0
     keeps_decoded: bool = False
     snapshots: dict[int, int] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import attend_layer
-from ..models.recurrent import RecurrentState, StateMark
+from ..models.recurrent import RecurrentState, RollbackState
 from ..policies.base import Policy
 from ..transfer.base import KVStorage, PrefilledLayer
 from .prefill import attend_past_kv, pass_to_policy
@@ -60,24 +60,24 @@ class VerificationPass:
         if slots is None:
             return None
         state = slots.view([one.state_slot for one in self._sequences], counts=self._token_counts)
-        if any(self._mark_to_record_from(one) for one in self._sequences):
+        if any(self._rollback_to_record_from(one) for one in self._sequences):
             state.inputs = {}
         return state
 
-    def _mark_to_record_from(self, sequence: Sequence) -> StateMark | None:
-        """Return the mark at which the pass begins if it needs recorded inputs, else None."""
-        mark = sequence.mark
-        return None if mark is None or mark.inputs is None or mark.tokens != sequence.position else mark
+    def _rollback_to_record_from(self, sequence: Sequence) -> RollbackState | None:
+        """Return the sequence's rollback state if the pass begins there and must record inputs, else None."""
+        rollback = sequence.rollback
+        return None if rollback is None or rollback.inputs is None or rollback.tokens != sequence.position else rollback
 
     def _divide_recorded_inputs(self) -> None:
-        """Divide the recorded inputs of recurrent layers between the marks of the sequences."""
+        """Divide the recorded inputs of recurrent layers between the rollback states of the sequences."""
         if self._state is None or self._state.inputs is None:
             return
         parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
-            if (mark := self._mark_to_record_from(sequence)) is not None:
+            if (rollback := self._rollback_to_record_from(sequence)) is not None:
                 # A view would keep the inputs of the whole batch in memory.
-                mark.inputs = {layer: part[b].clone() for layer, part in parts.items()}
+                rollback.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
         """Store the new KV `[Hkv, m, d]`. Return the attention output `[m, H * d]` of q `[H, m, d]`.

@@ -62,13 +62,13 @@ class LatentProjections:
         """Return queries `[H, T, d]` multiplied by W_UK^T."""
         for project in self._query:
             x = project(x)
-        own, turned = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._key_dim, self._rotated], dim=-1)
-        return torch.cat((torch.bmm(own, self._expansions(x)[:, : self._key_dim]), rotate(turned)), dim=-1)
+        q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._key_dim, self._rotated], dim=-1)
+        return torch.cat((torch.bmm(q_nope, self._expansions(x)[:, : self._key_dim]), rotate(q_rope)), dim=-1)
 
     def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v, which are the same tensor `[1, T, d]`."""
-        latent, turned = self._latent(x).split([self._rank, self._rotated], dim=-1)
-        k = torch.cat((self._latent_norm(latent)[None], rotate(turned[None])), dim=-1)
+        latent, k_rope = self._latent(x).split([self._rank, self._rotated], dim=-1)
+        k = torch.cat((self._latent_norm(latent)[None], rotate(k_rope[None])), dim=-1)
         return k, k
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:

@@ -136,7 +136,7 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     limit, context = config.device_memory, config.max_model_len or capacity
     *larger, least = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice=least)
-    several = [replace(costs, shape=shape.placed(placement)) for placement in _placements(config, shape)]
+    several = [replace(costs, shape=shape.with_placement(placement)) for placement in _placements(config, shape)]
     resident = (found for found in _plans_within(limit, several, context) if not (found.streamed or found.keys_on_host))
     plan = next(resident, None) or plan_device(limit, several[-1], context)
     sliced = [replace(plan.costs, slice=size, keys_on_host=False) for size in larger]

@@ -19,7 +19,7 @@ from ..kv_cache.kv_format import make_kv_formats, stored_geometry
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.system_memory import available_memory
 from ..models.linear.packed import PACKED, TILE_WEIGHTS
-from ..models.rotary import KEPT
+from ..models.rotary import MAX_CACHED_POSITIONS
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
 from ..policies.growing import max_slots
@@ -107,7 +107,7 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
 
-        In lossless mode, this includes copies of the state before draft tokens (`StateMarks`), and inputs of the
+        In lossless mode, this includes copies of the state before draft tokens (`RollbackStates`), and inputs of the
         recurrent layers in a verification pass.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
@@ -160,7 +160,7 @@ class DeviceCosts:
     def prefill(self, context: int) -> int:
         """Return the size in bytes of a prefill's temporary memory, with RoPE tables except those in `fixed`."""
         return self._prefill_layer_bytes(context) + self._rope_bytes(
-            max(0, min(context, KEPT * self.slice) - self.slice)
+            max(0, min(context, MAX_CACHED_POSITIONS * self.slice) - self.slice)
         )
 
     def _prefill_layer_bytes(self, context: int) -> int:

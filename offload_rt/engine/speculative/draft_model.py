@@ -57,8 +57,8 @@ class DraftModel:
         try:
             drafter = self._caught_up(sequence)
             drafter.draft_start = min(drafter.position, sequence.position)
-            if self._runner.marks is not None:
-                self._runner.marks.set(drafter, record=False)
+            if self._runner.rollbacks is not None:
+                self._runner.rollbacks.set(drafter, record=False)
             ahead = len(sequence.tokens) + drafts - drafter.position
             self._runner.retry_after_reclaim(lambda: self._runner.reserve(drafter, ahead))
         except (PoolFullError, InputError):
@@ -111,9 +111,9 @@ class DraftModel:
             pairs = enumerate(zip(drafter.tokens, sequence.tokens, strict=False))
             known = next(i for i, (mine, theirs) in pairs if mine != theirs)
         if known < drafter.position:
-            if drafter.mark is not None:  # recurrent state can return only to its mark
-                assert drafter.mark.tokens <= known
-                known = drafter.mark.tokens
+            if drafter.rollback is not None:  # recurrent state can return only to its copy
+                assert drafter.rollback.tokens <= known
+                known = drafter.rollback.tokens
             rewind(self._runner, drafter, known)
             self._runner.reload(drafter)
         drafter.tokens[known:] = sequence.tokens[known:]

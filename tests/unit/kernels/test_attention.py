@@ -103,8 +103,8 @@ def test_causal_attention_by_c_code(
     ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
     expected = plain(q, k, v, 0.3, (ago >= 0) & (ago < (window or n)), cap, sinks)
     found = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
-    if causal_cpu.takes(q) is not None:
-        monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+    if causal_cpu.library_for(q) is not None:
+        monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
         found.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
     for out in found:
         assert out.dtype == dtype and out.shape == q.shape
@@ -133,8 +133,8 @@ def test_attention_to_blocks(
     expected = plain(q, k, v, 0.3, torch.arange(n - m, n)[:, None] >= torch.arange(n), cap, sinks)
     for library in (True, False):
         if not library:
-            monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
-        elif causal_cpu.takes(q) is None:
+            monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
+        elif causal_cpu.library_for(q) is None:
             continue
         each = BlockedAttention(q, 2, 0.3, cap)
         for first, stop in itertools.pairwise(edges):
@@ -222,7 +222,7 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cover torch's path, which a GPU also uses. Only the rounding of outputs and weights may add errors."""
-    monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+    monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
     q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
     q *= 4
     out = attend_causal(q, k, v, 0.125, None, softcap=30.0)
