@@ -20,8 +20,8 @@ _BLOCK = 1024
 class BlockedAttention:
     """Attention of queries q `[H, m, d]`, accumulated over blocks of keys.
 
-    Call `add`, in any order, for blocks that all queries attend to completely. Then call `add_own` once with the last
-    keys, which include the keys of the m query tokens.
+    Call `add`, in any order, for blocks that all queries attend to completely. Then call `add_causal` once with the
+    last keys, which include the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
@@ -48,7 +48,7 @@ class BlockedAttention:
             out = torch.bmm(weights.to(v.dtype), v[:, own])
             self._join(out.view(self._out.shape), lse.view(self._lse.shape))
 
-    def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def add_causal(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Attend causally to keys and values `[Hkv, n, d]`, n >= m. The last m keys belong to the query tokens."""
         if self._library is not None:
             self._further(self._library, k, v, causal=True)

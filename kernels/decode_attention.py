@@ -79,7 +79,7 @@ def _known(part: KVPart) -> KVPart:
     return KVPart(part.k[:, :valid], part.v[:, :valid])
 
 
-def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Scale the attention output `[..., d]` for learned attention sinks, which add to the softmax denominator.
 
     lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is returned unchanged.

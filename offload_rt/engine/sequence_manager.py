@@ -258,8 +258,8 @@ class SequenceManager:
     def relearn(self, sequence: Sequence) -> None:
         """Copy resident KV to the device again, and reset the policy state, which the next prefill rebuilds."""
         self.reload(sequence)
-        sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
-        sequence.unlearned = sequence.position
+        sequence.state, sequence.observed = self.policy.new_state(sequence.keys), 0
+        sequence.unobserved = sequence.position
         sequence.interrupted = False
 
     @device_guard
@@ -283,7 +283,7 @@ class SequenceManager:
             sequence = Sequence(
                 id=next(self._ids), tokens=list(tokens), blocks=blocks, slots=self.cache_manager.slots(), keys=keys,
                 state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
-                position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
+                position=known, exact=exact, unobserved=known, shift=shift, provenance=provenance,
             )  # fmt: skip
             self._register(sequence, None, snapshot)
         return sequence

@@ -36,19 +36,19 @@ class VerificationPass:
     def run(self) -> list[torch.Tensor]:
         adapter = self._adapter
         spans = [
-            (one, range(one.position, one.position + n))
-            for one, n in zip(self._sequences, self._token_counts, strict=True)
+            (sequence, range(sequence.position, sequence.position + n))
+            for sequence, n in zip(self._sequences, self._token_counts, strict=True)
         ]
-        tokens = torch.tensor([one.tokens[t] for one, span in spans for t in span], device=adapter.device)
-        positions = torch.tensor([t + one.shift for one, span in spans for t in span], device=adapter.device)
+        tokens = torch.tensor([sequence.tokens[t] for sequence, span in spans for t in span], device=adapter.device)
+        positions = torch.tensor([t + sequence.shift for sequence, span in spans for t in span], device=adapter.device)
         hidden = adapter.embed(tokens, positions)
         adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
             q, k, v = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
             stops, rows = accumulate(self._token_counts), KVPart(k, v)
             new = [rows.between(stop - n, stop) for n, stop in zip(self._token_counts, stops, strict=True)]
-            each = zip(self._sequences, q.split(self._token_counts, dim=1), new, strict=True)
-            attended = [self._attend(layer, *own) for own in each]
+            per_sequence = zip(self._sequences, q.split(self._token_counts, dim=1), new, strict=True)
+            attended = [self._attend(layer, *inputs) for inputs in per_sequence]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
             adapter.run_stages(layer, hidden, [slice(None)])
         self._divide_recorded_inputs()
@@ -59,8 +59,8 @@ class VerificationPass:
         slots = self._sequences[0].state_slots
         if slots is None:
             return None
-        state = slots.view([one.state_slot for one in self._sequences], counts=self._token_counts)
-        if any(self._rollback_to_record_from(one) for one in self._sequences):
+        state = slots.view([sequence.state_slot for sequence in self._sequences], counts=self._token_counts)
+        if any(self._rollback_to_record_from(sequence) for sequence in self._sequences):
             state.inputs = {}
         return state
 
@@ -91,24 +91,24 @@ class VerificationPass:
         if window is None and self._policy.wants_queries:
             rows = rows.joined()
             sequence.state.on_queries(layer, q, rows.kv.k, start)
-        known = sequence.learned if sequence.unlearned else start
+        observed = sequence.observed if sequence.unobserved else start
         if rows.past:
-            attended = self._attend_past(layer, sequence, q, rows, known)
+            attended = self._attend_past(layer, sequence, q, rows, observed)
         else:
             attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
         if window is None:
-            pass_to_policy(sequence.state, layer, rows.kv, rows.first, known)
+            pass_to_policy(sequence.state, layer, rows.kv, rows.first, observed)
         return attended.transpose(0, 1).flatten(1)
 
     def _attend_past(
-        self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
+        self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, observed: int
     ) -> torch.Tensor:
         """Return the attention output `[H, m, d]` of q over earlier KV, part by part, and over `rows.kv`.
 
-        The first `known` tokens are already in the policy's state.
+        The first `observed` tokens are already in the policy's state.
         """
         geometry = self._adapter.geometry
-        attending = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
-        attend_past_kv(rows.past, [attending], sequence.state, layer, known)
-        attending.add_own(rows.kv.k, rows.kv.v)
-        return attending.result(self._adapter.sinks[layer])
+        attention = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
+        attend_past_kv(rows.past, [attention], sequence.state, layer, observed)
+        attention.add_causal(rows.kv.k, rows.kv.v)
+        return attention.result(self._adapter.sinks[layer])

@@ -127,7 +127,7 @@ class SpeculativeDecoder:
             for sequence in request.sequences:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
-                sequence.trace.alone_seconds += draft.plain_seconds
+                sequence.trace.seconds_without_drafts += draft.plain_seconds
                 if row == len(draft.tokens) and runner.snapshots is not None:
                     runner.snapshots.after_step(sequence)
             rows = slice(row, row + 1) if draft.tokens else slice(None)

@@ -81,7 +81,7 @@ class DraftModel:
         seconds = time.perf_counter() - began
         for sequence, (drafter, _) in zip(sequences, batch, strict=True):
             sequence.trace.decode_seconds += seconds
-            sequence.trace.take_transferred_bytes(drafter.trace)
+            sequence.trace.absorb_transferred_bytes(drafter.trace)
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
@@ -96,7 +96,7 @@ class DraftModel:
         if newest - drafter.position > CATCH_UP:
             self._runner.retry_after_reclaim(lambda: self._runner.pool.reserve(drafter.blocks, newest))
             self._runner.prefill(drafter, newest)
-            sequence.trace.take_transferred_bytes(drafter.trace)
+            sequence.trace.absorb_transferred_bytes(drafter.trace)
         return drafter
 
     def _same_tokens(self, sequence: Sequence) -> Sequence:

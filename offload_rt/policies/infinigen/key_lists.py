@@ -23,7 +23,7 @@ from .scoring_keys import ListedKeys
 class KeyLists:
     """Scoring keys of up to `batch` sequences with up to `tokens` tokens each, in all layers that select tokens.
 
-    `hold` sets the sequences before each step. Kernels find their keys through tables of pointers: one table per layer,
+    `load` sets the sequences before each step. Kernels find their keys through tables of pointers: one table per layer,
     or one for all layers if the keys are in pages. The tables keep their addresses, so captured CUDA graphs stay valid.
     """
 
@@ -38,12 +38,12 @@ class KeyLists:
         self._storages: list[PointerTable | PageTable] = []
         self._basis: list[Basis | None] = []
 
-    def hold(self, keys: Sequence[ListedKeys], slots: Sequence[int]) -> torch.Tensor | None:
+    def load(self, keys: Sequence[ListedKeys], slots: Sequence[int]) -> torch.Tensor | None:
         """Set the sequences of the batch, and reserve slot `slots[b]` for the newest key of sequence b.
 
         Returns:
-            If the keys have moved in memory, the new contents of `tables`, which the caller copies to the device.
-            Otherwise None.
+            If the keys have moved in memory: the new contents of `pointer_tables`, which the caller copies to the
+            device. Otherwise None.
         """
         self._keys = list(keys)
         bases = [[own.basis(layer) for own in keys] for layer in self._at]
@@ -63,11 +63,11 @@ class KeyLists:
         return torch.tensor([[entry(own) for own in each] for each in tensors])
 
     def release(self) -> None:
-        """Drop all references to sequences, until the next `hold`."""
+        """Drop all references to sequences, until the next `load`."""
         self._keys, self._bases, self._stored, self._storages, self._basis = [], [], [], [], []
 
     @property
-    def tables(self) -> torch.Tensor:
+    def pointer_tables(self) -> torch.Tensor:
         """Pointer tables on the device, int64 `[layers, B, FIELDS]` or `[1, B, pages]`."""
         return self._pages if isinstance(self._storages[0], PageTable) else self._pointers
 

@@ -95,9 +95,9 @@ class InfiniGenState(PolicyState):
         """Select tokens with the code for batches, so that their number stays on the device (`Selection.counts`)."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
-        moved = lists.hold([self._keys], [slots - 1])
+        moved = lists.load([self._keys], [slots - 1])
         assert moved is not None
-        copy_into(moved, lists.tables)
+        copy_into(moved, lists.pointer_tables)
         numbers = Spans.numbers([visible], kv_heads, rule)
         starts, stops, limits, contexts = (
             to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers

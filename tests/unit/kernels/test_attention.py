@@ -139,7 +139,7 @@ def test_attention_to_blocks(
         each = BlockedAttention(q, 2, 0.3, cap)
         for first, stop in itertools.pairwise(edges):
             each.add(k[:, first:stop], v[:, first:stop])
-        each.add_own(k[:, edges[-1] :], v[:, edges[-1] :])
+        each.add_causal(k[:, edges[-1] :], v[:, edges[-1] :])
         found.append(each.result(sinks))
     for out in found:
         assert out.dtype == dtype and out.shape == q.shape

@@ -42,7 +42,7 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
     lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), 160, CPU)
     for step in range(5):
         places = [length + step for length in LENGTHS]
-        moved = lists.hold([state.scoring_keys for state in batched], places)
+        moved = lists.load([state.scoring_keys for state in batched], places)
         assert (moved is None) == (step > 0), "capacity leaves room for the steps"
         visible = [VisibleTokens.of(place + 1, sinks=4, recent=8, window=None) for place in places]
         numbers = [torch.tensor(each) for each in Spans.numbers(visible, shape.kv_heads, RULE)]
@@ -65,4 +65,4 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
     for state in batched:
         state.check_integrity()
     lists.release()
-    assert lists.hold([state.scoring_keys for state in alone], [1, 1]) is not None
+    assert lists.load([state.scoring_keys for state in alone], [1, 1]) is not None

@@ -68,7 +68,7 @@ def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
     """Later sequences compute only their own low-bit KV."""
     runner, others = runner_of(), runner_of(enable_prefix_caching=False)
     sequences = [started(runner, prompt) for prompt in prompts()]
-    assert learned == [0, 0, *[COMMON] * 4] and all(one.learned == one.unlearned == 0 for one in sequences)
+    assert learned == [0, 0, *[COMMON] * 4] and all(one.observed == one.unobserved == 0 for one in sequences)
     alone = [started(others, prompt) for prompt in prompts()]
     assert all(blocks_of(one).equal(blocks_of(other)) for one, other in zip(sequences, alone, strict=True))
     pages = [kept(one)._rows.pages(0).tensors for one in sequences]
@@ -91,11 +91,11 @@ def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
     first = begun(runner, 3 * BLOCK_SIZE + 10)
     assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]
     second = runner.new_sequence(prompt, 300, reuse=len(prompt))
-    first.unlearned = 1
+    first.unobserved = 1
     del learned[:]
     third = runner.new_sequence(prompt, 300, reuse=len(prompt))
     runner.prefill(second, 200)
-    first.unlearned = 0
+    first.unobserved = 0
     first.exact = BLOCK_SIZE + 1
     runner.free(second)
     runner.prefill(third, 200)
