@@ -59,16 +59,18 @@ class TunedPolicy:
         path = folder / POLICY
         if not path.exists():
             return None
-        again = "make it again with 'offload-rt tune'"
+        hint = "make it again with 'offload-rt tune'"
         try:
             record = read_json(path)
-            form, version = record.pop("format"), record.pop("version")
+            file_format, version = record.pop("format"), record.pop("version")
             tuned = cls(**record)
             options = {str(name): value for name, value in dict(tuned.options).items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"{path} is damaged ({error}); {again}") from error
-        if (form, version) != (_FORMAT, VERSION):
-            raise ArtifactError(f"{path} is {form!r} of version {version}, expected {_FORMAT!r} {VERSION}; {again}")
+            raise ArtifactError(f"{path} is damaged ({error}); {hint}") from error
+        if (file_format, version) != (_FORMAT, VERSION):
+            raise ArtifactError(
+                f"{path} is {file_format!r} of version {version}, expected {_FORMAT!r} {VERSION}; {hint}"
+            )
         if fingerprint is not None and tuned.fingerprint != fingerprint:
             raise ArtifactError(
                 f"{path} was chosen for another model: its fingerprint is {tuned.fingerprint}, this model's is "
@@ -100,8 +102,8 @@ def default_options(
     if tuned is None or tuned.policy != policy:
         return given
     # Policies without this option were tuned with approximate KV off.
-    without = {"approximate_kv": "off"} if policy == "infinigen" else {}
-    return {**without, **tuned.options, **given}
+    base = {"approximate_kv": "off"} if policy == "infinigen" else {}
+    return {**base, **tuned.options, **given}
 
 
 def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:

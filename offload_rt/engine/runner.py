@@ -63,7 +63,7 @@ class Runner(SequenceManager):
         self.order = order or PoolOrder()
         self.reclaimables = self.order.reclaimables
         best = prefill_slices(config, self.adapter.device)[0]
-        self.slice_tokens = best if plan is None else plan.costs.slice
+        self.slice_tokens = best if plan is None else plan.costs.slice_tokens
         self.thread_choice = ThreadChoice()
         self.eager = EagerSteps()
         self.steps = steps_for(config, self.adapter.device, self.eager, streams=weights is not None)

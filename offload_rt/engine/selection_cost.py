@@ -30,7 +30,7 @@ from ..models.loading import LoadedModel
 from ..policies.auto import Auto
 from ..policies.options import AutoOptions
 from ..skewing.artifact import SkewArtifact
-from ..skewing.guess import Correction
+from ..skewing.prediction import Correction
 from ..transfer.cpu import CpuTransfer
 from ..utils.atomic_files import write_atomic
 from ..utils.native_code import cache_folder, processor_name

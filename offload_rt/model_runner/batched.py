@@ -162,7 +162,7 @@ class BatchedMode(PerSequenceMode):
             if batch.policy.wants_weights:
                 scaled, counted = grouped.to(lse.dtype) * scale, replace(fetched, counts=counts)
                 attended = inputs.attention_weights(scaled, resident, counted, selected, lse)
-                inputs.keys.attended(layer, inputs.candidates, *attended)
+                inputs.keys.on_attended(layer, inputs.candidates, *attended)
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
         if (sinks := batch.adapter.sinks[layer]) is not None:
             out = apply_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))

@@ -185,7 +185,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on its inputs, and the host reads no values during the step."""
-    per_sequence_bases = batch.policy.rule is not None and batch.policy.rule.own_bases
+    per_sequence_bases = batch.policy.rule is not None and batch.policy.rule.per_sequence_bases
     read_by_host = any(
         s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences
     )

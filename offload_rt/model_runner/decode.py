@@ -82,5 +82,5 @@ class DecodeStep:
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Attend:
         """Start fetching the tokens that `layer` selects with the query of the predicted `attention_input` `[B, D]`."""
-        corrected = self.batch.policy.correct_guess(layer, attention_input)
+        corrected = self.batch.policy.correct_prediction(layer, attention_input)
         return self.mode.fetch(layer, self.adapter.query(layer, corrected, self.positions))

@@ -15,7 +15,7 @@ from ..kernels.h2d_copy import copy_into
 from ..kernels.pointer_table import PointerTable
 from ..policies.base import Policy
 from ..policies.infinigen.key_lists import KeyLists
-from ..policies.rule import Rule, Spans
+from ..policies.rule import CandidateSpans, Rule
 from ..transfer.residency import resident_index, resident_range
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
@@ -91,7 +91,7 @@ class StepInputs:
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
         starts, stops, limits, contexts, *spans = self._bounds.split(bounds)
         # Candidates of layers without a sliding window.
-        self.candidates = Spans(starts, stops, limits, contexts, capacity, rule.most(capacity))
+        self.candidates = CandidateSpans(starts, stops, limits, contexts, capacity, rule.max_limit(capacity))
         parts_by_window = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
         self.resident = {
             window: ResidentSpans(newest, first, stop, torch.zeros_like(stop))
@@ -113,7 +113,7 @@ class StepInputs:
         numbers.append([slot for slot in newest[self._selecting] for _ in range(heads)])
         numbers += [self.rows.rows_of(group, newest[layer]) for group, layer in self._by_group.items()]
         visible = batch.visible[self._selecting] + padding * [NO_TOKENS]
-        bounds = Spans.numbers(visible, heads, self._rule)
+        bounds = CandidateSpans.bounds(visible, heads, self._rule)
         for window, layer in self._by_window.items():
             layer_visible = batch.visible[layer] + padding * [NO_TOKENS]
             sizes = self._sizes[window]

@@ -226,7 +226,7 @@ def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
 
     `cos_and_sin` are tables of one value per pair, each `[1, T, w/2]`. If the file has no `apply_rotary_pos_emb`, the
     layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else `HalfSplit`. DeepSeek V3 states the layout in
-    its configuration. Load-time verification detects a wrong guess.
+    its configuration. Load-time verification detects a wrong layout.
     """
     file = sys.modules[type(attention).__module__]
     if getattr(getattr(attention, "config", None), "rope_interleave", False):

@@ -40,6 +40,6 @@ class Quest(ScorerPolicy[QuestOptions]):
         selected.
         """
         # max(q * low, q * high) is q * low for q < 0 and (-q) * (-high) for q > 0.
-        least = self.entry(layer, queries).clamp(max=0)
-        bounds = torch.bmm(least, keys.entries.to(queries.dtype).transpose(1, 2))
+        negative_parts = self.entry(layer, queries).clamp(max=0)
+        bounds = torch.bmm(negative_parts, keys.entries.to(queries.dtype).transpose(1, 2))
         return keys.group_ranks(bounds).repeat_interleave(keys.page, 1)

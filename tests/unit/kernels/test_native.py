@@ -24,7 +24,7 @@ from offload_rt.kernels import low_bit, low_bit_sequence, native
 from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.low_bit_sequence import low_bit_query
 from offload_rt.kernels.pages import PAGE_BLOCKS
-from offload_rt.policies.infinigen.low_bit_rows import VALUE_BITS
+from offload_rt.policies.infinigen.approximate_kv import VALUE_BITS
 from offload_rt.utils import native_code, native_libraries
 from offload_rt.utils.native_code import cache_folder
 from offload_rt.utils.native_libraries import LIBRARIES, PACKAGE
