@@ -80,30 +80,30 @@ class TunedPolicy:
 
 
 def default_options(
-    skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str | None
+    skew: Path | None, policy: str, options: Mapping[str, Any], fingerprint: str | None
 ) -> Mapping[str, Any]:
-    """Return the options `given`, with the tuned options of this policy as defaults.
+    """Return the options `options`, with the tuned options of this policy as defaults.
 
     Tuned options are used only if `skew` is a folder with a tuned policy named `policy` and no preset is given.
 
     Args:
         skew: Skew artifact or folder.
         policy: Policy of the engine. "auto" uses the tuned options of "infinigen".
-        given: Options given by the user. They take precedence.
+        options: Options given by the user. They take precedence.
         fingerprint: Fingerprint of the model, or None if it is not loaded yet.
 
     Raises:
         ArtifactError: The tuned policy cannot be used (`TunedPolicy.load`).
     """
-    if skew is None or not skew.is_dir() or "preset" in given:
-        return given
+    if skew is None or not skew.is_dir() or "preset" in options:
+        return options
     tuned = TunedPolicy.load(skew, fingerprint)
     policy = "infinigen" if policy == "auto" else policy
     if tuned is None or tuned.policy != policy:
-        return given
+        return options
     # Policies without this option were tuned with approximate KV off.
     base = {"approximate_kv": "off"} if policy == "infinigen" else {}
-    return {**base, **tuned.options, **given}
+    return {**base, **tuned.options, **options}
 
 
 def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:

@@ -22,9 +22,9 @@ from ..transfer.base import Transfer
 from .sequence import Sequence
 
 Attend = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of one layer whose KV is being fetched, after its newest KV has been appended.
+"""Function that computes the attention of a layer whose KV is being fetched. It waits for the KV.
 
-Takes the true queries q `[H, B, d]` and returns the attention output `[B, H * d]`.
+The argument is the true queries q `[H, B, d]`. The result is the attention output `[B, H * d]`.
 """
 
 
@@ -35,7 +35,7 @@ class DecodeBatch:
         sharing: Prefixes that the sequences share. `sequences` are in its tree order: sequences with a common prefix
             are adjacent.
         dense: For each sequence, whether it is so short that every layer attends to all of its tokens.
-        policy_layers: Layers in which the policy selects, now or in a later step. The policy needs their new KV.
+        policy_layers: Layers in which the policy selects tokens, now or in a later step. Their new KV is passed to it.
         selecting: Layers that select tokens in this step for at least one sequence.
         visible: Tokens that the newest token of each sequence can attend to, `[layers][B]`.
         slots: Slot of each sequence's newest token, `[layers][B]`. In sliding-window layers, token t is in slot t.

@@ -80,7 +80,7 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Record the step in the traces after the last layer. Here, fetches are recorded when they start."""
+        """Record the step in the traces. Has no effect, because this class records each fetch when it starts."""
 
     def _start_fetches(
         self,

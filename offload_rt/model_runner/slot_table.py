@@ -46,11 +46,11 @@ class SlotTable:
         self.newest, self.context = position, position + 1
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Give up the last block, between steps.
+        """Evict tokens so that the last block can be freed. Called between steps.
 
         Returns:
-            The KV moves of each layer. The caller applies them in order and then frees the block. None if the block
-            cannot be given up.
+            The KV moves of each layer. The caller applies them in order and then frees the block. None if no tokens can
+            be evicted.
         """
         return None
 

@@ -116,8 +116,8 @@ class Trace:
     @property
     def draft_speedup(self) -> float | None:
         """Estimated decode time without drafts, divided by the measured time. None if unknown."""
-        known = self.decode_seconds and 0 < self.seconds_without_drafts < math.inf
-        return self.seconds_without_drafts / self.decode_seconds if known else None
+        is_known = self.decode_seconds and 0 < self.seconds_without_drafts < math.inf
+        return self.seconds_without_drafts / self.decode_seconds if is_known else None
 
     @property
     def decoded_tokens(self) -> int:

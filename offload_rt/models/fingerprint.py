@@ -75,10 +75,12 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def _architecture(model: nn.Module) -> str:
     config: Any = text_config(model.config)
-    stated = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
+    declared = {
+        key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")
+    }
     if packing_of(model) is None:  # irrelevant if the weights have been dequantised
-        stated.pop("quantization_config", None)
-    entries = {"architecture": type(model).__name__, "config": _canonical(stated)}
+        declared.pop("quantization_config", None)
+    entries = {"architecture": type(model).__name__, "config": _canonical(declared)}
     return json.dumps(entries, sort_keys=True, default=str)
 
 

@@ -175,8 +175,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, GGUFField], list[tuple[str, 
             raise _EarlyEndError
         *shape, kind, offset = _unpack(file, f"<{dims}QIQ")
         tensors.append((name, tuple(shape), kind, offset))
-    stated = fields.get("general.alignment")
-    alignment = int(stated.parts[0][0]) if stated is not None and stated.types == [4] else 0
+    declared = fields.get("general.alignment")
+    alignment = int(declared.parts[0][0]) if declared is not None and declared.types == [4] else 0
     return fields, tensors, -(-file.tell() // (alignment or 32)) * (alignment or 32)
 
 

@@ -303,10 +303,10 @@ def _resolve_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> Pr
     Raise ConfigError for other types, or ModelError if loading fails.
     """
     if isinstance(tokenizer, str):
-        found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
-        if found is None:
+        loaded = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
+        if loaded is None:
             raise ModelError(f"the folder {tokenizer!r} has no tokenizer: it needs tokenizer.json or its model file")
-        return found
+        return loaded
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ConfigError(f"tokenizer={tokenizer!r:.80} is {type(tokenizer).__name__}; it must be a tokenizer")
     return tokenizer

@@ -77,7 +77,9 @@ class WeightSizes:
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
             fixed += placement.experts * sum(self.experts.one_expert)
-            layers = tuple(size - whole for size, whole in zip(layers, self.experts.all_experts, strict=True))
+            layers = tuple(
+                size - all_experts for size, all_experts in zip(layers, self.experts.all_experts, strict=True)
+            )
         return replace(self, fixed=fixed, layers=layers)
 
     def on_host(self, placement: Placement) -> int:
@@ -126,8 +128,8 @@ def attention_layers(layers: list[nn.Module]) -> list[int]:
 
     If no layer has a module with a known name, return all indices.
     """
-    found = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
-    return found or list(range(len(layers)))
+    indices = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
+    return indices or list(range(len(layers)))
 
 
 def attention_of(layer: nn.Module) -> Any:
@@ -206,12 +208,12 @@ def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
 
 
 def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
-    found = [experts_of(layer) for layer in layers]
-    counts = {int(experts.num_experts) for experts in found if experts is not None}
+    modules = [experts_of(layer) for layer in layers]
+    counts = {int(experts.num_experts) for experts in modules if experts is not None}
     if len(counts) != 1:
         return None
-    one_expert = (0 if e is None else sum(weight[0].nbytes for weight in e.parameters()) for e in found)
-    all_experts = (0 if e is None else layer_bytes(e) for e in found)
+    one_expert = (0 if e is None else sum(weight[0].nbytes for weight in e.parameters()) for e in modules)
+    all_experts = (0 if e is None else layer_bytes(e) for e in modules)
     return ExpertSizes(counts.pop(), max(map(_experts_per_token, layers)), tuple(one_expert), tuple(all_experts))
 
 

@@ -28,8 +28,8 @@ NEWEST = 1e30
 class H2O(ScorerPolicy[BudgetOptions]):
     """Policy "h2o". Scores do not depend on the query, so tokens are selected as early as possible.
 
-    The stored entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head.
-    The entry of a dropped token is -inf.
+    The entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head. The
+    entry of a dropped token is -inf.
     """
 
     name = "h2o"
@@ -81,6 +81,6 @@ class H2O(ScorerPolicy[BudgetOptions]):
         return scores.masked_fill_(distance < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add the attention weights to the entries. Drop all candidates that were not attended."""
+        """Add the attention weights to the accumulated attention. Drop all candidates that were not attended to."""
         received = keys.entries.squeeze(2) + weights
         return received.masked_fill(keys.inside & ~attended, -math.inf).unsqueeze(2)

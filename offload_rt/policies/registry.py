@@ -53,10 +53,10 @@ class PolicyOptions:
 
         If the class has presets, the key "preset" selects one, and the other keys override its values.
         """
-        given = dict(options)
+        values = dict(options)
         if cls.presets:
-            return cls.preset(given.pop("preset", "default"), **given)
-        return from_mapping(cls, given)
+            return cls.preset(values.pop("preset", "default"), **values)
+        return from_mapping(cls, values)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:

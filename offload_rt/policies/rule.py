@@ -9,7 +9,7 @@ import torch
 
 from ..core import ModelGeometry, VisibleTokens
 from ..errors import ConfigError
-from ..kernels.selection import floor_share, selection_limit
+from ..kernels.selection import floor_fraction, selection_limit
 
 ANY_SCORE = torch.finfo(torch.float32).max / 2
 """Value of `alpha` that accepts every finite score, but not -inf."""
@@ -28,7 +28,7 @@ def budget_tokens(budget: float, visible: VisibleTokens) -> int:
 
     Resident tokens count towards the budget, so the number may be 0.
     """
-    return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
+    return max(0, min(len(visible.candidates), floor_fraction(budget, len(visible.all)) - visible.resident))
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from .rule import ANY_SCORE, CandidateSpans, Rule, budget_tokens, dense_layers
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Shape of stored entries: `width` elements of `dtype` per KV head for each page of `page` adjacent tokens.
+    """Shape of an entry: the data that a policy stores to score the tokens of a page (`page` adjacent tokens).
 
-    The entry of a page is the element-wise minimum over the entries of its tokens.
+    An entry has `width` elements of `dtype` per KV head. It is the element-wise minimum over the entries of its tokens.
     """
 
     width: int
@@ -42,7 +42,7 @@ class EntryShape:
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Stored entries and candidates of P lists, one per sequence and KV head.
+    """The entries and the candidates of P lists, one per sequence and KV head.
 
     Attributes:
         entries: Stored entries `[P, m, w]`. Entry j covers the `page` tokens from token `first + j * page` on.
@@ -91,11 +91,11 @@ class TokenLists:
         """Whether each of n tokens is a candidate in each of P lists, bool `[P, n]`."""
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
-    def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Reduce scores `[P, G, m]` of m entries in P lists to one rank per entry, `[P, m]`.
+    def combine_heads(self, scores: torch.Tensor) -> torch.Tensor:
+        """Combine the scores `[P, G, m]` of G query heads for m entries into one score per entry, `[P, m]`.
 
-        The rank is the largest log-softmax over the G query heads. The softmax is over all entries with candidates.
-        With one query head, the scores are returned unchanged, because the softmax would not change their order.
+        It is the largest log-softmax over the query heads. The softmax is over all entries with candidates. With one
+        query head, the scores are returned unchanged, because the softmax would not change their order.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
@@ -220,7 +220,7 @@ class ScorerPolicy(Generic[Chosen]):
 
 
 class ScorerState(PolicyState):
-    """Stored entries of one sequence, `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
+    """Entries that a `ScorerPolicy` stores for a sequence, `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
 
     def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys

@@ -24,7 +24,7 @@ MAX_ROWS = 12
 PART_BYTES = 1 << 18
 """Number of bytes of a weight that a thread multiplies at a time, which takes about 20 microseconds."""
 
-WORTH_THREADS = 1 << 20
+MIN_THREADED_WORK = 1 << 20
 """Size in bytes of a weight from which several threads are used."""
 
 TILE_BYTES = 1 << 22
@@ -69,7 +69,7 @@ class DenseLinear(BackendLinear):
         call = _Call(
             x.data_ptr(), weight.data_ptr(), bias_address, out.data_ptr(), x.numel() // ins, outs, ins, part_outs
         )
-        threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
+        threads = team.threads() if weight.nbytes >= MIN_THREADED_WORK else 1
         team.runner()(code.linear, ctypes.byref(call), -(-outs // part_outs), threads)
         return out
 
@@ -108,7 +108,7 @@ def product_by_tiles(
         tile = slice(index * height, (index + 1) * height)
         out[:, tile] = F.linear(rows, weights(tile, dtype), None if bias is None else bias[tile].to(dtype))
 
-    team.share(compute, -(-outs // height))
+    team.run_parts(compute, -(-outs // height))
     return out.view(*x.shape[:-1], outs)
 
 

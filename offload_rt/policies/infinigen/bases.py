@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ...kernels import dispatch
-from ...kernels.selection import floor_share, skew
+from ...kernels.selection import floor_fraction, skew
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,4 +135,4 @@ class PromptColumns:
 
 def stored_columns(partial_ratio: float, head_dim: int) -> int:
     """Return the number of stored columns: `partial_ratio` of the head dimension, rounded down, at least 1."""
-    return max(1, floor_share(partial_ratio, head_dim))
+    return max(1, floor_fraction(partial_ratio, head_dim))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...kernels import dispatch
-from ...kernels.pages import PAGE_TOKENS, Pages, PageTable, table_of
+from ...kernels.pages import PAGE_TOKENS, Pages, PageTable, page_table
 from ...kernels.pointer_table import FIELDS, PointerTable, entry
 from ..rule import CandidateSpans, Rule
 from ..scorer import ScorerState
@@ -57,7 +57,7 @@ class KeyLists:
         pages_by_layer = [tuple(item for item in layer_items if isinstance(item, Pages)) for layer_items in stored]
         if pages_by_layer[0]:
             self._storages = [PageTable(layer_items, self._pages[0]) for layer_items in pages_by_layer]
-            return table_of(pages_by_layer[0], self._pages.shape[2]).unsqueeze(0)
+            return page_table(pages_by_layer[0], self._pages.shape[2]).unsqueeze(0)
         tensors_by_layer = [
             tuple(item for item in layer_items if isinstance(item, torch.Tensor)) for layer_items in stored
         ]

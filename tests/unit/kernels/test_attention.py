@@ -97,7 +97,7 @@ def test_causal_attention_by_c_code(
     """Cover K and V packed before and during the computation, gaps between rows, and several threads. If the C code
     takes the shape, compare torch's path as well."""
     q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, dtype))
-    monkeypatch.setattr(causal_cpu, "WORTH_THREADS", 0)
+    monkeypatch.setattr(causal_cpu, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(team, "threads", lambda: threads)
     sinks = torch.linspace(-1, 3, 6) if sunk else None
     ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
@@ -210,7 +210,7 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
     torch.manual_seed(0)
     q, k = (torch.randn(2, 3, 32) * 8).to(dtype), torch.randn(2, 100, 32).to(dtype)
     want = q.double() @ k.double().mT * 0.5
-    monkeypatch.setattr(reference, "WIDENED", 32 * 2 * 32)
+    monkeypatch.setattr(reference, "WIDENED_BYTES", 32 * 2 * 32)
     scores = reference.scaled_scores(q, k, 0.5)
     assert scores.dtype == torch.float32 and want.abs().max() > 20
     torch.testing.assert_close(scores.double(), want, rtol=0, atol=1e-4)

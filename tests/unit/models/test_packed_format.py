@@ -65,7 +65,7 @@ def test_gradients_of_inputs_pass_through() -> None:
 
 @needs_code
 def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_products, "WORTH_THREADS", 0)
+    monkeypatch.setattr(packed_products, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(packed_products, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)
     (rows, _), x, found = random_rows(FORMATS[0], 70), torch.randn(9, 192), []
