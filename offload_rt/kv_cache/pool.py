@@ -36,7 +36,7 @@ class HostPool(StoredRows):
     layer by layer, and `commit` marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
     Blocks are reference-counted. If the last block of a sequence is partly filled and shared, `reserve` copies it
     before the sequence writes to it. Full blocks are not written again, except by token eviction, which first makes a
-    block exclusive (`claim`).
+    block exclusive (`make_exclusive`).
 
     `publish` adds full blocks to the prefix tree. They stay there after their sequence ends, so that a later sequence
     with the same prefix can reuse them. If no block is free, the pool activates the next slab of the arena, or evicts
@@ -47,9 +47,9 @@ class HostPool(StoredRows):
     available (`window_blocks.py`).
 
     Concurrency: several threads that use the pool must hold `lock`. `release`, `truncate`, `reserve`, `slide`,
-    `publish` and `claim` may free, copy or exchange blocks. Before calling one of them, the caller must wait for all
-    asynchronous transfers that use these blocks, or order the transfers before the next write to the blocks with an
-    event on the write-back stream. Forks and the prefix tree use only tokens below `blocks.length`.
+    `publish` and `make_exclusive` may free, copy or exchange blocks. Before calling one of them, the caller must wait
+    for all asynchronous transfers that use these blocks, or order the transfers before the next write to the blocks
+    with an event on the write-back stream. Forks and the prefix tree use only tokens below `blocks.length`.
 
     Args:
         limit_bytes: Limit on host memory in bytes. None means half of the available memory.
@@ -96,7 +96,7 @@ class HostPool(StoredRows):
         slots = None if not geometry.states else 0 if states is None else states.slots
         self.cached = PrefixCache(self._blocks, self._memory_blocks, self.groups, slots)
         self.lock = ProcessLock()
-        self._claimed: set[int] = set()
+        self._exclusive: set[int] = set()
 
     @property
     def block_bytes(self) -> int:
@@ -279,7 +279,9 @@ class HostPool(StoredRows):
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy the KV of a token slot to slot `target`, whose block must be exclusive to this block table."""
-        assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
+        assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, (
+            "write to a shared block: make_exclusive first"
+        )
         [row] = self.stored(blocks, layer, range(source, source + 1))
         self.fill(blocks, layer, target, row.k, row.v)
 
@@ -330,7 +332,7 @@ class HostPool(StoredRows):
             Indices in the block table at which a block was replaced. The KV of these tokens is in other slots now.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
-        if barred := self._claimed | lost if self.groups.full else self._claimed:
+        if barred := self._exclusive | lost if self.groups.full else self._exclusive:
             full = next((i for i in range(full) if blocks.ids[i] in barred), full)
         assert len(tokens) >= full * BLOCK_SIZE, "publish needs the tokens of every full block"
         instead = self.cached.insert(blocks, full, tokens, provenance_key)
@@ -347,7 +349,7 @@ class HostPool(StoredRows):
         self.cached.evict(len(self.cached))
         return not len(self.cached)
 
-    def claim(self, blocks: BlockTable, index: int) -> bool:
+    def make_exclusive(self, blocks: BlockTable, index: int) -> bool:
         """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
 
         The block and its descendants leave the prefix tree for good. Return False, without a change, if another
@@ -358,7 +360,7 @@ class HostPool(StoredRows):
             self.cached.remove(block)
         if self._blocks.refs(block) > 1:
             return False
-        self._claimed.add(block)
+        self._exclusive.add(block)
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
@@ -385,7 +387,7 @@ class HostPool(StoredRows):
         self._blocks.check_integrity()
         self._memory_blocks.check_integrity()
         self.cached.check_integrity(self._blocks.refs)
-        assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._claimed)
+        assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._exclusive)
         assert self._arena.active == self._memory_blocks.slabs
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
@@ -399,7 +401,7 @@ class HostPool(StoredRows):
         return lost
 
     def _drop(self, blocks: Sequence[int]) -> None:
-        self._claimed.difference_update(self._blocks.decref(blocks))
+        self._exclusive.difference_update(self._blocks.decref(blocks))
         self.cached.release(blocks)
 
     def _provide(self, count: int) -> None:
