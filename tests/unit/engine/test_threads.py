@@ -167,7 +167,7 @@ class _Pool:
 
     def _least(self, prompt: list[int], params: SamplingParams) -> int:
         """Return the number of blocks that the request needs if it runs alone."""
-        for blocks in itertools.count(3):
+        for blocks in itertools.count((len(prompt) + params.max_tokens) // BLOCK_SIZE + 1):
             with suppress(PoolFullError):
                 self._llm(blocks).generate([prompt], params)
                 return blocks
