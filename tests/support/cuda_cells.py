@@ -396,6 +396,7 @@ _DAILY = {
     "oracle": "lazy",
     "default, batch": "late compute",
     "default, gpt-oss, graphs": "seed 0",
+    "default, shared, graphs": "late write-back",
     "tail": "late compute",
     "paper": "seed 1",
     "short window": "late write-back",
