@@ -202,13 +202,13 @@ def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
 def test_sessions(name: str, tmp_path: Path) -> None:
     """Turns of a session that is reopened from disk equal those with full attention. Each answer fills a block."""
-    found, params = [], SamplingParams(max_tokens=26, temperature=0, ignore_eos=True)
+    found, params = [], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     for options in (SPARSE, {}):
         answers = []
         for turn in range(3):
             _, llm = make(name, **options)
             session = llm.session("talk", tmp_path / str(bool(options)))
-            answers.append(answer(session, prompt_of(40 + turn, seed=turn), params))
+            answers.append(answer(session, prompt_of(56 + turn, seed=turn), params))
             assert not turn or session.last_stats.reused_tokens >= BLOCK_SIZE  # type: ignore[union-attr]
             session.check_integrity()
             session.close()
