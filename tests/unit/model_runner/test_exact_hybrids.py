@@ -153,7 +153,7 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that continues an answer begins at a snapshot after one of its tokens. Rounds end there."""
-    prompt, params = prompt_of(70), SamplingParams(max_tokens=140, temperature=0, ignore_eos=True)
+    prompt, params = prompt_of(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
     model, plain = make(name)
     [text] = texts(plain, [prompt], params)
     drafts = ControlledDrafts([[*prompt, *text]], [4, 4, 1, 3])
@@ -161,7 +161,7 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
     _, llm = make(name, **LOOKUP)
     assert texts(llm, [prompt], params) == [text]
     monkeypatch.undo()
-    following = [*prompt, *text[:130], *prompt_of(5, seed=3)]
+    following = [*prompt, *text[:75], *prompt_of(5, seed=3)]
     [output] = llm.generate([following], SamplingParams(max_tokens=6, temperature=0))
     assert output.num_cached_tokens == 200 // BLOCK_SIZE * BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
@@ -306,7 +306,7 @@ def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> N
 def test_completions_and_beams() -> None:
     """They are verified without drafts, and fork the state."""
     (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
-    several = SamplingParams(max_tokens=40, temperature=0.9, seed=3, n=3)
+    several = SamplingParams(max_tokens=26, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
     for params in (several, beams):
         assert texts(llm, [prompt_of(40), prompt_of(30, seed=1)], params) == texts(
