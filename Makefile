@@ -66,16 +66,19 @@ test: $(READY)
 	$(MAKE) -j2 lint site
 	$(AT_LEVEL) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not training'
 
-# Files whose first cases take three quarters of the time of all first cases; PART=FOLDER runs them.
-QUICK_WITHOUT := eval stress cli/test_write.py kernels/test_native.py policies/test_scorer.py project/test_docs_snippets.py \
-	$(addprefix engine/test_,async_llm.py draft_model.py drop_in.py engine.py preemption.py threads.py) \
-	$(addprefix kv_cache/test_,disk_extents.py disk_pool.py eviction.py kv_format.py layer_groups.py pool_properties.py) \
+# Files whose first cases take four fifths of the time of all first cases; PART=FOLDER runs them.
+QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kernels/test_select_kernels.py \
+	policies/test_approximate_kv.py policies/test_scorer.py project/test_docs_snippets.py \
+	$(addprefix cli/test_,chat.py cli_policies.py write.py) \
+	$(addprefix engine/test_,async_llm.py beam.py draft_model.py drop_in.py engine.py preemption.py threads.py) \
+	$(addprefix kv_cache/test_,block_allocator.py disk_extents.py disk_faults.py disk_pool.py eviction.py kv_format.py \
+	layer_groups.py pool_eviction.py pool_properties.py snapshot_table.py) \
 	$(addprefix model_runner/test_,batched.py exact.py exact_hybrids.py hybrids.py sharing.py snapshots.py sparse_decode.py \
 	trained_hybrid.py) \
 	$(addprefix models/test_,architectures.py multimodal.py packed.py packed_composition.py packed_weights.py) \
-	$(addprefix server/test_server_,agents.py engine.py sessions.py) \
-	$(addprefix sessions/test_,async_sessions.py hybrid_sessions.py prefix_store.py session_limits.py sessions.py shared_states.py \
-	turn_queue.py) \
+	$(addprefix server/test_server_,agents.py docs.py engine.py protocol_gaps.py protocols.py sessions.py) \
+	$(addprefix sessions/test_,async_sessions.py claims.py compatibility.py hybrid_sessions.py prefix_store.py reliability.py \
+	session_limits.py sessions.py shared_states.py turn_queue.py) \
 	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py device_limit.py device_memory.py prefill_counts.py step_counts.py \
 	weight_placement.py working_set.py)
 QUICK := $(if $(PART),tests/unit/$(PART),tests $(addprefix --ignore tests/unit/,$(QUICK_WITHOUT)))

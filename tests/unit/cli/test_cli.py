@@ -49,6 +49,7 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path)
         assert chatter not in run.err
 
 
+@pytest.mark.slow
 def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> None:
     short, long = generate("--policy", "infinigen").err, generate("--policy", "infinigen", "--stats").err
     rows = [line for line in short.splitlines() if "│" in line]
@@ -181,6 +182,7 @@ def test_stop_string_ends_the_text(generate: Cli) -> None:
     assert generate("--quiet", "--stop", stop).out == whole[: whole.index(stop)]
 
 
+@pytest.mark.slow
 def test_skew_then_generate_with_the_artifact(
     cli: Cli, generate: Cli, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,6 +240,7 @@ def test_what_is_too_long_is_tokenized_no_further(monkeypatch: pytest.MonkeyPatc
         assert len(recorded.asked) == 1
 
 
+@pytest.mark.slow
 def test_a_long_prompt_delays_no_short_one_and_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
