@@ -201,21 +201,6 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
         runner.free(sequence)
 
 
-def test_waste_is_less_than_a_block_a_sequence() -> None:
-    """None of PagedAttention's three kinds of waste exceeds the unused slots of each sequence's last block."""
-    llm = make()
-    engine = Engine(llm.runner, max_num_seqs=8)
-    requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(80)) for i in range(8)]
-    pool = llm.runner.pool
-    while not engine.idle:
-        engine.step()
-        sequences = [s for one in requests for s in one.sequences if s.position]
-        assert all(s.blocks.capacity - s.position <= BLOCK_SIZE for s in sequences)
-        held = {block for s in sequences for block in s.blocks.ids}
-        if engine.scheduler.prefilling is None:
-            assert pool.sequence_bytes == len(held) * BLOCK_BYTES
-
-
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:
     """A block table outside the engine holds most of the pool."""
     llm = make(blocks=6)
