@@ -177,9 +177,8 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
     A row belongs to `page` adjacent tokens and contains the element-wise minimum of their entries. `slots` is int64
     `[P]`. Lists with a negative slot are skipped.
     """
-    for stored, entry, slot in zip(
-        table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True
-    ):
+    sequence_slots = slots[:: table.heads].tolist()
+    for stored, entry, slot in zip(table.tensors, entries.split(table.heads), sequence_slots, strict=True):
         if slot >= 0:
             row = stored[:, slot // page]
             row.copy_(entry if slot % page == 0 else torch.minimum(row, entry))

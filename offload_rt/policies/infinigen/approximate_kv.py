@@ -238,10 +238,8 @@ class ApproximateKV:
         pages = self.storage(layer, range(target, target + 1))
         [(source_blocks, source_slots, _)] = pages.parts(range(source, source + 1))
         [(target_blocks, target_slots, _)] = pages.parts(range(target, target + 1))
-        (source_block, source_row), (target_block, target_row) = (
-            divmod(source_slots.start, BLOCK),
-            divmod(target_slots.start, BLOCK),
-        )
+        source_block, source_row = divmod(source_slots.start, BLOCK)
+        target_block, target_row = divmod(target_slots.start, BLOCK)
         for parts in (self._layout.keys, self._layout.values):
             for old, new in zip(parts(source_blocks), parts(target_blocks), strict=True):
                 new[:, target_block, target_row] = old[:, source_block, source_row]
