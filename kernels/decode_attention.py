@@ -27,7 +27,7 @@ results.
 """
 
 MIN_THREADED_WORK = 1 << 20
-"""Smallest number of multiplications that a call distributes over several threads."""
+"""Calls with fewer multiplications use one thread."""
 
 
 def attend(

@@ -359,7 +359,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]` of its packed keys.
+    """Skew and quantise the newest key k `[P, d]` of each list, and store its codes in slot `slots[p]`.
 
     `mean` and `step` `[Hkv, r]` define the quantisation levels. The packed keys of sequence b are int8 `[Hkv, m_b, w]`,
     with codes in the first r of w bytes. Codes of other tokens in the same bytes do not change. Lists with a negative

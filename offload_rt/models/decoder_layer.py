@@ -300,7 +300,7 @@ class Projections:
         return rotate(k)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
+        """Multiply attention outputs `[T, H * d]` by `gate` if given, and apply the output projection: `[T, D]`."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < attended.shape[-1] // self.heads:

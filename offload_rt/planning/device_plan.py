@@ -185,11 +185,11 @@ def _plans_within(limit: int, candidates: Sequence[DeviceCosts], context: int) -
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return `count` of the first `layers` layers, in ascending order: first those without attention.
+    """Choose `count` of the first `layers` layers to stream, and return them in ascending order.
 
-    Within a kind, they are evenly spaced. To predict a query, the weights of the next attention layer are needed
-    several layers early. If they were streamed, they would replace those of a layer before it, and both would be copied
-    twice.
+    Layers without attention are chosen before layers with attention. Within each of these kinds, the chosen layers are
+    evenly spaced. To predict a query, the weights of the next attention layer are needed several layers early. If they
+    were streamed, they would replace those of a layer before it, and both would be copied twice.
     """
     attention = geometry.attention_at or tuple(range(layers))
     chosen, remaining = list[int](), count

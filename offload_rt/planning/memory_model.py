@@ -142,8 +142,8 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        This includes a buffer that joins fetched and resident KV of one sequence, and if the KV cache is
-        quantised, dequantised KV of this sequence (on CUDA, of all sequences).
+        It includes a buffer for fetched and resident KV of one sequence together. If the KV cache is quantised, it also
+        includes dequantised KV of this sequence (on CUDA, of all sequences).
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry

@@ -65,7 +65,7 @@ class PolicyOptions:
 
     @classmethod
     def given(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of the mapping's preset, if any, overridden by its other keys."""
+        """Return the options that are set explicitly: those of the preset, if any, overridden by `options`."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
