@@ -20,7 +20,7 @@ from .pages import BLOCK
 from .reference import attention_weights, merge_lse
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""Minimum number of tokens per part of a KV head's tokens, and maximum number of parts. A thread computes one part.
+"""Minimum number of tokens in a part, and maximum number of parts per KV head. A thread computes one part.
 
 A part takes at least 10 us. The division does not depend on the number of threads, so neither does the rounding of
 results.

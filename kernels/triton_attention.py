@@ -110,7 +110,7 @@ def _attend(
 def peak_and_sum(
     lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
+    """Return the maximum m of `peak` and the lses of all parts in row r, and the sum of exp(lse - m) over the parts.
 
     LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
     """

@@ -104,7 +104,10 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide acc by total, and store it in rows [first, first + G) of `outs`, from channel FIELD * VALUES on."""
+    """Divide the sums `acc` by the softmax sums `total`, and store the attention output of some channels.
+
+    They are stored in rows [first, first + G) of `outs`, from channel FIELD * VALUES on.
+    """
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     address = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])

@@ -188,9 +188,10 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the orders of block i of list p above the bound (`_bound`), and those equal to it, in program (p, i).
+    """Count the tokens of block i of list p whose order is above the bound or equal to it, in program (p, i).
 
-    A list is one KV head of one sequence. The first program of a list also stores its number of selected tokens.
+    For the bound, see `_bound`. A list is one KV head of one sequence. The first program of a list also stores its
+    number of selected tokens.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)

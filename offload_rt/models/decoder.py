@@ -358,7 +358,7 @@ def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[i
 def _kinds(
     config: Any, decoder: Any, rotary: Any, attentions: list[Any], attention_indices: list[int]
 ) -> list[str | None]:
-    """Return the RoPE frequencies that each attention layer uses (see `Rotary`), or None for layers without RoPE."""
+    """Return the layer type whose RoPE frequencies each attention layer uses, or None for layers without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     per_type = isinstance(getattr(rotary, "rope_type", None), dict)

@@ -52,7 +52,7 @@ class Auto(InfiniGen):
         keys_on_host: bool = False,
         measured: int | None = None,
     ) -> None:
-        """Create the policy, like `InfiniGen`.
+        """Create the policy with the arguments of `InfiniGen`.
 
         `measured` is the longest context for which full attention was as fast as selection, or None if unknown.
         """

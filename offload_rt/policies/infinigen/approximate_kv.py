@@ -136,9 +136,10 @@ class LayerPages:
         return self._views[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for writing `tokens`, which extend its length.
+        """Reserve space for the `tokens` of a layer, and return its pages for writing.
 
-        Pages are added, or copied if they are shared. `tokens` must not start after the end of the layer.
+        Missing pages are added, and pages that are shared with a fork are copied. `tokens` extend the length of the
+        layer, and must not start after its end.
         """
         assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for index in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
