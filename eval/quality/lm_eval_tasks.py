@@ -31,12 +31,6 @@ OWN = "transformers (the harness' own class)"
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """Settings of an evaluation with harness tasks.
-
-    Attributes:
-        tasks: Names of harness tasks, or of local tasks such as piqa_local.
-    """
-
     tasks: tuple[str, ...]
     num_fewshot: int | None = option(None, help="examples per request (default of each task)", metavar="N")
     limit: int | None = option(None, help="documents per task (all)", metavar="N")

@@ -53,8 +53,6 @@ class PaperSize:
     """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context.
 
     Attributes:
-        pool_windows: Number of windows of Table 2.
-        limit: Number of documents per harness task.
         also_dense: Further sets of dense layers. All policies are compared with each set.
     """
 
