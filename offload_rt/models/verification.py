@@ -38,7 +38,7 @@ _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _DECODE_TOKENS = 8
 """Number of last tokens that are computed one by one."""
 _LONGEST_WINDOW = 512
-"""Sliding windows up to this length, in tokens, are tested with tokens.
+"""Sliding windows up to this length, in tokens, are verified with a text that is longer than the window.
 
 For longer windows, only the argument `sliding_window` of the attention is compared.
 """
