@@ -181,7 +181,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _run_stages(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the decoder layers without attention that follow an attention layer on its output `[T, D]`."""
+        """Apply the decoder layers without attention that follow attention layer `layer` to its output `[T, D]`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._slices])
         return hidden
