@@ -62,10 +62,8 @@ def _exclude(
     program of a list also marks the tokens outside [start, stop) in the list's first and last block.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
-    token, excluded_list = (
-        tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1),
-        excluded + p * tokens,
-    )
+    token = tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1)
+    excluded_list = excluded + p * tokens
     tl.store(excluded_list + token, tl.full((LISTED_TOKENS,), 1, tl.uint8), mask=(token >= 0) & (token < tokens))
     if tl.program_id(1) == 0:
         start, stop, row = tl.load(starts + p), tl.load(stops + p), tl.arange(0, _BLOCK)

@@ -92,12 +92,10 @@ class DecoderLayer:
         refuse_unused(module, used_names | norm_names)
         # MiniCPM3 calls the multiplier `residual_scale`.
         multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
-        self.before_attention, self._before_mlp = (
-            _norm_of(module, n) for n in (norms.before_attention, norms.before_mlp)
-        )
-        self._after_attention, self._after_mlp = (
-            _norm_of(module, name, multiplier) for name in (norms.after_attention, norms.after_mlp)
-        )
+        self.before_attention = _norm_of(module, norms.before_attention)
+        self._before_mlp = _norm_of(module, norms.before_mlp)
+        self._after_attention = _norm_of(module, norms.after_attention, multiplier)
+        self._after_mlp = _norm_of(module, norms.after_mlp, multiplier)
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))
         if self._parallel and norms.before_mlp is None:
             self._before_mlp = self.before_attention

@@ -75,9 +75,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def _architecture(model: nn.Module) -> str:
     config: Any = text_config(model.config)
-    declared = {
-        key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")
-    }
+    declared = {key: v for key, v in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
     if packing_of(model) is None:  # irrelevant if the weights have been dequantised
         declared.pop("quantization_config", None)
     entries = {"architecture": type(model).__name__, "config": _canonical(declared)}

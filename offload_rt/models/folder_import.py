@@ -133,9 +133,8 @@ class _Layers:
         if (shape := self._shape(name)) is None or parts.keys().isdisjoint(self._importer.suffixes):
             return None
         try:
-            return self._importer.packed_format(
-                {part: stored.shape for part, stored in parts.items()}, self._options, shape[1]
-            )
+            shapes = {part: stored.shape for part, stored in parts.items()}
+            return self._importer.packed_format(shapes, self._options, shape[1])
         except (KeyError, IndexError) as error:
             raise CannotPackError(f"{name} lacks {error}") from error
 
