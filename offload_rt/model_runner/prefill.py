@@ -33,7 +33,7 @@ class StateCapture:
         slots: Recurrent state of all sequences on the device.
         slot: Slot of the sequence in `slots`.
         pool: Memory of the snapshots.
-        targets: Slot of `pool` for the snapshot at each position, the number of tokens before the snapshot.
+        targets: Slot of `pool` for each snapshot, by the number of tokens before the snapshot.
     """
 
     def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:

@@ -69,7 +69,10 @@ class DecoderLayer:
     """The computations of one decoder layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raise ModelError if the layer's norms match no known placement, or a module with weights would be unused."""
+        """Find attention, MLP and norms among the submodules of `module`.
+
+        Raise ModelError if the norms match no known placement, or if a submodule with weights would be unused.
+        """
         self.attention = attention_of(module)
         attention_only = self.attention is getattr(module, "mixer", None)
         self._mlp: Any = None if attention_only else first_of(module, _MLP)

@@ -112,7 +112,7 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements of `weight` as flat blocks on the CPU, each with the index of its first row."""
+    """Yield blocks of rows of `weight`, flattened and on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), rows_per_block):

@@ -107,7 +107,10 @@ class _Layers:
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
-        """Raise CannotPackError if names in the checkpoint differ from names in transformers' model."""
+        """Group the tensors of `source` by module.
+
+        Raise CannotPackError if names in the checkpoint differ from names in transformers' model.
+        """
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]
