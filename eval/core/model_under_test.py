@@ -221,7 +221,7 @@ class Evaluation:
     say: Say = say_nothing
     deadline_passed: Callable[[], bool] = lambda: False
 
-    def about(self, config: Any) -> dict[str, Any]:
-        """Return what all rows have in common: the model, the text, and the fields of the dataclass `config`."""
+    def about(self, config: Any = None) -> dict[str, Any]:
+        """Return what all rows have in common: model, text, and the fields of the dataclass `config`."""
         text = {"text": self.name, "text_digest": text_digest(self.text)}
-        return {**self.tested.identity, **text, **asdict(config)}
+        return {**self.tested.identity, **text, **(asdict(config) if config is not None else {})}

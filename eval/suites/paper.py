@@ -1,4 +1,4 @@
-"""Reproduce Table 2 and Figures 11, 12 and 19a of the InfiniGen paper with the reference models: `make paper`.
+"""Reproduce Table 2 and Figures 11 to 13, 17 and 19 of the InfiniGen paper with the reference models: `make paper`.
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
@@ -18,16 +18,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...core import BLOCK_SIZE
+from ...skewing.calibrate import cached_artifact
 from ...utils.texts import read_file
 from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.plots import lines, picture
-from ..core.report import Report
+from ..core.report import Report, Row, RowStore
 from ..core.variants import Variant, grid
-from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, measure_all, run_perplexity
+from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+"""Window lengths of Figure 19b in tokens. Lengths above the model's context length are skipped."""
+
 TASKS = ("copa_local", "openbookqa_local", "winogrande_local", "piqa_local", "rte_local")
 FORMATS = ("int8", "int4", "int2")
 WINDOW: dict[str, Any] = {"sinks": 4, "recent": 16}
@@ -53,27 +59,33 @@ class PaperSize:
     """Sample sizes of the reproduction. Lengths and contexts are in tokens, budgets are fractions of the context.
 
     Attributes:
+        length_windows: Number of windows per context of Figure 19b.
+        pool_windows: Number of windows of Table 2.
         also_dense: Further sets of dense layers. All policies are compared with each set.
     """
 
     context: int = 2048
     windows: int = 14
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2)
+    length_windows: int = 8
     pool_windows: int = 12
     lengths: tuple[int, ...] = (1024, 2048)
     passages: int = 14
     limit: int = 25
+    timed_tokens: int = 32
     also_dense: tuple[tuple[int, ...], ...] = ()
 
 
-SIBLING = PaperSize(windows=12, budgets=(0.1,), also_dense=((0, 1),), pool_windows=8, lengths=(1024,), passages=10)
+SIBLING = PaperSize(
+    windows=12, budgets=(0.1,), also_dense=((0, 1),), length_windows=4, pool_windows=8, lengths=(1024,), passages=10
+)
 """Sample sizes for every model except the first.
 
 Policies are also compared with the second layer dense, because in the OPT model its attention is spread over many
 tokens.
 """
 
-QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, (512,), 4, 10)
+QUICK = PaperSize(1024, 4, (0.05, 0.1), 2, 2, (512,), 4, 10, 16)
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,23 @@ class Paper:
             found += compared(self.size.budgets, WINDOW | {"dense_layers": dense})[1:]
         return found + rounded
 
+    def lengths(self) -> None:
+        """Figure 19b: perplexity by context length with 64 attended tokens."""
+        series: dict[str, list[tuple[float, float]]] = {}
+        rows: list[Row] = []
+        for context in (c for c in CONTEXTS if c <= self.size.context):
+            variants = compared([64 / context], WINDOW)
+            config = PerplexityConfig(context, self.size.length_windows)
+            measured = measure_all(self.evaluation, variants, config)
+            rows += measured
+            for row in measured:
+                series.setdefault(row["policy"], []).append((context, row["perplexity"]))
+        title = f"Perplexity by context with 64 tokens attended, {self.title}"
+        with picture(self.evaluation.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
+            lines(axis, series, x="tokens of a window", y="perplexity")
+            axis.set_xscale("log", base=2)
+        Report("perplexity_by_context", title, self.evaluation.about(), COLUMNS, rows, NOTES).write(self.evaluation.out)
+
     def pool_limit(self) -> None:
         """Table 2: perplexity and needles with a pool of 80 % of the KV cache."""
         context, title = self.size.context, f"Perplexity of {self.title} with a pool of {LIMIT:.0%} of the KV cache"
@@ -139,6 +168,79 @@ class Paper:
         config = RetrievalConfig(self.size.lengths, self.size.passages)
         run_retrieval(self.evaluation, self._compared(), config)
 
+    def sensitivity(self) -> None:
+        """Figures 13 and 17: needles found and cost by skew, alpha and partial ratio."""
+        ours = ROWS | {"scorer": "partial", "columns": "prompt", "budget": 0.2}
+        skews = {skew: Variant("infinigen", ours | {"skew": skew}) for skew in ("svd", "balanced")}
+        alphas = [Variant("infinigen", ROWS | {"alpha": float(a), "max_fraction": 1.0}) for a in (1, 2, 3, 4, 5, 7, 9)]
+        partial = ROWS | {"scorer": "partial"}
+        ratios = [Variant("infinigen", partial | {"partial_ratio": r}) for r in (0.1, 0.2, 0.3, 0.5, 0.9)]
+        config = RetrievalConfig(self.size.lengths[:1], max(1, self.size.passages // 2))
+        variants = [Variant("full"), *skews.values(), *alphas, *ratios]
+        evaluation = replace(self.evaluation, out=self.evaluation.out / "sensitivity")
+        rows = run_retrieval(evaluation, variants, config).rows
+        found = dict(zip((variant.label for variant in variants), rows, strict=True))
+        self._draw_cost({"alpha": alphas, "partial_ratio": ratios}, found)
+        plain = run_retrieval(self._unskewed(evaluation.out / "unskewed"), [skews["svd"]], config)
+        by_skew = {skew: found[variant.label] for skew, variant in skews.items()} | {"none": plain.rows[0]}
+        skewed = {skew: [row[key] for key in ("right", "error", "missed")] for skew, row in by_skew.items()}
+        title = f"Needles found by skew, {self.title}"
+        with picture(self.evaluation.out / "needles_found_with_and_without_skewing.png", title, skewed) as (axis,):
+            axis.bar(list(skewed), [v[0] for v in skewed.values()], yerr=[v[1] for v in skewed.values()], capsize=3)
+            axis.axhline(rows[0]["right"], color="#222222", linewidth=0.8, label="full")
+            axis.set(xlabel="skew (20 % attended, columns by prompt)", ylabel="needles found")
+
+    def _unskewed(self, out: Path) -> Evaluation:
+        """Return the evaluation of the model with the identity matrix in place of the SVD skew."""
+        tested = self.evaluation.tested
+        real = cached_artifact(tested.loaded, "svd")
+        unit = torch.eye(real.query.shape[-1], dtype=real.query.dtype).expand_as(real.query).clone()
+        replace(real, query=unit, key=unit).save(out / "skew.safetensors")
+        plain = ModelUnderTest(tested.model, skew=str(out / "skew.safetensors"), batch=tested.batch)
+        return replace(self.evaluation, tested=plain, out=out)
+
+    def _draw_cost(self, swept: dict[str, list[Variant]], found: dict[str, Row]) -> None:
+        """Plot accuracy (top) and decode time (bottom) over each swept option (Figure 17)."""
+        data: dict[str, list[dict[str, Any]]] = {}
+        for option, variants in swept.items():
+            for variant in variants:
+                row = {key: found[variant.label][key] for key in ("right", "error", "fetched", "sparse_attended")}
+                cost = self._milliseconds(variant)
+                data.setdefault(option, []).append({option: variant.options[option], "ms_per_token": cost, **row})
+        title = f"Needles found and cost, {self.title}"
+        with picture(
+            self.evaluation.out / "needles_and_cost_by_alpha_and_ratio.png", title, data, panels=(2, 2)
+        ) as axes:
+            for column, (option, points) in enumerate(data.items()):
+                right = {"needles found": [(p[option], p["right"]) for p in points]}
+                errors = {"needles found": [(p["error"], p["error"]) for p in points]}
+                lines(axes[column], right, x=option, y="needles found", percent="y", errors=errors)
+                time_of = {"decode on this CPU, one sequence": [(p[option], p["ms_per_token"]) for p in points]}
+                lines(axes[2 + column], time_of, x=option, y="ms per token")
+
+    def _milliseconds(self, variant: Variant) -> float:
+        """Return the mean time of a decode step with one sequence in ms: the median of three runs."""
+        length = self.size.lengths[0]
+        key = {
+            "suite": "cost",
+            **self.evaluation.tested.identity,
+            "variant": self.evaluation.tested.key(variant),
+            "length": length,
+        }
+
+        def measure() -> Row:
+            config = PerplexityConfig(length, 1, length - self.size.timed_tokens - 1)
+            text = cut_windows(self.evaluation.tested, self.evaluation.text, config)[0].text
+            llm = self.evaluation.tested.llm(variant)
+            prompt, rest = text.tokens[: text.scored_from], text.tokens[text.scored_from :]
+            times = []
+            for _ in range(3):
+                stats = llm.score([prompt], [rest], text.decode_from)[0].stats
+                times.append(1000 * stats.decode_seconds / len(stats.attended_by_step))
+            return {"ms_per_token": sorted(times)[1]}
+
+        return float(RowStore(self.evaluation.out).once(key, measure)["ms_per_token"])
+
     def tasks(self) -> None:
         """Figure 11: harness tasks by attended fraction, 5-shot."""
         from ..quality.lm_eval_tasks import TasksConfig, run_tasks
@@ -158,6 +260,8 @@ STEPS: dict[str, Callable[[Paper], None]] = {
     "perplexity": Paper.perplexity,
     "retrieval": Paper.retrieval,
     "pool_limit": Paper.pool_limit,
+    "sensitivity": Paper.sensitivity,
+    "lengths": Paper.lengths,
     "tasks": Paper.tasks,
 }
 """Steps of the reproduction by name, the longest first."""

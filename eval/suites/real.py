@@ -52,8 +52,8 @@ RULER = (
 )  # fmt: skip
 """RULER tasks whose scores fall most if few tokens are selected."""
 
-EXTRACTION = ("text2json_16", "text2json_64", "text2json_128")
-"""Tasks with long outputs that depend on all of the context."""
+EXTRACTION = ("text2json_16", "text2json_64", "text2json_128", "longproc_routes", "longproc_pages")
+"""Tasks with long outputs that depend on much of the context."""
 
 TASKS = ("piqa_local", "copa_local", "openbookqa_local", "winogrande_local", "rte_local", "lambada_local")
 

@@ -1,12 +1,16 @@
-"""The task Text2JSON: its documents and its scores, without a model."""
+"""Tasks with long outputs: their documents and their scores, without a model."""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from offload_rt.eval.quality.tasks import text2json
+from offload_rt.eval.quality.tasks import longproc, text2json
+
+DATA = Path(os.environ.get("OFFLOAD_RT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 
 
 def test_every_template_names_every_field() -> None:
@@ -39,3 +43,35 @@ def test_text2json_scores_fields_and_records() -> None:
     assert scores(json.dumps([made[0] | {"badge": 1}, *made[1:]])) == (2 * 19 / 40, 0.75)
     assert scores(json.dumps([*made, made[0] | {"name": "Nobody"}])) == (2 * 20 / 45, 1.0)  # an invented record
     assert scores("no list") == (0.0, 0.0)
+
+
+def test_routes_score_correct_leading_steps() -> None:
+    document = {"answer": "From A, take a bus to B.\nFrom B, take a car to C.\nFrom C, take a bus to D."}
+    lines = document["answer"].splitlines()
+    cases = {
+        document["answer"] + "\n": (1.0, 1.0),
+        "\n".join(lines[:2]): (2 / 3, 0.0),
+        "\n".join([lines[0], lines[2]]): (1 / 3, 0.0),
+        "\n".join([*lines, lines[0]]): (1.0, 0.0),
+        "": (0.0, 0.0),
+    }
+    for answer, (leading, exact) in cases.items():
+        assert longproc.route_results(document, [answer]) == {"leading_steps": leading, "exact": exact}
+
+
+def test_pages_score_whole_rows() -> None:
+    document = {"answer": "a\tb\n1\t2\n3\t4", "header": "a\tb"}
+    assert longproc.page_results(document, ["a\tb\n1\t2\n3\t4\n"]) == {"f1": 1.0}
+    assert longproc.page_results(document, ["1\t2\n3\t5\n"]) == {"f1": 0.5}
+    assert longproc.page_results(document, [""]) == {"f1": 0.0}
+
+
+@pytest.mark.skipif(not (DATA / "longproc").is_dir(), reason=f"no LongProc files in {DATA}")
+def test_reference_answers_score_full_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="the extra 'eval' is not installed")
+    monkeypatch.setenv("OFFLOAD_RT_DATA", str(DATA))
+    routes, pages = longproc.routes()["test"], longproc.pages()["test"]
+    assert (len(routes), len(pages)) == (60, 20)
+    assert all(longproc.route_results(row, [row["answer"]])["exact"] == 1 for row in routes)
+    assert all(longproc.page_results(row, [row["answer"]])["f1"] == 1 for row in pages)
+    assert all("{" not in row["text"].split("```html")[0] for row in pages)
