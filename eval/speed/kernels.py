@@ -46,6 +46,9 @@ WARM_UP = 3
 CACHES = 1 << 28
 """Number of bytes to write between calls, to empty the device's cache. It is larger than any device's cache."""
 
+SHORTEST = 1e-6
+"""Shortest time of a copy in ms. Coarse clocks of virtual machines measure 0."""
+
 REPLAYED = 8
 """Number of calls in a CUDA graph."""
 
@@ -168,7 +171,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
     other, side = torch.zeros_like(there), InlineStream() if device.type == "cpu" else DeviceStream(device)
 
     def rate(call: Callable[[], Any], count: int) -> float:
-        return 1e3 * count / milliseconds(call, device, repeats)[1]
+        return 1e3 * count / max(SHORTEST, milliseconds(call, device, repeats)[1])
 
     def both() -> None:
         with side.behind_compute():
@@ -371,7 +374,7 @@ def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
     for name, options in FORMATS.items():
         form = PackedFormat(HIDDEN, **options)
         rows = torch.randint(256, (size.outs, form.row_bytes), dtype=torch.uint8, device=device)
-        halves = rows[:, form.factors :] if form.has_factors else rows[:, form.scales : form.minima]
+        halves = rows[:, form.factors_start :] if form.has_factors else rows[:, form.scales_start : form.minima_start]
         halves.copy_(torch.rand(size.outs, halves.shape[1] // 2, device=device).half().view(torch.uint8))
         for count in (1, 4, 8, 16, 17):
             x = torch.randn(count, form.ins, device=device).to(dtype)

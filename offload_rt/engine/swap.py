@@ -7,7 +7,6 @@ file system, so the operating system deletes it when the process ends.
 from __future__ import annotations
 
 import itertools
-import shutil
 import time
 import weakref
 from collections import Counter
@@ -20,7 +19,6 @@ import torch
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
-from ..storage.folder import spaces
 from ..storage.loader import BlockLoader, DamagedBlockError, PlacedBlock
 from ..storage.naming import NamedBlock, SessionProvenance, name_blocks, window_blocks
 from ..storage.options import StoreOptions
@@ -78,8 +76,6 @@ class Swap:
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, BLOCK_SIZE)
         self._disk = SwapFile(own_folder, namespace, layers, slot, None if options is None else options.limit)
-        for space in spaces(own_folder):  # version 0.1 used named files, which remained if the process was killed
-            shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()
@@ -174,7 +170,7 @@ class Swap:
         """Return whether the KV and the policy state of a sequence can be restored exactly."""
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
-        complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
+        complete = sequence.position and not sequence.unobserved and sequence.blocks.length == sequence.position
         complete = complete and (runner.states is None or runner.snapshots is not None)
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
@@ -246,7 +242,7 @@ class Swap:
                 for rows in runner.pool.runs(sequence.blocks, layer, range(sequence.position)):
                     sequence.state.on_kv(layer, rows.k.to(device), rows.v.to(device), start)
                     start += rows.k.shape[1]
-        sequence.unlearned = 0
+        sequence.unobserved = 0
 
 
 def _close(saver: Saver, disk: SwapFile) -> None:

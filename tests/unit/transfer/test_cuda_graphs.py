@@ -128,7 +128,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
-    steps: Any = GraphSteps(make().eager, Repeating, most=4)
+    steps: Any = GraphSteps(make().eager, Repeating, max_graphs=4)
     inputs = [Inputs() for _ in range(6)]
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)
