@@ -14,7 +14,7 @@ from . import native, team
 KEYS = 64  # tokens per packed block of keys and values
 
 MIN_THREADED_WORK = 1 << 22
-"""Smallest number of multiplications that a call distributes over several threads."""
+"""Calls with fewer multiplications use one thread."""
 
 
 class _Call(ctypes.Structure):

@@ -177,9 +177,8 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
     A row belongs to `page` adjacent tokens and contains the element-wise minimum of their entries. `slots` is int64
     `[P]`. Lists with a negative slot are skipped.
     """
-    for stored, entry, slot in zip(
-        table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True
-    ):
+    sequence_slots = slots[:: table.heads].tolist()
+    for stored, entry, slot in zip(table.tensors, entries.split(table.heads), sequence_slots, strict=True):
         if slot >= 0:
             row = stored[:, slot // page]
             row.copy_(entry if slot % page == 0 else torch.minimum(row, entry))
@@ -360,7 +359,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]` of its packed keys.
+    """Skew and quantise the newest key k `[P, d]` of each list, and store its codes in slot `slots[p]`.
 
     `mean` and `step` `[Hkv, r]` define the quantisation levels. The packed keys of sequence b are int8 `[Hkv, m_b, w]`,
     with codes in the first r of w bytes. Codes of other tokens in the same bytes do not change. Lists with a negative

@@ -117,10 +117,11 @@ def max_queries(d: int, itemsize: int) -> int:
 
 
 def _table_row(run: Run, slots: list[int]) -> list[int]:
-    """Return the table fields of a run. Its partial results get the next free slots among the parts of its sequences.
+    """Return the table fields of a run, and reserve places for its partial results.
 
-    `slots[b]`, the next free slot of sequence b, is increased. It must be equal in all sequences of the run. If runs
-    form a tree, this is so if parents are passed before their children.
+    The parts of a sequence are numbered, and `slots[b]` is the next free number of sequence b. It must be equal in all
+    sequences of the run, and is increased by the number of pieces. If runs form a tree, it is equal if parents are
+    passed before their children.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
     assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)

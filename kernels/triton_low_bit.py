@@ -35,10 +35,11 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.constexpr_function
 def _centred(bits: int, field: int) -> str:
-    """Return assembly code that unpacks field `field` of four bytes to bfloat16, minus the middle code.
+    """Return assembly code that unpacks one code from each of four bytes to bfloat16, minus the middle code.
 
-    0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25. A code shifted by two bits into the mantissa gives
-    32 + code. Conversions of single bytes would take more instructions than the products.
+    The code begins at bit `bits * field` of a byte. 0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25. A
+    code shifted by two bits into the mantissa gives 32 + code. Conversions of single bytes would take more instructions
+    than the products.
     """
     shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
     shifted = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
@@ -77,7 +78,7 @@ def _exclude(
 def _value_levels(
     raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr
 ) -> tl.tensor:
-    """Unpack field FIELD of packed values. The result is centred on 0, and exact in bfloat16."""
+    """Unpack the codes at bit FIELD * BITS of packed values, minus the middle code. The result is exact in bfloat16."""
     if INTERPRETED:
         codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
         return codes if WIDEN else codes.to(tl.bfloat16)
@@ -89,7 +90,10 @@ def _add_values(
     acc: tl.tensor, rescale: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return acc `[GROUP, V]` * rescale `[GROUP]`, plus weights `[GROUP, 64]` times field FIELD of 64 packed values."""
+    """Return acc `[GROUP, V]` * rescale `[GROUP]` + weights `[GROUP, 64]` times the codes of 64 tokens.
+
+    The codes are at bit FIELD * BITS of each byte of the packed values (`_value_levels`).
+    """
     return acc * rescale[:, None] + tl.dot(
         weights, _value_levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee"
     )
@@ -100,7 +104,10 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide acc by total. Store the result in `outs`, rows [first, first + G), from channel FIELD * VALUES on."""
+    """Divide the sums `acc` by the softmax sums `total`, and store the attention output of some channels.
+
+    They are stored in rows [first, first + G) of `outs`, from channel FIELD * VALUES on.
+    """
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     address = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])

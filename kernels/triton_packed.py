@@ -267,15 +267,9 @@ def unpack(
 
 def _offsets(form: PackedFormat) -> tuple[int | float, ...]:
     """Return the arguments of both kernels that describe a row: `step` to `offset`."""
-    parts = (
-        form.high_start // 16,
-        form.high_start,
-        form.scales_start,
-        form.minima_start,
-        form.factors_start,
-        form.minima_factors_start,
-    )
-    return form.row_bytes // _alignment(form), *parts, 2.0**form.exponent, float(form.offset)
+    starts = form.high_start, form.scales_start, form.minima_start, form.factors_start, form.minima_factors_start
+    step, units = form.row_bytes // _alignment(form), form.high_start // 16
+    return step, units, *starts, 2.0**form.exponent, float(form.offset)
 
 
 def _constants(form: PackedFormat) -> dict[str, Any]:

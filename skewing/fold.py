@@ -35,7 +35,7 @@ from .calibrate import TOKENS, Progress, default_tokens, fit, measure, predictio
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
-"""Fraction of the columns that is used to compute `SkewReport.energy` (paper §4.3)."""
+"""Fraction of the columns for `SkewReport.energy_kept_plain` and `energy_kept_skewed` (paper §4.3)."""
 
 _PROBE: Final = 256
 """Number of tokens for comparing the logits of the model and its folded copy."""

@@ -185,11 +185,7 @@ def build_policy(
     """Return the policy `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
 
     Args:
-        loaded: The model.
-        name: Name of the policy.
-        options: Options of the policy.
         artifact: Called to load the skew artifact if the policy needs it.
-        keys_on_host: Keep the scoring keys in host memory.
         idle: Context in which no engine of the process computes, for measurements of speed.
     """
     adapter = loaded.adapter

@@ -99,7 +99,7 @@ class StepInputs:
         }
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write addresses of KV and scoring keys, and visible tokens, of each sequence."""
+        """Write the values of a batch: tokens, positions, visible ranges, and the addresses of KV and scoring keys."""
         padding, heads = self.size - len(batch.sequences), self._heads
         padded = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in padded]

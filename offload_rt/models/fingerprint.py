@@ -96,7 +96,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(weight: torch.Tensor) -> bytes:
-    """Return a digest of all elements of `weight`, which is the same for other strides, devices and wider dtypes.
+    """Return a digest of the elements of `weight`. It is the same for all strides, devices and wider dtypes.
 
     All blocks are digested as bfloat16. Blocks that bfloat16 cannot represent exactly are also digested in a wider
     dtype.

@@ -59,7 +59,7 @@ class LatentProjections:
         return self.query(x, rotate), *self.key_value(x, rotate)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return queries `[H, T, d]` multiplied by W_UK^T."""
+        """Return queries in absorbed form, `[H, T, d]`: (W_UK,h^T q, r_q) for head h."""
         for project in self._query_modules:
             x = project(x)
         q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._nope_dim, self._rope_dim], dim=-1)

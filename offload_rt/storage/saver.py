@@ -34,9 +34,7 @@ class PendingBlock:
     """A block that is being saved.
 
     Attributes:
-        block: The block with its key.
         pool_block: Id of the block in the pool. It changes if the block table replaces the block.
-        span: Position of the block in the pool.
         cost: Number of tokens to compute again if the block is lost.
         for_prompt: Whether a prompt without a session name uses the block.
         writer: Writer of the store for this block, or None.
@@ -67,7 +65,6 @@ class SaveHandle:
     """Blocks of one block table that are being saved.
 
     Attributes:
-        blocks: Block table with the KV.
         entries: The blocks, parents first.
         buffered: Number of blocks that wait in the write buffer.
         ended: Whether all blocks are committed or given up.
@@ -93,10 +90,10 @@ class Saver:
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
     pool writes full blocks directly to that file (*stored extent*, `kv_cache.disk.extents`), and reads them there:
 
-    * A block whose KV is not computed yet gets its stored extent in `begin`. * A block that is complete and still in
-    memory is written to a stored extent after its last layer. * All other blocks are read from the pool and written to
-    the store: partial blocks, blocks that are already in the pool's own file, blocks beyond the limit of open files,
-    and blocks that have left their stored extent.
+    * A block whose KV is not computed yet gets its stored extent in `begin`.
+    * A block that is complete and still in memory is written to a stored extent after its last layer.
+    * All other blocks are read from the pool and written to the store: partial blocks, blocks that are already in the
+      pool's own file, blocks beyond the limit of open files, and blocks that have left their stored extent.
 
     A block is not committed if any of its writes failed. Its file then loses its name, but remains the extent of the
     pool block, unless the KV was never complete (`abort`).

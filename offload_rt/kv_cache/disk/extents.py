@@ -32,9 +32,7 @@ class StoredExtent:
     """Location of a block's KV in a file of a session store. Each storage layer is written once, as a whole.
 
     Attributes:
-        file: The open file.
         offset: Offset in bytes of the first storage layer.
-        layer_bytes: Size in bytes of a storage layer.
         written: Function that the writer thread calls with the index and bytes of a storage layer after writing it.
     """
 

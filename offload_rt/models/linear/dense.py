@@ -47,7 +47,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class DenseLinear(BackendLinear):
-    """Computes up to `MAX_ROWS` input rows in C, and more rows with torch.
+    """Linear layer that multiplies up to `MAX_ROWS` input rows in C, and more rows with torch.
 
     Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. Sums are float32.
     """

@@ -16,7 +16,7 @@ _ROUTERS = ("gate", "router")
 """Name suffixes of layers that choose experts. They are small, and errors change the choice."""
 
 _ABSORBED = ("kv_b_proj",)
-"""Name suffixes of layers that latent attention multiplies into queries, which needs plain weights."""
+"""Name suffixes of layers whose weights latent attention multiplies by the queries. They stay unquantised."""
 
 _MAX_INPUTS_PER_OUTPUT = 16
 """Layers with a higher ratio of inputs to outputs are not quantised. They are small, and each output affects a head."""

@@ -28,7 +28,7 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, columns: torch.Tensor) -> Basis:
-        """Return the basis with the columns `columns` of each KV head, int64 `[Hkv, r]`."""
+        """Return a basis with only some columns of each KV head, with the indices `columns`, int64 `[Hkv, r]`."""
         index = columns.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
@@ -109,7 +109,7 @@ class PromptColumns:
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Add |Q~| to the sum of each column, until the columns are chosen."""
+        """Add |Q~| of the queries to the sum of each column, until the columns are chosen."""
         if layer not in self._chosen:
             basis = self._bases[layer].query
             grouped = q.reshape(basis.shape[0], -1, q.shape[-1])

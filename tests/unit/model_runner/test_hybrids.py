@@ -236,7 +236,8 @@ def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
                 slots.allocate()
         assert slots.used == 1
         assert slots.allocate(first) != first and slots.used == 2
-        assert slots.conv[0].eq(7).all() and all(len(seen) == len(slots.conv[0]) for seen in slots.seen.values())
+        assert slots.conv[0].eq(7).all()
+        assert all(len(counts) == len(slots.conv[0]) for counts in slots.processed.values())
 
 
 def test_a_fork_without_device_memory_leaves_the_state_of_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
