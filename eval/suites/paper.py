@@ -27,7 +27,7 @@ from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.plots import lines, picture
 from ..core.report import Report, Row, RowStore
 from ..core.variants import Variant, grid, text_digest
-from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, about, cut_windows, measure_all, run_perplexity
+from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
@@ -155,9 +155,8 @@ class Paper:
         rows = measure_all(self.evaluation, variants, config)
         shown = {"against_full_shown": "against no limit [95 %]"}
         columns = tuple(replace(c, heading=shown.get(c.key, c.heading)) for c in COLUMNS[:-1])
-        Report("perplexity_with_a_bounded_pool", title, about(self.evaluation, config), columns, rows, NOTES).write(
-            self.evaluation.out
-        )
+        about = self.evaluation.about(config) | {"bootstrap_seed": 0}
+        Report("perplexity_with_a_bounded_pool", title, about, columns, rows, NOTES).write(self.evaluation.out)
         length, kinds = self.size.lengths[0], ("single", "several queries")
         needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
         evaluation = replace(self.evaluation, out=self.evaluation.out / "needles_with_a_bounded_pool")
