@@ -77,7 +77,7 @@ QUICK_WITHOUT := eval stress kernels/test_counted.py kernels/test_native.py kern
 	trained_hybrid.py) \
 	$(addprefix models/test_,architectures.py multimodal.py packed.py packed_composition.py packed_weights.py) \
 	$(addprefix server/test_server_,agents.py docs.py engine.py protocol_gaps.py protocols.py sessions.py) \
-	$(addprefix sessions/test_,async_sessions.py claims.py compatibility.py hybrid_sessions.py prefix_store.py reliability.py \
+	$(addprefix sessions/test_,async_sessions.py compatibility.py hybrid_sessions.py prefix_store.py prompt_marks.py reliability.py \
 	session_limits.py sessions.py shared_states.py turn_queue.py) \
 	$(addprefix transfer/test_,cuda_graphs.py cuda_path.py device_limit.py device_memory.py prefill_counts.py step_counts.py \
 	weight_placement.py working_set.py)

@@ -222,11 +222,9 @@ def quantised_scores(
     `[Hkv, d]` are the same for all sequences. For the other arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
-    for sequence_keys, query, target in zip(
-        packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True
-    ):
-        n = min(tokens, sequence_keys.shape[1] * (8 // bits))
-        target[:, :, :n] = packed_scores(query, sequence_keys[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
+    for keys, query, target in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
+        n = min(tokens, keys.shape[1] * (8 // bits))
+        target[:, :, :n] = packed_scores(query, keys[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
     return mask_scores(scores, starts, stops)
 
 

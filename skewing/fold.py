@@ -200,6 +200,7 @@ def skew_model(
     if loaded.adapter.geometry.absolute_positions:
         folded = out / "folded"
         difference = _write_folded(network, artifact, loaded, probe, folded)
+    prediction_probe = _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE)
     return SkewReport(
         artifact=out / "skew.safetensors",
         folded=folded,
@@ -209,9 +210,7 @@ def skew_model(
         energy_kept_plain=plain,
         energy_kept_skewed=skewed,
         logit_difference=difference,
-        predictions=prediction_quality(
-            loaded.adapter, _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE), correction
-        ),
+        predictions=prediction_quality(loaded.adapter, prediction_probe, correction),
     )
 
 

@@ -93,7 +93,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def around(cls, llm: LLM, *, decode_from: int | None = None, batch_size: int = MAX_BATCH) -> OffloadLM:
-        """Wrap an existing `LLM`."""
         made = cls.__new__(cls)
         made._setup(llm, decode_from, None, batch_size, None)
         return made

@@ -219,7 +219,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
     """Return the skewing method that the options or the preset specify; None for that of the loaded artifact."""
-    found: SkewMethod | None = options_class(policy).given(options).get("skew")
+    found: SkewMethod | None = options_class(policy).with_preset(options).get("skew")
     return found
 
 

@@ -69,7 +69,10 @@ class DecoderLayer:
     """The computations of one decoder layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raise ModelError if the layer's norms match no known placement, or a module with weights would be unused."""
+        """Find attention, MLP and norms among the submodules of `module`.
+
+        Raise ModelError if the norms match no known placement, or if a submodule with weights would be unused.
+        """
         self.attention = attention_of(module)
         attention_only = self.attention is getattr(module, "mixer", None)
         self._mlp: Any = None if attention_only else first_of(module, _MLP)
@@ -92,12 +95,10 @@ class DecoderLayer:
         refuse_unused(module, used_names | norm_names)
         # MiniCPM3 calls the multiplier `residual_scale`.
         multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
-        self.before_attention, self._before_mlp = (
-            _norm_of(module, n) for n in (norms.before_attention, norms.before_mlp)
-        )
-        self._after_attention, self._after_mlp = (
-            _norm_of(module, name, multiplier) for name in (norms.after_attention, norms.after_mlp)
-        )
+        self.before_attention = _norm_of(module, norms.before_attention)
+        self._before_mlp = _norm_of(module, norms.before_mlp)
+        self._after_attention = _norm_of(module, norms.after_attention, multiplier)
+        self._after_mlp = _norm_of(module, norms.after_mlp, multiplier)
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))
         if self._parallel and norms.before_mlp is None:
             self._before_mlp = self.before_attention

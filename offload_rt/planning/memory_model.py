@@ -241,7 +241,7 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits_bytes(self, sequences: int) -> int:
-        """Return the size in bytes of a batch's logits, two wider copies, and the tensors that sample one sequence."""
+        """Return the size in bytes of a batch's logits and of the temporary tensors that sample tokens from them."""
         vocab, wide = self.shape.geometry.vocab, self._widest_itemsize
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * wide) + 6 * wide + 16)
 

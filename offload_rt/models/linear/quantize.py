@@ -85,9 +85,9 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         codes = ((groups - minima) / scales.clamp_min(1e-30)).round().clamp(0, 15)
         error = (codes * scales + minima - groups).square().sum(-1, keepdim=True)
         candidate = [codes, scales, minima, error]
-        better = None if not best else error < best[3]
-        best = (
-            candidate if better is None else [torch.where(better, a, b) for a, b in zip(candidate, best, strict=True)]
-        )
+        if best:
+            better = error < best[3]
+            candidate = [torch.where(better, a, b) for a, b in zip(candidate, best, strict=True)]
+        best = candidate
     codes, scales, minima, _ = best
     return codes.to(torch.uint8).flatten(1), scales[..., 0], minima[..., 0]
