@@ -14,7 +14,7 @@ import torch
 
 from ...core import KVPart
 from ...models.adapter import ModelAdapter
-from ...models.full_attention import attend_layer
+from ...models.full_attention import attend_layer, query_and_kv
 from ..core.model_under_test import Evaluation
 from ..core.plots import picture
 from ..core.report import Column, Report, Row
@@ -84,16 +84,17 @@ def observe(
     """
     positions = torch.arange(len(tokens), device=adapter.device)
     adapter, whole = adapter.for_new_sequence(), [slice(None)]
-    x = adapter.embed(torch.tensor(tokens, device=adapter.device), positions)
+    ids, shared = torch.tensor(tokens, device=adapter.device), dict[int, KVPart]()
+    x = adapter.embed(ids, positions)
     adapter.run_stages(-1, x, whole)
     for layer in range(adapter.geometry.layers):
-        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
-        weights, seen = attention_weights(adapter, layer, q, k, positions[start::STRIDE])
+        q, kv = query_and_kv(adapter, layer, adapter.attention_input(layer, x), positions, shared)
+        weights, seen = attention_weights(adapter, layer, q, kv.k, positions[start::STRIDE])
         for head in tokens_for_mass(weights, MASS).tolist():
             needed[layer] += zip(head, seen.tolist(), strict=True)
-        out = attend_layer(adapter, layer, q, KVPart(k, v), 0)
+        out = attend_layer(adapter, layer, q, kv, 0)
         residual = adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1))
-        output = adapter.mlp(layer, residual)
+        output = adapter.mlp(layer, residual, ids)
         others = {"input_similarity": x, "attention_similarity": residual - x, "mlp_similarity": output - residual}
         if layer + 1 < adapter.geometry.layers:
             for key, other in others.items():

@@ -21,7 +21,9 @@ from ..core import ModelGeometry, RowShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
 from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
+from .kv_sharing import kv_sources
 from .latent_attention import LatentProjections, is_latent
+from .layer_embeddings import LayerEmbeddings
 from .multimodal import text_config, text_decoder
 from .recurrent import RecurrentState, Stage, recurrent_mixer, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent, unrotated
@@ -98,10 +100,16 @@ class DecoderAdapter(ModelAdapter):
         full_rows, window_rows = _row_shapes(type(model).__name__, self._projections, windows)
         rotary = _rotary_module(decoder)
         self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions)
+        self._layer_embeddings = (
+            LayerEmbeddings(decoder, self._embedding) if LayerEmbeddings.found_in(decoder) else None
+        )
+        layer_inputs = LayerEmbeddings.MODULES if self._layer_embeddings is not None else ()
         known = (self._embedding, self._norm, rotary)
         named = list(decoder.named_children())
         stacks = [name for name, child in named if isinstance(child, nn.ModuleList)][:1]
-        refuse_unused(decoder, [*stacks, *(name for name, child in named if any(child is each for each in known))])
+        refuse_unused(
+            decoder, [*stacks, *layer_inputs, *(name for name, child in named if any(child is each for each in known))]
+        )
         weight = self._embedding.weight
         self._state: RecurrentState | None = None
         self._gates: dict[int, torch.Tensor] | None = None
@@ -111,6 +119,7 @@ class DecoderAdapter(ModelAdapter):
             states=states,
             window_rows=window_rows,
             sinks=any(each is not None for each in sinks),
+            kv_from=kv_sources(attentions),
         )
         super().__init__(geometry, weight.dtype, weight.device, sinks)
 
@@ -203,8 +212,12 @@ class DecoderAdapter(ModelAdapter):
         # The query is not used, so it need not be rotated.
         return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), unrotated)[1]
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        return self._layers[layer].mlp(residual)
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self._layers[layer].mlp(residual, partial(self._layer_input, layer, tokens))
+
+    def _layer_input(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        assert self._layer_embeddings is not None, "the layer has modules for an input that the model does not compute"
+        return self._layer_embeddings(self._attention_at[layer], tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(self._norm(hidden))
@@ -231,12 +244,6 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": images only
         raise ModelError(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
-        )
-    if getattr(config, "hidden_size_per_layer_input", None) or getattr(config, "num_kv_shared_layers", None):
-        raise ModelError(
-            f"{name} adds an embedding of each token in every layer, or shares keys and values between layers "
-            "(hidden_size_per_layer_input, num_kv_shared_layers), which is not supported",
-            reason="per_layer_inputs",
         )
     rotary = _rotary_module(decoder)
     # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.

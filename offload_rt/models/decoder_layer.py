@@ -18,6 +18,8 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.dispatch import rms_norm
+from .kv_sharing import uses_earlier_kv
+from .layer_embeddings import LayerInputGate
 from .rotary import Rotate
 from .weights import attention_of
 
@@ -78,9 +80,14 @@ class DecoderLayer:
         # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
         self._experts_beside = ExpertsBesideMlp(module) if ExpertsBesideMlp.found_in(module) else None
+        self._input_gate = LayerInputGate(module) if LayerInputGate.found_in(module) else None
         beside = () if self._experts_beside is None else ExpertsBesideMlp.MODULES
+        gate = () if self._input_gate is None else LayerInputGate.MODULES
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
-        own = {name for name, child in module.named_children() if any(child is each for each in used)} | {*beside}
+        own = {name for name, child in module.named_children() if any(child is each for each in used)} | {
+            *beside,
+            *gate,
+        }
         present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")} - own
         norms = next((n for n in _PLACEMENTS if present == _names(n)), None)
         if norms is None:
@@ -120,11 +127,16 @@ class DecoderLayer:
         residual = hidden + self._after_attention(projected)
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
-    def mlp(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]`, computed from the residual stream after its attention."""
+    def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the layer's output `[T, D]`, computed from the residual stream after its attention.
+
+        `layer_input` returns the tokens' inputs `[T, P]` in this layer, if it has any (`LayerEmbeddings`).
+        """
         if self._parallel or self._mlp is None:
             return residual
         out = residual + self._run_mlp(residual)
+        if self._input_gate is not None:
+            out = self._input_gate.add(out, layer_input())
         return out if self._scaled_by is None else out * self._scaled_by.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +245,9 @@ class Projections:
         self._value_multiplier = float(getattr(attention, "v_scale", 1.0))
         self.gated_queries = False
         if hasattr(attention, "q_proj"):
-            self._q, self._k, self._v = attention.q_proj, attention.k_proj, attention.v_proj
+            self._q = attention.q_proj
+            if not uses_earlier_kv(attention):
+                self._k, self._v = attention.k_proj, attention.v_proj
             self._split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
             used |= {"q_proj", "k_proj", "v_proj"}
             self.gated_queries = getattr(self._q, "out_features", None) == 2 * heads * self._key_dim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,17 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 """Value of `alpha` that accepts every finite score, but not -inf."""
 
 
-def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers `named` and all sliding-window layers. Raises ConfigError if a layer does not exist."""
+def dense_layers(named: Collection[int], geometry: ModelGeometry) -> frozenset[int]:
+    """Return the layers `named`, the layers that use their KV, and all sliding-window layers.
+
+    Raises ConfigError if a layer does not exist.
+    """
     for layer in named:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
-    return frozenset(named) | frozenset(geometry.sliding)
+    # A dense layer has no scoring keys, so layers that use its KV cannot select.
+    using = (layer for layer in range(geometry.layers) if geometry.kv_layer(layer) in named)
+    return frozenset(named) | frozenset(using) | frozenset(geometry.sliding)
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
