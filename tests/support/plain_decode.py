@@ -31,7 +31,7 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
             q = adapter.lone_query(layer, attention_input, at)
         window = geometry.windows[layer]
         keys, values = (torch.stack([row[i] for row in rows], 1) for i in (1, 2))
-        keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
+        keys, values = (rows.repeat_interleave(geometry.heads // len(rows), 0) for rows in (keys, values))
         ago = at[:, None] - torch.tensor([row[0] for row in rows])
         shown = at[:, None] % window + 1 if geometry.chunked and window else window or ago.max() + 1
         seen = (ago >= 0) & (ago < shown)
