@@ -22,16 +22,21 @@ class LayerEmbeddings:
     is read.
     """
 
-    MODULES = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+    _MODULES = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
     def __init__(self, decoder: Any, embedding: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Find the modules of `decoder`, whose ordinary token embedding is `embedding`."""
+        """Use the modules of `decoder`, whose ordinary token embedding is `embedding`."""
         self._decoder, self._embed = decoder, embedding
         self._size = int(decoder.hidden_size_per_layer_input)
 
     @classmethod
-    def found_in(cls, decoder: Any) -> bool:
-        return all(getattr(decoder, name, None) is not None for name in cls.MODULES)
+    def find(cls, decoder: Any, embedding: Callable[[torch.Tensor], torch.Tensor]) -> LayerEmbeddings | None:
+        """Return the layer embeddings of `decoder`, or None if it has none."""
+        return cls(decoder, embedding) if all(hasattr(decoder, name) for name in cls._MODULES) else None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple(getattr(self._decoder, name) for name in self._MODULES)
 
     def __call__(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the inputs `[T, P]` of decoder layer `layer` for tokens `[T]`."""
