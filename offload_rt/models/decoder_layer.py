@@ -77,18 +77,16 @@ class DecoderLayer:
         self._mlp: Any = None if attention_only else first_of(module, _MLP)
         shared = None if attention_only else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
-        # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
+        # Falcon-H1's recurrent mixer runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
         self._parallel_experts = ParallelExperts(module) if ParallelExperts.found_in(module) else None
         self._input_gate = LayerInputGate(module) if LayerInputGate.found_in(module) else None
-        gate_names = () if self._input_gate is None else LayerInputGate.MODULES
-        parallel_names = () if self._parallel_experts is None else ParallelExperts.MODULES
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
         used_names = {name for name, child in module.named_children() if any(child is each for each in used)}
-        used_names |= {*parallel_names, *gate_names}
-        norm_names = {
-            name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")
-        } - used_names
+        optional = [part for part in (self._parallel_experts, self._input_gate) if part is not None]
+        used_names |= {name for part in optional for name in part.MODULES}
+        other_names = {name for name, _ in module.named_children()} - used_names
+        norm_names = {name for name in other_names if "norm" in name or name.startswith("ln_")}
         norms = next((n for n in _PLACEMENTS if norm_names == _names(n)), None)
         if norms is None:
             raise ModelError(
@@ -130,14 +128,13 @@ class DecoderLayer:
     def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after its attention.
 
-        `layer_input` returns the tokens' inputs `[T, P]` in this layer, if it needs any (`LayerEmbeddings`).
+        `layer_input` returns the tokens' inputs `[T, P]` in this layer, if any (`LayerEmbeddings`).
         """
         if self._parallel or self._mlp is None:
             return residual
         out = residual + self._run_mlp(residual)
         if self._input_gate is not None:
-            assert layer_input is not None, "the model computes no inputs of layers"
-            out = self._input_gate.add(out, layer_input())
+            out = self._input_gate.add(out, layer_input)
         return out if self._scalar_module is None else out * self._scalar_module.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +244,8 @@ class Projections:
         self.gated_queries = False
         if hasattr(attention, "q_proj"):
             self._q = attention.q_proj
-            self._k, self._v = (None, None) if uses_earlier_kv(attention) else (attention.k_proj, attention.v_proj)
+            if not uses_earlier_kv(attention):
+                self._k, self._v = attention.k_proj, attention.v_proj
             self._split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
             used |= {"q_proj", "k_proj", "v_proj"}
             self.gated_queries = getattr(self._q, "out_features", None) == 2 * heads * self._key_dim

@@ -68,9 +68,10 @@ class LayerInputGate:
     def found_in(cls, module: Any) -> bool:
         return all(hasattr(module, name) for name in cls.MODULES)
 
-    def add(self, hidden: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
-        """Return `hidden` `[T, D]` plus the gated and projected layer input `[T, P]`."""
+    def add(self, hidden: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        """Return `hidden` `[T, D]` plus the gated and projected layer input, which `layer_input` computes `[T, P]`."""
+        assert layer_input is not None, "the model has no layer embeddings"
         layer = self._module
-        gated = layer.act_fn(layer.per_layer_input_gate(hidden)) * layer_input
+        gated = layer.act_fn(layer.per_layer_input_gate(hidden)) * layer_input()
         out: torch.Tensor = hidden + layer.post_per_layer_input_norm(layer.per_layer_projection(gated))
         return out
