@@ -190,38 +190,32 @@ def _segment_sums(
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
-    true_positions, spread_positions = (
-        [p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device))
-    )
+    real, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
     adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
     adapter.run_stages(-1, hidden, slices)
     kept: dict[int, KVPart] = {}  # of the latest layer, and of layers whose KV later layers use
     for layer in range(geometry.layers):
-        yield _sum_moments(
-            adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread_positions
-        )
+        yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:
             return
         next_layer, kv_layer = layer + 1, geometry.kv_layer(layer)
         if kv_layer == layer:
             inputs = (adapter.attention_input(layer, hidden[s]) for s in slices)
             kept = {source: kv for source, kv in kept.items() if source in geometry.shared_kv}
-            kept[layer] = _all_rows(keys_and_values(adapter, layer, inputs, true_positions))
+            kept[layer] = _all_rows(keys_and_values(adapter, layer, inputs, real))
         project = adapter.query if kv_layer == layer else adapter.lone_query
-        for s, slice_positions in zip(slices, true_positions, strict=True):
-            attention_input = adapter.attention_input(layer, hidden[s])
-            q = project(layer, attention_input, slice_positions)
+        for s, slice_positions in zip(slices, real, strict=True):
+            x = adapter.attention_input(layer, hidden[s])
+            q = project(layer, x, slice_positions)
             residual = residual_after_attention(adapter, layer, hidden[s], q, kept[kv_layer], s.stop)
             predicted: dict[Source | int, torch.Tensor] = {
-                source: predicted_input(adapter, next_layer, source, hidden[s], attention_input, residual)
-                for source in SOURCES
+                source: predicted_input(adapter, next_layer, source, hidden[s], x, residual) for source in SOURCES
             }
             output = adapter.mlp(layer, residual, tokens[s])
             for stage in adapter.stages(layer):
-                predicted[geometry.decoder_layer(next_layer) - stage.layer] = adapter.attention_input(
-                    next_layer, output
-                )
+                ahead = geometry.decoder_layer(next_layer) - stage.layer
+                predicted[ahead] = adapter.attention_input(next_layer, output)
                 output = stage.run(output)
             predictions(next_layer, predicted, adapter.attention_input(next_layer, output))
             hidden[s] = output  # assigned last, because a predicted attention input may be a view of `hidden`

@@ -41,5 +41,8 @@ class MemoryDemand:
         return len(set(geometry.kv_layers) - set(self.dense))
 
     def scoring_bytes(self, layers: int, context: int) -> int:
-        """Return the size in bytes of the selection data of `layers` layers, without spare capacity."""
+        """Return the size in bytes of the selection data of `context` tokens, without spare capacity.
+
+        `layers` is the number of layers with selection data.
+        """
         return int(layers * self.key_bytes * context)

@@ -16,7 +16,7 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 
 
 def dense_layers(layers: Collection[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers `layers`, the layers that use their KV, and all sliding-window layers.
+    """Return the layers that attend to all visible tokens: `layers`, layers that use their KV, and sliding layers.
 
     Raises ConfigError if a layer does not exist.
     """

@@ -46,9 +46,6 @@ class FileArena:
     fails.
 
     Args:
-        layout: Number and shape of the blocks.
-        dtype: Data type of the stored elements.
-        file: The pool's own file.
         limit: Limit on host memory in bytes.
     """
 
@@ -297,7 +294,6 @@ class FileArena:
         """Read KV entries of one storage layer, from the cache, the buffers or the disk.
 
         Args:
-            storage_layer: Index of the storage layer in the block (`layer_groups`).
             ids: Distinct ids of KV entries (`FileLayout.entry_ids`), int64 `[n]`.
             out: Contiguous output `[m, planes * width]`, with K and V of an entry in one row.
             into: Row of `out` for each entry, int64 `[n]`.

@@ -273,6 +273,7 @@ def test_kv_is_written_once_and_restored_without_writes(tmp_path: Path) -> None:
         assert not tampered(tmp_path / "store", before) and len(before) > 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["evicted", "no room", "few files", "parts", "no file"])
 def test_blocks_without_a_stored_extent(
     case: str, right: dict[bool, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
