@@ -327,6 +327,8 @@ def test_after_a_truncation_windows_start_after_the_gap(
     kind: str, cut: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Sliding layers attend only to the kept tokens after the gap."""
+    if kind == "narrow rows" and dtype is torch.float64:
+        pytest.skip("transformers' experts do not run in float64")
     llm = make(kind, dtype=dtype)
     session = llm.session("s", tmp_path)
     answer(session, tiny_prompt(200), count=11)
