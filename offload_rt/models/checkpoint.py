@@ -236,12 +236,18 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
+def stated_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the dtype that a configuration states, or None. For GGUF files it is bfloat16."""
+    own: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
+    return torch.bfloat16 if source.gguf is not None else own
+
+
 def resolve_dtype(
-    dtype: str | torch.dtype, source: ModelSource, config: PreTrainedConfig, device: torch.device
+    dtype: str | torch.dtype, source: ModelSource, stated: torch.dtype | None, device: torch.device
 ) -> torch.dtype | None:
     """Return the torch dtype. None: keep the dtype of the weights, because the configuration states none.
 
-    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
+    "auto" is the checkpoint's dtype (`stated`) on CUDA. On a CPU, it is bfloat16 for half-precision
     checkpoints, which halves the time to read the weights. In three cases, it is at least float32: for other
     checkpoints, on CPUs on which bfloat16 is slow, and for models in the package, whose results are then the same on
     every machine. Raises ConfigError for an unknown name.
@@ -251,9 +257,6 @@ def resolve_dtype(
     if name != "auto":
         named: torch.dtype = getattr(torch, name)
         return named
-    # the dtype of the checkpoint; after loading, it is a torch.dtype or None
-    own: Any = config.dtype or text_config(config).dtype
-    stated: torch.dtype | None = torch.bfloat16 if source.gguf is not None else own
     if device.type != "cpu":
         return stated
     if stated in (torch.bfloat16, torch.float16) and computes_bfloat16() and not source.shipped:

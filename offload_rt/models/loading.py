@@ -28,6 +28,7 @@ from .checkpoint import (
     read_weights,
     resolve_device,
     resolve_dtype,
+    stated_dtype,
 )
 from .checkpoint_cache import CheckpointCache
 from .fingerprint import LiveWeights, cached_fingerprint, fingerprint
@@ -179,7 +180,9 @@ def _read_checkpoint(
     # Weights that are quantised here land in host memory, because the device may be too small for 16 bits.
     on_host, moved = placement or quantize in ("int4", "int8"), bool(placement)
     landing = torch.device("cpu") if on_host else device
-    loaded = read_weights(source, config, landing, resolve_dtype(dtype, source, config, device), moved=moved)
+    loaded = read_weights(
+        source, config, landing, resolve_dtype(dtype, source, stated_dtype(source, config), device), moved=moved
+    )
     fix_rope_scaling(loaded, max_model_len)
     with one_error(f"cannot quantise the weights of {source}"):
         quantize_checkpoint(loaded, quantize, device)

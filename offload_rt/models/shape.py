@@ -18,7 +18,7 @@ from ..config import Quantize
 from ..core import ModelGeometry, RowShape, StateShape
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
-from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype
+from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype, stated_dtype
 from .checkpoint_cache import CheckpointCache
 from .importing import Conversion, conversion_of, ready_source
 from .linear import backend_of, packing, packing_of, use_backends
@@ -27,6 +27,7 @@ from .linear.packed import PACKED
 from .loading import check_loaded, quantize_checkpoint
 from .multimodal import belongs_to, unused_modules
 from .packed_checkpoint import CannotPackError, hold_formats, stated_formats
+from .plain_shape import plain_shape
 from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
@@ -109,8 +110,22 @@ def load_shape(
     if has_external_adapters():
         return compute()
     arguments = [str(where), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
-    # transformers takes three seconds of processor time for its imports and a skeleton
+    if quantize in ("auto", "none") and (shape := _plain_shape(source, where, dtype)) is not None:
+        return shape
+    # transformers takes four seconds of processor time for its imports and a skeleton
     return CheckpointCache(source).lookup("shapes", arguments, compute, _parse, _dump)
+
+
+def _plain_shape(source: ModelSource, where: torch.device, dtype: str | torch.dtype) -> ModelShape | None:
+    """Return the shape of a plain decoder, computed without transformers, or None for any other model."""
+    plain = plain_shape(source)
+    stated = None if plain is None or plain.dtype is None else getattr(torch, plain.dtype, None)
+    if plain is None or (plain.dtype is not None and not isinstance(stated, torch.dtype)):
+        return None
+    chosen = resolve_dtype(dtype, source, stated, where) or torch.float32
+    sizes = plain.sizes(chosen.itemsize)
+    # `sizes` counts each weight of a layer with its alignment, and `weight_bytes` without
+    return ModelShape(plain.geometry, plain.weight_bytes(chosen.itemsize), sizes, chosen, where)
 
 
 def _code_versions() -> list[object]:
@@ -158,7 +173,7 @@ def _read_shape(
     if conversion is not None and (ready := ready_source(conversion)) is not None:
         source, conversion = ready, None
     config = read_config(source)
-    chosen = resolve_dtype(dtype, source, config, where) or torch.float32
+    chosen = resolve_dtype(dtype, source, stated_dtype(source, config), where) or torch.float32
     skeleton = build_skeleton(source, config, chosen)
     with one_error(f"the checkpoint {source} is not a valid model"):
         fix_rope_scaling(skeleton, max_model_len)
