@@ -39,13 +39,13 @@ def attend_causal(
         sinks: Learned attention sinks `[H]`: one more score per head in the softmax denominator, without a value.
     """
     heads, m, d = q.shape
-    if (library := causal_cpu.takes(q)) is not None:
+    if (library := causal_cpu.library_for(q)) is not None:
         return causal_cpu.attend_causal(library, q, k, v, scale, window, softcap, sinks)
     if softcap is not None or sinks is not None:
         return _by_blocks(q, k, v, scale, window or k.shape[1], softcap, sinks)
     if window is None and q.device.type == "cpu" and heads // k.shape[0] * m <= FEW_QUERIES:
-        return _few(q.unflatten(0, (k.shape[0], -1)), k, v, scale)
-    if window is None and heads > k.shape[0] and _takes_groups(q, k, v):
+        return _attend_few_queries(q.unflatten(0, (k.shape[0], -1)), k, v, scale)
+    if window is None and heads > k.shape[0] and _supports_grouped_queries(q, k, v):
         return _lower_right(q[None], k[None], v[None], scale, k.shape[1], enable_gqa=True)[0]
     attend = _windowed if window is not None and window < k.shape[1] else _CAUSAL.get(q.device.type, _lower_right)
     grouped = q.unflatten(0, (k.shape[0], -1))
@@ -54,39 +54,39 @@ def attend_causal(
     return torch.stack([out[0] for out in outs], dim=1).view(heads, m, d)
 
 
-def _few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend_few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend with few queries q `[Hkv, G, m, d]`. K and V are read once for the G query heads of a group."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
-    side_by_side, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
+    stacked, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
     parts = []
     if past:
-        parts.append(flash(side_by_side, k[None, :, :past], v[None, :, :past], 0.0, False, scale=scale))
+        parts.append(flash(stacked, k[None, :, :past], v[None, :, :past], 0.0, False, scale=scale))
     if m > 1:
-        own = (x[:, -m:].unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        out, lse = flash(q, *own, 0.0, True, scale=scale)
+        new_kv = (x[:, -m:].unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        out, lse = flash(q, *new_kv, 0.0, True, scale=scale)
         parts.append((out.flatten(1, 2)[None], lse.flatten(1, 2)[None]))
     outs, sums = zip(*parts, strict=True)
-    whole = outs[0] if len(parts) == 1 else merge_lse(list(outs), list(sums))[0].to(q.dtype)
-    attended: torch.Tensor = whole[0].unflatten(1, (-1, m)).flatten(0, 1)
+    merged = outs[0] if len(parts) == 1 else merge_lse(list(outs), list(sums))[0].to(q.dtype)
+    attended: torch.Tensor = merged[0].unflatten(1, (-1, m)).flatten(0, 1)
     return attended
 
 
 def _windowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     m, n = q.shape[2], k.shape[2]
     first = max(0, n - m - window + 1)
-    ago = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(first, n, device=q.device)
-    mask = (ago >= 0) & (ago < window)
+    distance = torch.arange(n - m, n, device=q.device)[:, None] - torch.arange(first, n, device=q.device)
+    mask = (distance >= 0) & (distance < window)
     return F.scaled_dot_product_attention(q, k[:, :, first:], v[:, :, first:], attn_mask=mask, scale=scale)
 
 
-def _takes_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _supports_grouped_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether a CUDA flash kernel supports grouped queries for these tensors."""
     if q.device.type != "cuda":
         return False
     # torch's other kernels reject grouped queries, or repeat K and V if there is a mask.
-    whole = torch.backends.cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
-    return torch.backends.cuda.can_use_flash_attention(whole)
+    parameters = torch.backends.cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, False, True)
+    return torch.backends.cuda.can_use_flash_attention(parameters)
 
 
 def _lower_right(
@@ -134,24 +134,24 @@ def _by_blocks(
     (heads, m, d), (kv_heads, n, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.reshape(kv_heads, -1, d)
-    own = torch.arange(n - m, n, device=q.device).repeat(heads // kv_heads)[:, None]
+    query_positions = torch.arange(n - m, n, device=q.device).repeat(heads // kv_heads)[:, None]
     start = (
         torch.full((heads,), torch.finfo(wide).min, dtype=wide, device=q.device) if sinks is None else sinks.to(wide)
     )
     peak = start.view(kv_heads, -1, 1).expand(-1, -1, m).flatten(1)
-    mass = torch.full_like(peak, 0.0 if sinks is None else 1.0)
+    total = torch.full_like(peak, 0.0 if sinks is None else 1.0)
     out = torch.zeros(*peak.shape, d, dtype=wide, device=q.device)
     for first in range(max(0, n - m - window + 1), n, KEYS_AT_ONCE):
         block = slice(first, min(first + KEYS_AT_ONCE, n))
-        ago = own - torch.arange(block.start, block.stop, device=q.device)
+        distance = query_positions - torch.arange(block.start, block.stop, device=q.device)
         scores = capped(scaled_scores(grouped, k[:, block], scale), softcap)
-        scores = scores.masked_fill_((ago < 0) | (ago >= window), -torch.inf)
-        risen = torch.maximum(peak, scores.amax(-1))
-        weights, shrunk = (scores - risen[..., None]).exp_(), (peak - risen).exp()
-        mass = mass * shrunk + weights.sum(-1)
-        out = out * shrunk[..., None] + torch.bmm(weights.to(v.dtype), v[:, block])
-        peak = risen
-    return (out / mass[..., None]).to(q.dtype).view(heads, m, d)
+        scores = scores.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+        new_peak = torch.maximum(peak, scores.amax(-1))
+        weights, rescale = (scores - new_peak[..., None]).exp_(), (peak - new_peak).exp()
+        total = total * rescale + weights.sum(-1)
+        out = out * rescale[..., None] + torch.bmm(weights.to(v.dtype), v[:, block])
+        peak = new_peak
+    return (out / total[..., None]).to(q.dtype).view(heads, m, d)
 
 
 _CAUSAL = {"cpu": _past_and_diagonal}

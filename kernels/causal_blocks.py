@@ -20,14 +20,14 @@ _BLOCK = 1024
 class BlockedAttention:
     """Attention of queries q `[H, m, d]`, accumulated over blocks of keys.
 
-    Call `add`, in any order, for blocks that all queries attend to completely. Then call `add_own` once with the last
-    keys, which include the keys of the m query tokens.
+    Call `add`, in any order, for blocks that all queries attend to completely. Then call `add_causal` once with the
+    last keys, which include the keys of the m query tokens.
     """
 
     def __init__(self, q: torch.Tensor, kv_heads: int, scale: float, softcap: float | None = None) -> None:
         self.q = q
         self._grouped, self._scale, self._softcap = q.unflatten(0, (kv_heads, -1)), scale, softcap
-        self._library = causal_cpu.takes(q)
+        self._library = causal_cpu.library_for(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         self._out = torch.zeros(self._grouped.shape, dtype=wide, device=q.device)
         self._lse = torch.full(self._grouped.shape[:-1], -torch.inf, dtype=wide, device=q.device)
@@ -35,32 +35,32 @@ class BlockedAttention:
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Attend with all queries to all of the keys and values `[Hkv, n, d]`."""
         if self._library is not None:
-            self._further(self._library, k, v, causal=False)
+            self._attend_in_c(self._library, k, v, causal=False)
             return
         q = self._grouped.flatten(1, 2)
-        if self._flashes:
+        if self._uses_flash:
             out, lse = _flash(q[None], k[None], v[None], causal=False, scale=self._scale)
-            self._join(out[0].view(self._out.shape), lse[0].view(self._lse.shape))
+            self._merge(out[0].view(self._out.shape), lse[0].view(self._lse.shape))
             return
         for first in range(0, k.shape[1], _BLOCK):
-            own = slice(first, first + _BLOCK)
-            weights, lse = attention_weights(q, k[:, own], self._scale, self._softcap)
-            out = torch.bmm(weights.to(v.dtype), v[:, own])
-            self._join(out.view(self._out.shape), lse.view(self._lse.shape))
+            block = slice(first, first + _BLOCK)
+            weights, lse = attention_weights(q, k[:, block], self._scale, self._softcap)
+            out = torch.bmm(weights.to(v.dtype), v[:, block])
+            self._merge(out.view(self._out.shape), lse.view(self._lse.shape))
 
-    def add_own(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def add_causal(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Attend causally to keys and values `[Hkv, n, d]`, n >= m. The last m keys belong to the query tokens."""
         if self._library is not None:
-            self._further(self._library, k, v, causal=True)
+            self._attend_in_c(self._library, k, v, causal=True)
             return
         m = self.q.shape[1]
         if k.shape[1] > m:
             self.add(k[:, :-m], v[:, :-m])
             k, v = k[:, -m:], v[:, -m:]
-        if self._flashes:
+        if self._uses_flash:
             for group in range(self._grouped.shape[1]):
                 out, lse = _flash(self._grouped[None, :, group], k[None], v[None], causal=True, scale=self._scale)
-                self._join(out[0].unsqueeze(1), lse[0].unsqueeze(1), slice(group, group + 1))
+                self._merge(out[0].unsqueeze(1), lse[0].unsqueeze(1), slice(group, group + 1))
             return
         hidden = torch.ones(m, m, dtype=torch.bool, device=k.device).triu_(1)
         for group in range(self._grouped.shape[1]):
@@ -68,7 +68,7 @@ class BlockedAttention:
             scores = scores.masked_fill_(hidden, -torch.inf)
             lse = scores.logsumexp(-1)
             out = torch.bmm((scores - lse.unsqueeze(-1)).exp_().to(v.dtype), v)
-            self._join(out.unsqueeze(1), lse.unsqueeze(1), slice(group, group + 1))
+            self._merge(out.unsqueeze(1), lse.unsqueeze(1), slice(group, group + 1))
 
     def result(self, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Return the attention `[H, m, d]` over all blocks. `sinks` `[H]` are learned attention sinks."""
@@ -77,20 +77,20 @@ class BlockedAttention:
             out = out * torch.sigmoid(self._lse.flatten(0, 1) - sinks.to(self._lse.dtype)[:, None]).unsqueeze(-1)
         return out.to(self.q.dtype)
 
-    def _further(self, library: ctypes.CDLL, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
+    def _attend_in_c(self, library: ctypes.CDLL, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> None:
         out, lse = self._out.flatten(0, 1), self._lse.flatten(0, 1)
-        causal_cpu.attend_further(library, self.q, k, v, out, lse, self._scale, self._softcap, causal=causal)
+        causal_cpu.attend_and_merge(library, self.q, k, v, out, lse, self._scale, self._softcap, causal=causal)
 
     @property
-    def _flashes(self) -> bool:
+    def _uses_flash(self) -> bool:
         """Whether torch's CPU flash kernel, which also returns the log-sum-exp, supports these queries."""
         return self.q.device.type == "cpu" and self._softcap is None
 
-    def _join(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:
+    def _merge(self, out: torch.Tensor, lse: torch.Tensor, groups: slice = slice(None)) -> None:
         outs, sums = self._out[:, groups], self._lse[:, groups]
-        merged, total = merge_lse([outs, out.to(outs.dtype)], [sums, lse.to(sums.dtype)])
+        merged, merged_lse = merge_lse([outs, out.to(outs.dtype)], [sums, lse.to(sums.dtype)])
         outs.copy_(merged)
-        sums.copy_(total)
+        sums.copy_(merged_lse)
 
 
 def _flash(

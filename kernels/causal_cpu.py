@@ -13,7 +13,7 @@ from . import native, team
 
 KEYS = 64  # tokens per packed block of keys and values
 
-WORTH_THREADS = 1 << 22
+MIN_THREADED_WORK = 1 << 22
 """Smallest number of multiplications that a call distributes over several threads."""
 
 
@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def takes(q: torch.Tensor) -> ctypes.CDLL | None:
+def library_for(q: torch.Tensor) -> ctypes.CDLL | None:
     """Return the compiled library for the dtype and head dimension of queries q `[..., d]`.
 
     Return None if they are not supported or it cannot be compiled, and for bfloat16 on a processor with AMX, because
@@ -54,7 +54,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `causal.attend_causal` with `library`, the result of `takes`."""
+    """Compute `causal.attend_causal` with `library`, the result of `library_for`."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -62,7 +62,7 @@ def attend_causal(
     return out
 
 
-def attend_further(
+def attend_and_merge(
     library: ctypes.CDLL,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,7 +77,7 @@ def attend_further(
     """Attend to further keys, and merge the result into `out` and `lse` in place.
 
     Args:
-        library: The result of `takes`.
+        library: The result of `library_for`.
         q: Queries `[H, m, d]`.
         k, v: Keys and values `[Hkv, n, d]`, n >= 1.
         out: Attention to the tokens of earlier calls, float32 `[H, m, d]`. Initially 0.
@@ -88,7 +88,7 @@ def attend_further(
             attends to all keys.
     """
     last_visible = k.shape[1] - (q.shape[1] if causal else 1)
-    _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, begun=True)
+    _attend(library, q, k, v, out, scale, k.shape[1], softcap, None, lse, last_visible=last_visible, accumulate=True)
 
 
 def _attend(
@@ -103,12 +103,12 @@ def _attend(
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None = None,
     last_visible: int | None = None,
-    begun: bool = False,
+    accumulate: bool = False,
 ) -> None:
     """Attend with q `[H, m, d]` to k and v `[Hkv, n, d]`. Store the result in out `[H, m, d]` and lse `[H, m]`.
 
     `last_visible` is the index of the last key that query 0 attends to (None: n - m). Each following query attends to
-    one more key. If `begun`, the result is merged into out and lse.
+    one more key. If `accumulate`, the result is merged into out and lse.
     """
     (heads, m, d), (kv_heads, n) = q.shape, k.shape[:2]
     last_visible = n - m if last_visible is None else last_visible
@@ -117,14 +117,14 @@ def _attend(
     tiles = -(-heads // kv_heads * m // library.tile_rows())
     blocks = -(-(n - first) // KEYS)
     packed = torch.empty(kv_heads * blocks * library.block_bytes(), dtype=torch.uint8) if tiles > 1 else None
-    places = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse)]
+    addresses = [None if x is None else x.data_ptr() for x in (q, k, v, out, packed, sinks, lse)]
     (q_head, q_token, _), (k_head, k_token, _) = q.stride(), k.stride()
     (v_head, v_token, _), (out_head, out_token, _) = v.stride(), out.stride()
     call = _Call(
-        *places, q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token,
-        kv_heads, heads // kv_heads, m, n, first, window, last_visible, begun, scale, softcap or 0.0,
+        *addresses, q_head, q_token, k_head, k_token, v_head, v_token, out_head, out_token,
+        kv_heads, heads // kv_heads, m, n, first, window, last_visible, accumulate, scale, softcap or 0.0,
     )  # fmt: skip
-    threads = team.threads() if 2 * heads * m * (n - first) * d > WORTH_THREADS else 1
+    threads = team.threads() if 2 * heads * m * (n - first) * d > MIN_THREADED_WORK else 1
     if packed is not None:
         team.runner()(library.pack, ctypes.byref(call), kv_heads * blocks, threads)
     team.runner()(library.attend, ctypes.byref(call), kv_heads * tiles, threads)

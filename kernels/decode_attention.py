@@ -20,13 +20,13 @@ from .pages import BLOCK
 from .reference import attention_weights, merge_lse
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""Minimum number of tokens that a thread attends to at a time, and maximum number of such pieces per KV head.
+"""Minimum number of tokens per part of a KV head's tokens, and maximum number of parts. A thread computes one part.
 
-A piece takes at least 10 us. The split does not depend on the number of threads, so neither does the rounding of
+A part takes at least 10 us. The division does not depend on the number of threads, so neither does the rounding of
 results.
 """
 
-WORTH_THREADS = 1 << 20
+MIN_THREADED_WORK = 1 << 20
 """Smallest number of multiplications that a call distributes over several threads."""
 
 
@@ -48,7 +48,7 @@ def attend(
         out, lse = attend_runs(q.unsqueeze(1), [Run(0, 1, part.k, part.v) for part in parts], scale)
         return out.squeeze(1), lse.squeeze(1)
     if softcap is not None:
-        parts = [_known(part) for part in parts]
+        parts = [_valid_entries(part) for part in parts]
     code = library(q.shape[1], q.dtype) if q.is_cpu else None
     outs, lses = list[torch.Tensor](), list[torch.Tensor]()
     for part in parts:
@@ -71,7 +71,7 @@ def attend(
     return (outs[0], lses[0]) if len(outs) == 1 else merge_lse(outs, lses)
 
 
-def _known(part: KVPart) -> KVPart:
+def _valid_entries(part: KVPart) -> KVPart:
     """Return the valid entries, as a part without `counts`. The host waits for the device to read them."""
     if part.counts is None:
         return part
@@ -79,7 +79,7 @@ def _known(part: KVPart) -> KVPart:
     return KVPart(part.k[:, :valid], part.v[:, :valid])
 
 
-def give_to_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Scale the attention output `[..., d]` for learned attention sinks, which add to the softmax denominator.
 
     lse `[...]` is the log-sum-exp of the scores without the sinks. If `sinks` is None, `out` is returned unchanged.
@@ -116,9 +116,8 @@ class PagedPart(KVPart):
     """KV entries of one sequence in one layer, in blocks of the host pool. C code reads them in place.
 
     Token t of KV head h is row `t + block_rows[t // 64] + first + h * head_rows` of `rows`. The entries of the resident
-    tokens come first, then the entries of `tokens`. Each access to `k` or `v` copies them: it joins the runs if there
-    are any, else it gathers the entries. If there is one query head per KV head, `mix` reads the value vectors directly
-    from the pool.
+    tokens come first, then the entries of `tokens`. Each access to `k` or `v` copies all entries. If there is one query
+    head per KV head, `mix` reads the value vectors directly from the pool.
 
     Attributes:
         rows: K and V of all entries in the pool, `[R, d]` each.
@@ -195,8 +194,8 @@ class PagedPart(KVPart):
             return super().mix(weights)
         # An embedding bag is a weighted sum of rows.
         values, (kv_heads, n) = self.rows[1], self.shape
-        bags, each = torch.arange(0, kv_heads * n, n), weights.to(values.dtype).view(-1)
-        return F.embedding_bag(self.ids.view(-1), values, bags, mode="sum", per_sample_weights=each).unsqueeze(1)
+        bags, row_weights = torch.arange(0, kv_heads * n, n), weights.to(values.dtype).view(-1)
+        return F.embedding_bag(self.ids.view(-1), values, bags, mode="sum", per_sample_weights=row_weights).unsqueeze(1)
 
 
 class _Call(ctypes.Structure):
@@ -213,7 +212,7 @@ class _Call(ctypes.Structure):
 
 
 _ALL_TOKENS = (None, None, 0, 0, 0, 0, 0)
-"""Values of the fields `tokens` to `selected` of `_Call` for attention to all n tokens in order."""
+"""Values of the fields `tokens` to `selected` of `_Call` if all n tokens are attended to in order."""
 
 
 @native.level_cache
@@ -235,13 +234,13 @@ def attend_in_c(
     A `PagedPart` is not copied.
     """
     (heads, d), q = q.shape, q.contiguous()
-    located: tuple[int | None, ...]
+    token_fields: tuple[int | None, ...]
     strides: tuple[int, ...]
     if isinstance(part, PagedPart):
         tokens, (sinks, recent), (k, v) = part.tokens.contiguous(), part.resident, part.rows
         (kv_heads, selected), step, first = tokens.shape, part.head_rows * d, part.first * d * k.element_size()
         n, strides = len(sinks) + len(recent) + selected, (step, d, step, d)
-        located = (
+        token_fields = (
             tokens.data_ptr(), part.block_rows.data_ptr(),
             sinks.start, sinks.stop, recent.start, recent.stop, selected,
         )  # fmt: skip
@@ -249,16 +248,16 @@ def attend_in_c(
         k, v = part.k if part.k.stride(2) == 1 else part.k.contiguous(), part.v
         v = v if v.stride(2) == 1 else v.contiguous()
         (kv_heads, n, _), first = k.shape, 0
-        strides, located = (*k.stride()[:2], *v.stride()[:2]), _ALL_TOKENS
+        strides, token_fields = (*k.stride()[:2], *v.stride()[:2]), _ALL_TOKENS
     per_part = max(MIN_TOKENS, -(-n // (MAX_PARTS * BLOCK)) * BLOCK)
     pieces = -(-n // per_part)
     out, lse, scratch = torch.empty(heads, d), torch.empty(heads), torch.empty(heads * pieces * (d + 2))
     outs, results = scratch.data_ptr(), 4 * heads * pieces
     call = _Call(
-        q.data_ptr(), k.data_ptr() + first, v.data_ptr() + first, *located,
+        q.data_ptr(), k.data_ptr() + first, v.data_ptr() + first, *token_fields,
         outs, outs + results * d, outs + results * (d + 1), out.data_ptr(), lse.data_ptr(), *strides,
         kv_heads, heads // kv_heads, n, per_part, scale, softcap or 0.0,
     )  # fmt: skip
-    threads = team.threads() if heads * n * d > WORTH_THREADS else 1
+    threads = team.threads() if heads * n * d > MIN_THREADED_WORK else 1
     code.attend_all(ctypes.byref(call), team.runner(), threads)
     return out, lse

@@ -25,19 +25,19 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and find_spec("triton") is not None
 
 
-def _by_device(definition: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
-    """Return a function that calls `definition`, or its Triton version if the argument at index `on` is on CUDA.
+def _by_device(reference_function: Callable[P, T], triton: str, on: int = 0) -> Callable[P, T]:
+    """Return a function that calls `reference_function`, or its Triton version if argument number `on` is on CUDA.
 
     The Triton version is the function of the same name in the module `triton`. Argument `on` is passed by position. It
     must not be a tensor of the KV pool, which may be in page-locked host memory.
     """
 
-    @wraps(definition)
+    @wraps(reference_function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        given: Any = args[on]
-        function = definition
-        if uses_triton(given.scores if isinstance(given, Scores) else given):
-            function = getattr(import_module(f".{triton}", __package__), definition.__name__)
+        argument: Any = args[on]
+        function = reference_function
+        if uses_triton(argument.scores if isinstance(argument, Scores) else argument):
+            function = getattr(import_module(f".{triton}", __package__), reference_function.__name__)
         return function(*args, **kwargs)
 
     return call

@@ -43,15 +43,15 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     Returns:
         out `[H, B, d]` and lse `[H, B]`.
     """
-    whole = [run for run in runs if run.k.shape[1]]
-    own: list[list[Run]] = [[] for _ in range(q.shape[1])]
-    for run in (run for run in whole if run.stop - run.first == 1):
-        own[run.first].append(run)
-    out, lse = _attend_own(q, own, scale)
-    for run in (run for run in whole if run.stop - run.first > 1):
+    non_empty = [run for run in runs if run.k.shape[1]]
+    private: list[list[Run]] = [[] for _ in range(q.shape[1])]
+    for run in (run for run in non_empty if run.stop - run.first == 1):
+        private[run.first].append(run)
+    out, lse = _attend_private(q, private, scale)
+    for run in (run for run in non_empty if run.stop - run.first > 1):
         members = slice(run.first, run.stop)
-        more, more_lse = _attend_shared(q[:, members], run, scale)
-        out[:, members], lse[:, members] = merge_lse([out[:, members], more], [lse[:, members], more_lse])
+        shared_out, shared_lse = _attend_shared(q[:, members], run, scale)
+        out[:, members], lse[:, members] = merge_lse([out[:, members], shared_out], [lse[:, members], shared_lse])
     return out, lse
 
 
@@ -62,61 +62,63 @@ def _attend_shared(q: torch.Tensor, run: Run, scale: float) -> tuple[torch.Tenso
     return out.view(heads, queries, d), lse.view(heads, queries)
 
 
-def _attend_own(q: torch.Tensor, own: Sequence[Sequence[Run]], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q `[H, B, d]`, sequence b to its private runs `own[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
+def _attend_private(
+    q: torch.Tensor, private: Sequence[Sequence[Run]], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with q `[H, B, d]`, each sequence b only to `private[b]`. Return out `[H, B, d]` and lse `[H, B]`."""
     heads, batch, d = q.shape
-    kv_heads = len(own[0][0].k)
+    kv_heads = len(private[0][0].k)
     queries = q.view(kv_heads, -1, batch, d).permute(2, 0, 1, 3).contiguous()
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty(batch, *queries.shape[1:], dtype=wide, device=q.device)
     lse = torch.empty(out.shape[:-1], dtype=wide, device=q.device)
-    sizes = [sum(run.k.shape[1] for run in runs) for runs in own]
+    sizes = [sum(run.k.shape[1] for run in runs) for runs in private]
     assert min(sizes) > 0, "every sequence needs at least one private token"
     # Group sequences of similar length, so that padding takes less memory than KV.
     ascending = sorted(range(batch), key=sizes.__getitem__)
-    for _, alike in groupby(ascending, key=lambda b: sizes[b].bit_length()):
-        members = list(alike)
+    for _, group in groupby(ascending, key=lambda b: sizes[b].bit_length()):
+        members = list(group)
         out[members], lse[members] = _attend_padded(
-            queries, [own[b] for b in members], members, sizes[members[-1]], scale
+            queries, [private[b] for b in members], members, sizes[members[-1]], scale
         )
     return out.permute(1, 2, 0, 3).reshape(heads, batch, d), lse.permute(1, 2, 0).reshape(heads, batch)
 
 
 def _attend_padded(
-    queries: torch.Tensor, own: Iterable[Sequence[Run]], members: Sequence[int], most: int, scale: float
+    queries: torch.Tensor, private: Iterable[Sequence[Run]], members: Sequence[int], max_tokens: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with each of S sequences to its private runs, with scores in one padded buffer and one softmax.
 
     Args:
         queries: Queries `[B, Hkv, G, d]` of the whole batch.
-        own: Private runs of each of the S sequences.
+        private: Private runs of each of the S sequences.
         members: Indices of the S sequences in the batch.
-        most: Largest number of tokens in the private runs of a sequence.
+        max_tokens: Largest number of tokens in the private runs of a sequence.
         scale: Factor by which scores q·k are multiplied.
 
     Returns:
         out `[S, Hkv, G, d]` and lse `[S, Hkv, G]`.
     """
-    pieces = [(i, at, run) for i, runs in enumerate(own) for at, run in _placed(runs)]
+    pieces = [(i, offset, run) for i, runs in enumerate(private) for offset, run in _with_offsets(runs)]
     shape = (len(members), *queries.shape[1:3])
     wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    scores = torch.full((*shape, most), -torch.inf, dtype=wide, device=queries.device)
-    for i, at, run in pieces:
-        scaled_scores(queries[members[i]], run.k, scale, out=scores[i, :, :, at : at + run.k.shape[1]])
+    scores = torch.full((*shape, max_tokens), -torch.inf, dtype=wide, device=queries.device)
+    for i, offset, run in pieces:
+        scaled_scores(queries[members[i]], run.k, scale, out=scores[i, :, :, offset : offset + run.k.shape[1]])
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
     lse = (peak + total.log()).squeeze(-1)
     weights = weights.div_(total).to(queries.dtype)
     out = lse.new_zeros(*shape, queries.shape[3])
-    for i, at, run in pieces:
-        out[i].add_(torch.bmm(weights[i, :, :, at : at + run.k.shape[1]], run.v))
+    for i, offset, run in pieces:
+        out[i].add_(torch.bmm(weights[i, :, :, offset : offset + run.k.shape[1]], run.v))
     return out, lse
 
 
-def _placed(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
+def _with_offsets(runs: Sequence[Run]) -> Iterable[tuple[int, Run]]:
     """Yield each run with the number of tokens in the runs before it."""
-    at = 0
+    offset = 0
     for run in runs:
-        yield at, run
-        at += run.k.shape[1]
+        yield offset, run
+        offset += run.k.shape[1]

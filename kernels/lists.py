@@ -60,8 +60,8 @@ def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out
     entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written.
     """
     for p, count in enumerate(counts.tolist()):
-        wanted = (ids[p, :count] >= 0).nonzero().squeeze(1)
-        out[p, wanted] = rows.index_select(0, ids[p, wanted].to(rows.device)).to(out.device)
+        valid = (ids[p, :count] >= 0).nonzero().squeeze(1)
+        out[p, valid] = rows.index_select(0, ids[p, valid].to(rows.device)).to(out.device)
 
 
 def gather_tokens(
@@ -86,12 +86,12 @@ def gather_tokens(
         out: Result.
     """
     batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
-    at = tokens.reshape(batch, heads * listed)
-    ids = (bases.gather(1, at // BLOCK_SIZE) + at % BLOCK_SIZE).view(batch, heads, listed)
+    flat_tokens = tokens.reshape(batch, heads * listed)
+    ids = (bases.gather(1, flat_tokens // BLOCK_SIZE) + flat_tokens % BLOCK_SIZE).view(batch, heads, listed)
     ids = (ids + planes.unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
     counts = torch.full((len(tokens),), listed) if counts is None else counts
-    for into, of in zip(out, ids, strict=True):
-        gather_rows(rows, of, counts, into)
+    for plane_out, plane_ids in zip(out, ids, strict=True):
+        gather_rows(rows, plane_ids, counts, plane_out)
 
 
 def write_rows(
@@ -105,21 +105,21 @@ def write_rows(
     """
     valid = newest >= 0
     ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
-    for of, source in zip(ids, (k, v)[: len(planes)], strict=True):
-        rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
+    for plane_ids, source in zip(ids, (k, v)[: len(planes)], strict=True):
+        rows[plane_ids] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
+def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V `[P, d]` to index `indices[b]` of each sequence's resident KV. P = B * Hkv.
 
     The resident KV of a sequence is `[2 * Hkv, capacity, d]`: K of all heads, then V of all heads. If it is `[Hkv,
     capacity, d]`, only K is written. `indices` is int64 `[B]`. Sequences with a negative index are skipped.
     """
-    stored = (k, v)[: kept.lists // len(k)]
-    newest = torch.cat([rows.view(len(kept.tensors), -1, rows.shape[1]) for rows in stored], dim=1)
-    for rows, own, index in zip(kept.tensors, newest, indices, strict=True):
+    stored = (k, v)[: resident.lists // len(k)]
+    newest = torch.cat([rows.view(len(resident.tensors), -1, rows.shape[1]) for rows in stored], dim=1)
+    for rows, sequence_newest, index in zip(resident.tensors, newest, indices, strict=True):
         if index >= 0:
-            rows.index_copy_(1, index.view(1), own.unsqueeze(1))
+            rows.index_copy_(1, index.view(1), sequence_newest.unsqueeze(1))
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
@@ -128,24 +128,24 @@ def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) ->
     `table` has one tensor per sequence, `[2 * Hkv, capacity, w]`: K of all heads, then V of all heads. Without V, it is
     `[Hkv, capacity, w]`, and `out` is `[1, P, n, w]`. Entries of `out` with a negative slot stay unchanged.
     """
-    for p, (own, at) in enumerate(_by_head(table, slots)):
-        valid = at >= 0
-        out[:, p, valid] = own[:, at[valid]]
+    for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
+        valid = list_slots >= 0
+        out[:, p, valid] = kv[:, list_slots[valid]]
 
 
 def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy `rows` `[2, P, n, w]` to the indices `slots` `[P, n]`: the inverse of `gather_slots`."""
-    for p, (own, at) in enumerate(_by_head(table, slots)):
-        valid = at >= 0
-        own[:, at[valid]] = rows[:, p, valid]
+    for p, (kv, list_slots) in enumerate(_by_head(table, slots)):
+        valid = list_slots >= 0
+        kv[:, list_slots[valid]] = rows[:, p, valid]
 
 
 def _by_head(table: PointerTable, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each list, its K and V `[2, capacity, w]` (or only K) and its slots `[n]`."""
+    """Yield K and V `[2, capacity, w]` (or only K) and the slots `[n]` of each list."""
     kv_heads = len(slots) // len(table.tensors)
-    for p, at in enumerate(slots):
+    for p, list_slots in enumerate(slots):
         b, head = divmod(p, kv_heads)
-        yield table.tensors[b].unflatten(0, (-1, kv_heads))[:, head], at
+        yield table.tensors[b].unflatten(0, (-1, kv_heads))[:, head], list_slots
 
 
 # --------------------------------------------------------------------------------------------------------- entries
@@ -159,28 +159,30 @@ def read_lists(table: PointerTable, rows: int, counts: torch.Tensor, page: int =
     """
     first = table.tensors[0]
     lists = first.new_zeros(len(table.tensors), table.heads, rows, first.shape[2])
-    for own, there, count in zip(table.tensors, lists, (-(-counts // page)).tolist(), strict=True):
-        there[:, :count] = own[:, : min(count, rows)]
+    for stored, target, count in zip(table.tensors, lists, (-(-counts // page)).tolist(), strict=True):
+        target[:, :count] = stored[:, : min(count, rows)]
     return lists.flatten(0, 1)
 
 
 def write_lists(entries: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int = 1) -> None:
     """Write `entries` `[X * B, rows, w]` to the rows of the first `counts[b]` tokens: the inverse of `read_lists`."""
-    numbers = (-(-counts // page)).tolist()
-    for own, there, count in zip(table.tensors, entries.split(table.heads), numbers, strict=True):
-        own[:, : min(count, entries.shape[1])] = there[:, :count]
+    row_counts = (-(-counts // page)).tolist()
+    for stored, source, count in zip(table.tensors, entries.split(table.heads), row_counts, strict=True):
+        stored[:, : min(count, entries.shape[1])] = source[:, :count]
 
 
 def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tensor, page: int) -> None:
-    """Store the scoring key `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
+    """Store the entry `[P, w]` of the newest token of each list in row `slots[p] // page` of the list.
 
-    A row stands for `page` tokens: it is the element-wise minimum of their scoring keys. `slots`
-    is int64 `[P]`. Lists with a negative slot are skipped.
+    A row belongs to `page` adjacent tokens and contains the element-wise minimum of their entries. `slots` is int64
+    `[P]`. Lists with a negative slot are skipped.
     """
-    for own, there, slot in zip(table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True):
+    for stored, entry, slot in zip(
+        table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True
+    ):
         if slot >= 0:
-            row = own[:, slot // page]
-            row.copy_(there if slot % page == 0 else torch.minimum(row, there))
+            row = stored[:, slot // page]
+            row.copy_(entry if slot % page == 0 else torch.minimum(row, entry))
 
 
 # ---------------------------------------------------------------------------------------------------------- scores
@@ -198,9 +200,9 @@ def partial_scores(
         tokens: Length N of the result, at least the length of the longest list.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
-    for own, query, there in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
-        n = min(tokens, own.shape[2])
-        there[:, :, :n] = torch.bmm(query, own[:, :, :n].to(q.dtype))
+    for sequence_keys, query, target in zip(keys.tensors, q.split(keys.heads), scores.split(keys.heads), strict=True):
+        n = min(tokens, sequence_keys.shape[2])
+        target[:, :, :n] = torch.bmm(query, sequence_keys[:, :, :n].to(q.dtype))
     return mask_scores(scores, starts, stops)
 
 
@@ -221,9 +223,11 @@ def quantised_scores(
     `[Hkv, d]` are the same for all sequences. For the other arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
-    for own, query, there in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
-        n = min(tokens, own.shape[1] * (8 // bits))
-        there[:, :, :n] = packed_scores(query, own[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
+    for sequence_keys, query, target in zip(
+        packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True
+    ):
+        n = min(tokens, sequence_keys.shape[1] * (8 // bits))
+        target[:, :, :n] = packed_scores(query, sequence_keys[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
     return mask_scores(scores, starts, stops)
 
 
@@ -240,7 +244,7 @@ def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor,
 
 
 def select_tokens(
-    found: Scores,
+    scored: Scores,
     starts: torch.Tensor,
     stops: torch.Tensor,
     kv_heads: int,
@@ -251,7 +255,7 @@ def select_tokens(
     """Apply `selection.select_tokens` to every sequence of a batch, with a static cap.
 
     Args:
-        found: Scores of all lists.
+        scored: Scores of all lists.
         starts, stops: Valid tokens of each list, the same for all lists of a sequence.
         kv_heads: Hkv.
         alpha: Largest distance between a selected score and the maximum of its query head.
@@ -262,17 +266,17 @@ def select_tokens(
         Ascending token indices int64 `[P, cap]`, padded with 0, and the number of valid indices int32 `[P]`
         (`selection.token_count`, at most `cap`).
     """
-    lists, group, _ = found.scores.shape
-    tokens = torch.zeros(lists, cap, dtype=torch.int64, device=found.scores.device)
-    counts = torch.zeros(lists, dtype=torch.int32, device=found.scores.device)
-    lses = found.lse.masked_fill(found.lse.isneginf(), 0).unsqueeze(-1)
+    lists, group, _ = scored.scores.shape
+    tokens = torch.zeros(lists, cap, dtype=torch.int64, device=scored.scores.device)
+    counts = torch.zeros(lists, dtype=torch.int32, device=scored.scores.device)
+    lses = scored.lse.masked_fill(scored.lse.isneginf(), 0).unsqueeze(-1)
     for b, limit in enumerate(limits.tolist()):
-        own = slice(b * kv_heads, (b + 1) * kv_heads)
-        start, stop = int(starts[own.start]), int(stops[own.start])
-        lse = None if group == 1 else lses[own]
-        chosen = select_tokens_reference(found.scores[own, :, start:stop], alpha, min(limit, cap), lse)
-        counts[own] = n = chosen.shape[1]
-        tokens[own, :n] = chosen.sort(1).values + start
+        lists_of_sequence = slice(b * kv_heads, (b + 1) * kv_heads)
+        start, stop = int(starts[lists_of_sequence.start]), int(stops[lists_of_sequence.start])
+        lse = None if group == 1 else lses[lists_of_sequence]
+        chosen = select_tokens_reference(scored.scores[lists_of_sequence, :, start:stop], alpha, min(limit, cap), lse)
+        counts[lists_of_sequence] = n = chosen.shape[1]
+        tokens[lists_of_sequence, :n] = chosen.sort(1).values + start
     return tokens, counts
 
 
@@ -291,7 +295,7 @@ def attend_counted(
 
 def attend_resident(
     q: torch.Tensor,
-    kept: PointerTable,
+    resident: PointerTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     k: torch.Tensor,
@@ -305,7 +309,7 @@ def attend_resident(
     `[Hkv, capacity, d]`, V is K. A list attends to the indices [start, stop) of it, and to the first `counts[p]`
     fetched entries k and v `[P, n, d]`.
     """
-    planes = torch.stack(kept.tensors).unflatten(1, (kept.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
+    planes = torch.stack(resident.tensors).unflatten(1, (resident.lists // len(q), -1)).transpose(0, 1).flatten(1, 2)
     keys, values = planes[0], planes[-1]
     column = torch.arange(keys.shape[1], device=q.device)
     hidden = (column < starts[:, None]) | (column >= stops[:, None])
@@ -341,10 +345,10 @@ def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slo
     list. `slots` is int64 `[P]`. Lists with a negative slot are skipped.
     """
     skewed = _skewed(k, basis).to(keys.dtype)
-    every = torch.arange(keys.heads, device=k.device)
-    for own, columns, slot in zip(keys.tensors, skewed.split(keys.heads), slots.split(keys.heads), strict=True):
+    heads = torch.arange(keys.heads, device=k.device)
+    for stored, columns, slot in zip(keys.tensors, skewed.split(keys.heads), slots.split(keys.heads), strict=True):
         if slot[0] >= 0:
-            own[every, :, slot] = columns
+            stored[heads, :, slot] = columns
 
 
 def append_quantised(
@@ -362,16 +366,16 @@ def append_quantised(
     with codes in the first r of w bytes. Codes of other tokens in the same bytes do not change. Lists with a negative
     slot are skipped.
     """
-    fields, every = 8 // bits, torch.arange(packed.heads, device=k.device)
-    entering = _skewed(k, basis).unsqueeze(1)
-    codes = zip(entering.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)
+    fields, heads = 8 // bits, torch.arange(packed.heads, device=k.device)
+    skewed_keys = _skewed(k, basis).unsqueeze(1)
+    codes = zip(skewed_keys.split(packed.heads), slots.split(packed.heads), packed.tensors, strict=True)
     for skewed, slot, row in codes:
         if slot[0] < 0:
             continue
-        own = row[:, :, : basis.shape[2]]
-        there = unpack(own[every, slot // fields].unsqueeze(1), bits)
-        there[every, slot % fields] = quantise(skewed, mean, step, bits).squeeze(1)
-        own[every, slot // fields] = pack(there, bits).squeeze(1)
+        stored = row[:, :, : basis.shape[2]]
+        codes_in_byte = unpack(stored[heads, slot // fields].unsqueeze(1), bits)
+        codes_in_byte[heads, slot % fields] = quantise(skewed, mean, step, bits).squeeze(1)
+        stored[heads, slot // fields] = pack(codes_in_byte, bits).squeeze(1)
 
 
 def skew_queries(q: torch.Tensor, basis: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:

@@ -24,7 +24,7 @@ from .selection import quantise_query
 KEY_BITS = 4
 """Number of bits per element of a key. Attention output tolerates 2-bit values, but scores need 4-bit keys."""
 
-SMALLEST = (127 - 20) << 3
+MIN_STEP_BITS = (127 - 20) << 3
 """Upper eleven bits (exponent and three fraction bits) of 2^-20 in float32. Step code 0 stands for 2^-20."""
 
 
@@ -52,11 +52,11 @@ def encode_steps(steps: torch.Tensor) -> torch.Tensor:
     Steps are rounded up, and clamped to the range of the format, 2^-20 to 1.875 * 2^11.
     """
     upper = (steps.float().contiguous().view(torch.int32) + ((1 << 20) - 1)) >> 20
-    return (upper - SMALLEST).clamp_(0, 255).to(torch.uint8)
+    return (upper - MIN_STEP_BITS).clamp_(0, 255).to(torch.uint8)
 
 
 def decode_steps(codes: torch.Tensor) -> torch.Tensor:
-    return ((codes.to(torch.int32) + SMALLEST) << 20).view(torch.float32)
+    return ((codes.to(torch.int32) + MIN_STEP_BITS) << 20).view(torch.float32)
 
 
 def quantise_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,10 +136,10 @@ class Layout:
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:
     """Quantise keys (or `values`) `[Hkv, m, d]`, and store them from slot `start` on."""
     data = quantise_rows(rows, layout.value_bits if values else KEY_BITS)
-    for blocks, slots, at in pages.parts(range(start, start + rows.shape[1])):
-        places = torch.arange(slots.start, slots.stop, device=rows.device)
-        for part, own in zip(layout.values(blocks) if values else layout.keys(blocks), data, strict=True):
-            part[:, places // BLOCK, places % BLOCK] = own[:, at]
+    for blocks, slots, part_tokens in pages.parts(range(start, start + rows.shape[1])):
+        slot_index = torch.arange(slots.start, slots.stop, device=rows.device)
+        for part, codes in zip(layout.values(blocks) if values else layout.keys(blocks), data, strict=True):
+            part[:, slot_index // BLOCK, slot_index % BLOCK] = codes[:, part_tokens]
 
 
 # -------------------------------------------------------------------------------------------------------- attention
@@ -155,10 +155,10 @@ def low_bit_scores(q: torch.Tensor, mean: torch.Tensor, pages: Pages, layout: La
     weights, scale = quantise_query(q)
     middle = weights.sum(-1, keepdim=True).to(q.dtype) * (((1 << KEY_BITS) - 1) / 2)
     scores = q.new_empty(*q.shape[:2], len(tokens))
-    for blocks, slots, at in pages.parts(tokens):
+    for blocks, slots, part_tokens in pages.parts(tokens):
         codes, steps = (part.flatten(1, 2)[:, slots] for part in layout.keys(blocks))
         sums = torch.bmm(weights.to(q.dtype), unpack_rows(codes, KEY_BITS).to(q.dtype).transpose(1, 2))
-        scores[:, :, at] = (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1)
+        scores[:, :, part_tokens] = (sums - middle) * decode_steps(steps).to(q.dtype).unsqueeze(1)
     return scores * scale + torch.bmm(q, mean.unsqueeze(2))
 
 
@@ -168,17 +168,17 @@ def approximate_attention(
     pages: Pages,
     layout: Layout,
     tokens: range,
-    skip: torch.Tensor,
+    excluded: torch.Tensor,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the low-bit KV of `tokens`, except the tokens in `skip`.
+    """Attend to the low-bit KV of `tokens`, except the tokens in `excluded`.
 
     Args:
         q, mean: See `low_bit_scores`.
         pages: The low-bit KV.
         layout: Layout of its blocks.
         tokens: The range of tokens.
-        skip: Token indices to exclude, int64 `[Hkv, n]`. Negative entries are padding.
+        excluded: Token indices to exclude, int64 `[Hkv, n]`. Negative entries are padding.
         softcap: Soft cap of the scores, or None.
 
     Returns:
@@ -186,13 +186,13 @@ def approximate_attention(
         float64 inputs). If all tokens are excluded, out is 0 and lse is -inf.
     """
     scores = capped(low_bit_scores(q, mean, pages, layout, tokens), softcap)
-    hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
-    hidden.scatter_(1, torch.where(skip < 0, len(tokens), skip - tokens.start), True)
-    scores = scores.masked_fill_(hidden[:, :-1].unsqueeze(1), -math.inf)
+    is_hidden = torch.zeros(scores.shape[0], len(tokens) + 1, dtype=torch.bool, device=q.device)
+    is_hidden.scatter_(1, torch.where(excluded < 0, len(tokens), excluded - tokens.start), True)
+    scores = scores.masked_fill_(is_hidden[:, :-1].unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, -1)
     weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     out = torch.zeros_like(q)
-    for blocks, slots, at in pages.parts(tokens):
+    for blocks, slots, part_tokens in pages.parts(tokens):
         packed, steps = (part.flatten(1, 2)[:, slots] for part in layout.values(blocks))
-        out += torch.bmm(weights[:, :, at], dequantise_rows(packed, steps, layout.value_bits, q.dtype))
+        out += torch.bmm(weights[:, :, part_tokens], dequantise_rows(packed, steps, layout.value_bits, q.dtype))
     return out, lse

@@ -33,12 +33,12 @@ def append_rows(
     heads, d = table.heads, k.shape[1]
     keys = skew(k.view(-1, heads, d).transpose(0, 1), basis) - mean.unsqueeze(1)
     values = (v.to(mixing.dtype) @ mixing).view(-1, heads, d).transpose(0, 1)
-    for own, key, value, slot in zip(
+    for pages, key, value, slot in zip(
         table.pages, keys.split(1, 1), values.split(1, 1), slots[::heads].tolist(), strict=True
     ):
         if slot >= 0:
-            store_rows(own, layout, key, slot, values=False)
-            store_rows(own, layout, value, slot, values=True)
+            store_rows(pages, layout, key, slot, values=False)
+            store_rows(pages, layout, value, slot, values=True)
 
 
 def scores(
@@ -55,12 +55,12 @@ def scores(
     q is scaled and transformed to the basis of the keys. `mean` `[Hkv, d]` was subtracted from the keys before
     quantisation. `tokens` is the length of the result, at least the length of the longest list.
     """
-    found = q.new_full((*q.shape[:2], tokens), 0.0)
+    result = q.new_full((*q.shape[:2], tokens), 0.0)
     heads = table.heads
-    for own, query, there in zip(table.pages, q.split(heads), found.split(heads), strict=True):
-        known = min(tokens, len(own.tensors) * PAGE_TOKENS)
-        there[:, :, :known] = low_bit_scores(query, mean, own, layout, range(known))
-    return mask_scores(found, starts, stops)
+    for pages, query, target in zip(table.pages, q.split(heads), result.split(heads), strict=True):
+        stored = min(tokens, len(pages.tensors) * PAGE_TOKENS)
+        target[:, :, :stored] = low_bit_scores(query, mean, pages, layout, range(stored))
+    return mask_scores(result, starts, stops)
 
 
 def merge_approximate(
@@ -89,13 +89,15 @@ def merge_approximate(
         out, lse: Result of exact attention, not changed.
         softcap: Soft cap of the scores, or None.
     """
-    place = torch.arange(chosen.shape[1], device=q.device)
-    skip = chosen.masked_fill(place >= counts.unsqueeze(1), -1)
+    index = torch.arange(chosen.shape[1], device=q.device)
+    excluded = chosen.masked_fill(index >= counts.unsqueeze(1), -1)
     merged = []
-    for b, own in enumerate(table.pages):
+    for b, pages in enumerate(table.pages):
         lists = slice(b * table.heads, (b + 1) * table.heads)
         candidates = range(int(starts[lists.start]), int(stops[lists.start]))
-        tail, tail_lse = approximate_attention(q[lists], mean, own, layout, candidates, skip[lists], softcap)
-        merged.append(merge_lse((out[lists], tail @ mixing.T), (lse[lists], tail_lse)))
+        approximate, approximate_lse = approximate_attention(
+            q[lists], mean, pages, layout, candidates, excluded[lists], softcap
+        )
+        merged.append(merge_lse((out[lists], approximate @ mixing.T), (lse[lists], approximate_lse)))
     outs, lses = zip(*merged, strict=True)
     return torch.cat(outs), torch.cat(lses)

@@ -82,21 +82,23 @@ def low_bit_query(
     parts = -(-(last - first) // per_part)
     scores = native.SCRATCH.empty((heads, group, (last - first) * BLOCK), torch.float32)
     statistics = torch.empty(2 + 2 * parts, heads, group)
-    size, at = 4 * heads * group, statistics.data_ptr()
+    size, address = 4 * heads * group, statistics.data_ptr()
     call = _Call(
         pages.addresses.data_ptr(), pages.offset, heads, group, tokens.start, tokens.stop, per_part, q.data_ptr(),
-        mean.data_ptr(), scores.data_ptr(), at, at + size, at + 2 * size, at + (2 + parts) * size,
+        mean.data_ptr(), scores.data_ptr(), address, address + size, address + 2 * size, address + (2 + parts) * size,
     )  # fmt: skip
     code.score_all(
-        ctypes.byref(call), team.runner(), team.threads(heads * group * len(tokens) // native.WORTH_A_THREAD)
+        ctypes.byref(call), team.runner(), team.threads(heads * group * len(tokens) // native.MIN_SCORES_PER_THREAD)
     )
-    begin = tokens.start % BLOCK
-    return NativeQuery(code, call, scores[:, :, begin : begin + len(tokens)], statistics, (q, mean, pages))
+    offset = tokens.start % BLOCK
+    return NativeQuery(code, call, scores[:, :, offset : offset + len(tokens)], statistics, (q, mean, pages))
 
 
 @dataclass(frozen=True, eq=False)
 class LowBitQuery:
-    """Query of one sequence to its low-bit KV, computed as a batch of one (`low_bit_lists`).
+    """The queries of one token, prepared to score the low-bit KV of its sequence and to attend to it.
+
+    They are computed as a batch of one sequence (`low_bit_lists`).
 
     Attributes:
         q: Queries `[Hkv, G, d]`, scaled and transformed to the basis of the keys.
@@ -116,8 +118,8 @@ class LowBitQuery:
     def scores(self) -> torch.Tensor:
         """Scores `[Hkv, G, n]` of the n tokens."""
         starts, stops = self._repeated(self.tokens.start, self.tokens.stop)
-        found = dispatch.score_low_bit(self.q, self.mean, self.layout, self._table, starts, stops, self.tokens.stop)
-        return found.scores[:, :, self.tokens.start :]
+        result = dispatch.score_low_bit(self.q, self.mean, self.layout, self._table, starts, stops, self.tokens.stop)
+        return result.scores[:, :, self.tokens.start :]
 
     def select(self, alpha: float, limit: int) -> torch.Tensor:
         """Select tokens with `selection.select_tokens`.
@@ -129,7 +131,7 @@ class LowBitQuery:
     def merge(
         self,
         exact: tuple[torch.Tensor, torch.Tensor],
-        skip: torch.Tensor,
+        excluded: torch.Tensor,
         rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,14 +139,14 @@ class LowBitQuery:
 
         Args:
             exact: out `[Hkv, G, d]` and lse `[Hkv, G]` of the exact attention. Both may be overwritten.
-            skip: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
+            excluded: Tokens that exact attention covers, int64 `[Hkv, n]`. Negative entries are padding.
             rotations: Matrix `[d, d]` that the values were multiplied by before quantisation, and its inverse.
             softcap: Soft cap of the scores, or None.
         """
-        starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, skip.shape[1])
-        out, lse = (each.to(self.q.dtype).contiguous() for each in exact)
+        starts, stops, counts = self._repeated(self.tokens.start, self.tokens.stop, excluded.shape[1])
+        out, lse = (tensor.to(self.q.dtype).contiguous() for tensor in exact)
         return dispatch.merge_approximate(
-            self.q, self.mean, rotations[0], self.layout, self._table, starts, stops, skip.contiguous(),
+            self.q, self.mean, rotations[0], self.layout, self._table, starts, stops, excluded.contiguous(),
             counts, self.tokens.stop, out, lse, softcap,
         )  # fmt: skip
 
@@ -160,7 +162,7 @@ class LowBitQuery:
 
 @dataclass(frozen=True, eq=False)
 class NativeQuery:
-    """`LowBitQuery` in C, with the scores already computed.
+    """`LowBitQuery` computed by C code. The scores are computed when the object is created.
 
     Products of codes are exact integers, so the results are equal on all processors with fused multiply-add. Softmax
     weights are rounded to 16 bits. The error is at most 2^-16 of the largest weight among 64 tokens.
@@ -187,21 +189,21 @@ class NativeQuery:
     def merge(
         self,
         exact: tuple[torch.Tensor, torch.Tensor],
-        skip: torch.Tensor,
+        excluded: torch.Tensor,
         rotations: tuple[torch.Tensor, torch.Tensor],
         softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call, (heads, group, d) = self.call, self.inputs[0].shape
         blocks, parts = self.scores.stride(1) // BLOCK, len(self.statistics) // 2 - 1
-        skip, results = skip.contiguous(), heads * group * parts
+        excluded, results = excluded.contiguous(), heads * group * parts
         out, lse = exact[0].float().contiguous(), exact[1].float().contiguous()
         scratch = torch.empty(heads * blocks * 2 + results * (d + 1))
-        call.skip, call.skipped, call.hidden = skip.data_ptr(), skip.shape[1], scratch.data_ptr()
+        call.skip, call.skipped, call.hidden = excluded.data_ptr(), excluded.shape[1], scratch.data_ptr()
         call.softcap, call.unmixing = softcap or 0.0, rotations[1].data_ptr()
         call.outs, call.lses_of_outs = out.data_ptr(), lse.data_ptr()
         call.part_outs = scratch.data_ptr() + 8 * heads * blocks
         call.mixed_sums = call.part_outs + 4 * results * d
-        threads = team.threads(self.scores.numel() // native.WORTH_A_THREAD)
+        threads = team.threads(self.scores.numel() // native.MIN_SCORES_PER_THREAD)
         self.code.mix_all(ctypes.byref(call), team.runner(), threads)
         return out, lse
 
@@ -221,4 +223,6 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
     rows = rows.contiguous()
     heads, count, _ = rows.shape
     call = _StoreCall(pages.addresses.data_ptr(), pages.offset, heads, start, count, rows.data_ptr(), values)
-    team.runner()(code.store_rows, ctypes.byref(call), heads, team.threads(rows.numel() // native.WORTH_A_THREAD))
+    team.runner()(
+        code.store_rows, ctypes.byref(call), heads, team.threads(rows.numel() // native.MIN_SCORES_PER_THREAD)
+    )

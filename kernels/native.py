@@ -13,7 +13,7 @@ from ..utils import native_libraries
 from ..utils.allocator import RecycledMemory
 from ..utils.native_code import check_structure, processor_level
 
-WORTH_A_THREAD = 1 << 16
+MIN_SCORES_PER_THREAD = 1 << 16
 """Smallest number of scores per thread: 20 to 60 us of work, many times the cost of waking a thread."""
 
 SCRATCH = RecycledMemory()
@@ -26,13 +26,13 @@ _caches: list[Callable[[], None]] = []
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of a function until `forget`: they depend on the instruction sets that C code may use."""
+    """Cache the results of a function, which depend on the instruction sets that C code may use, until `unload`."""
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)
 
 
-def forget() -> None:
+def unload() -> None:
     """Unload the compiled code. The next call loads it for the current instruction sets."""
     for clear in _caches:
         clear()

@@ -33,7 +33,7 @@ class PackedFormat:
         has_zeros: Whether each group has its own code of the weight 0, a uint8.
         has_factors: Whether scales and minima are int8 with factors, as in GGUF's Q4_K, Q5_K and Q6_K.
         exponent: Exponent by which stored scales are shifted into the range of float16.
-        permuted: Whether the columns are stored in another order than the inputs of the linear layer (`hold_packed`).
+        permuted: Whether the columns are stored in another order than the inputs of the layer (`use_packed_weights`).
     """
 
     ins: int
@@ -58,31 +58,36 @@ class PackedFormat:
         return bits in (4, 5, 6, 8) and group in groups and ins % max(group, 128 if bits == 6 else 64) == 0
 
     @property
-    def high(self) -> int:
+    def high_start(self) -> int:
         """Offset in bytes of the codes' higher bits within a row."""
         return self.ins if self.bits == 8 else self.ins // 2
 
     @property
-    def scales(self) -> int:
+    def scales_start(self) -> int:
         """Offset in bytes of the scales within a row."""
         return self.ins * self.bits // 8
 
     @property
-    def minima(self) -> int:
+    def minima_start(self) -> int:
         """Offset in bytes of the minima or zeros within a row, or of the end of the scales if there are none."""
-        return self.scales + (1 if self.has_factors else 2) * self.ins // self.group
+        return self.scales_start + (1 if self.has_factors else 2) * self.ins // self.group
 
     @property
-    def factors(self) -> int:
-        """Offset in bytes of the factors within a row, or `row_bytes` if there are none."""
+    def factors_start(self) -> int:
+        """Offset in bytes of the factors of scales within a row, or `row_bytes` if there are none."""
         if self.has_minima:
-            return 2 * self.minima - self.scales
-        return self.minima + (self.ins // self.group if self.has_zeros else 0)
+            return 2 * self.minima_start - self.scales_start
+        return self.minima_start + (self.ins // self.group if self.has_zeros else 0)
+
+    @property
+    def minima_factors_start(self) -> int:
+        """Offset in bytes of the factors of minima within a row, or `row_bytes` if there are none."""
+        return (self.factors_start + self.row_bytes) // 2 if self.has_minima else self.row_bytes
 
     @property
     def row_bytes(self) -> int:
         """Size in bytes of a row."""
-        return self.factors + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
+        return self.factors_start + (2 * self.ins // BLOCK * (1 + self.has_minima) if self.has_factors else 0)
 
     def pack(self, codes: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         """Pack the parts of a weight into rows, uint8 `[out, row_bytes]`.
@@ -105,44 +110,45 @@ class PackedFormat:
         if self.bits == 8:
             return [codes]
         pairs = codes.view(len(codes), -1, 2, 32) & 15
-        found = [(pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)]
+        parts = [(pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)]
         if self.bits > 4:
-            each = self.bits - 4
-            high = (codes >> 4).view(len(codes), -1, *((8, 8) if each == 1 else (4, 32)))
-            if each == 1:  # bit i of 8 bytes belongs to code i
+            high_bits = self.bits - 4
+            high = (codes >> 4).view(len(codes), -1, *((8, 8) if high_bits == 1 else (4, 32)))
+            if high_bits == 1:  # bit i of 8 bytes belongs to code i
                 shifts = torch.arange(8, dtype=torch.uint8, device=codes.device)
-                found.append((high << shifts).sum(-1, dtype=torch.uint8).flatten(1))
+                parts.append((high << shifts).sum(-1, dtype=torch.uint8).flatten(1))
             else:
                 shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device)
-                found.append((high << shifts[:, None]).sum(-2, dtype=torch.uint8).flatten(1))
-        return found
+                parts.append((high << shifts[:, None]).sum(-2, dtype=torch.uint8).flatten(1))
+        return parts
 
     def codes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the codes of packed `rows`, uint8 `[out, ins]`."""
         count = len(rows)
-        low = rows[:, : self.high]
+        low = rows[:, : self.high_start]
         if self.bits == 8:
             return low
         low = low.reshape(count, -1, 1, 32)
-        found = torch.cat((low & 15, low >> 4), dim=2).flatten(1)
+        codes = torch.cat((low & 15, low >> 4), dim=2).flatten(1)
         if self.bits > 4:
-            high = rows[:, self.high : self.scales]
+            high = rows[:, self.high_start : self.scales_start]
             shifts = torch.arange(0, 8, self.bits - 4, dtype=torch.uint8, device=rows.device)
             if self.bits == 5:
                 bits = high.reshape(count, -1, 1) >> shifts & 1
             else:
                 bits = high.reshape(count, -1, 1, 32) >> shifts[:, None] & 3
-            found |= bits.reshape(count, -1) << 4
-        return found
+            codes |= bits.reshape(count, -1) << 4
+        return codes
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights `[out, ins]` of packed `rows` in `dtype`, computed in float32, in the stored order."""
-        after, middle = self.factors, (self.factors + self.row_bytes) // 2 if self.has_minima else self.row_bytes
-        scales = self._numbers(rows[:, self.scales : self.minima], rows[:, after:middle])
+        stored_minima = rows[:, self.minima_start : self.factors_start]
+        factors = rows[:, self.factors_start : self.minima_factors_start]
+        scales = self._numbers(rows[:, self.scales_start : self.minima_start], factors)
         if self.has_minima:
-            minima = self._numbers(rows[:, self.minima : after], rows[:, middle:])
+            minima = self._numbers(stored_minima, rows[:, self.minima_factors_start :])
         else:
-            minima = scales * -(rows[:, self.minima : after].float() if self.has_zeros else self.offset)
+            minima = scales * -(stored_minima.float() if self.has_zeros else self.offset)
         grouped = self.codes(rows).view(len(rows), -1, self.group).float() * scales[..., None]
         grouped += minima[..., None]
         return grouped.flatten(1).to(dtype)
@@ -151,6 +157,6 @@ class PackedFormat:
         """Multiply stored scales or minima by their factors, if there are any. Return float32 `[out, ins / group]`."""
         if not self.has_factors:
             return torch.ldexp(stored.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
-        whole = stored.contiguous().view(torch.int8).float().view(len(stored), -1, BLOCK // self.group)
+        integers = stored.contiguous().view(torch.int8).float().view(len(stored), -1, BLOCK // self.group)
         factor = torch.ldexp(factors.contiguous().view(torch.float16).float(), torch.tensor(self.exponent))
-        return (whole * factor[..., None]).flatten(1)
+        return (integers * factor[..., None]).flatten(1)

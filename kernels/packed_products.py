@@ -21,7 +21,7 @@ MAX_ROWS = 16
 PART_BYTES = 1 << 16
 """Number of bytes of packed weights that a thread reads at a time."""
 
-WORTH_THREADS = 1 << 18
+MIN_THREADED_WORK = 1 << 18
 """Size in bytes of a packed weight from which several threads are used."""
 
 
@@ -56,11 +56,11 @@ class PackedProducts:
         call.rows = rows
         if x.dtype == torch.bfloat16:
             units = -(-form.ins // (16 if form.bits == 6 else 32) // 16) * 16
-            whole, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.zeros(2, rows, units)
-            call.whole, call.factors, call.sums = whole.data_ptr(), factors.data_ptr(), sums.data_ptr()
+            integers, (factors, sums) = torch.empty(rows, form.ins, dtype=torch.int16), torch.zeros(2, rows, units)
+            call.whole, call.factors, call.sums = integers.data_ptr(), factors.data_ptr(), sums.data_ptr()
             call.units = units
             team.runner()(self.library.prepare, ctypes.byref(call), rows, 1)
-        threads = team.threads() if packed.nbytes >= WORTH_THREADS else 1
+        threads = team.threads() if packed.nbytes >= MIN_THREADED_WORK else 1
         team.runner()(self.library.linear, ctypes.byref(call), -(-outs // call.size), threads)
         return out
 
@@ -77,10 +77,10 @@ class PackedProducts:
             setattr(call, name, None if tensor is None else tensor.data_ptr())
         call.size, call.stride = max(1, PART_BYTES // form.row_bytes), packed.stride(0)
         call.bits, call.group, call.offset = form.bits, form.group, form.offset
-        call.high, call.scales, call.power = form.high, form.scales, 2.0**form.exponent
-        call.minima, call.zeros = (form.minima if has else -1 for has in (form.has_minima, form.has_zeros))
-        call.factors_of_scales = form.factors if form.has_factors else -1
-        call.factors_of_minima = (form.factors + form.row_bytes) // 2
+        call.high, call.scales, call.power = form.high_start, form.scales_start, 2.0**form.exponent
+        call.minima, call.zeros = (form.minima_start if has else -1 for has in (form.has_minima, form.has_zeros))
+        call.factors_of_scales = form.factors_start if form.has_factors else -1
+        call.factors_of_minima = form.minima_factors_start
         return call
 
 

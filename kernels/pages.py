@@ -25,7 +25,7 @@ PAGE_TOKENS = PAGE_BLOCKS * BLOCK
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """Low-bit KV of one layer of one sequence.
+    """The pages that contain one sequence's low-bit KV of one layer.
 
     Attributes:
         tensors: The pages of the sequence, in order.
@@ -71,20 +71,21 @@ class Pages:
 
         Each item also has the slice of the page's tokens that are in `tokens`, and the corresponding slice of `tokens`.
         """
-        at = tokens.start
-        while at < tokens.stop:
-            page = at // PAGE_TOKENS
+        token = tokens.start
+        while token < tokens.stop:
+            page = token // PAGE_TOKENS
             first, stop = page * PAGE_TOKENS, min(tokens.stop, (page + 1) * PAGE_TOKENS)
-            valid = slice(at - first, stop - first)
-            yield self.tensors[page][self.layer], valid, slice(at - tokens.start, stop - tokens.start)
-            at = stop
+            valid = slice(token - first, stop - first)
+            yield self.tensors[page][self.layer], valid, slice(token - tokens.start, stop - tokens.start)
+            token = stop
 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Low-bit KV of one layer of B sequences: Hkv * B lists, where a list is one KV head of one sequence.
+    """Addresses of the pages that contain the low-bit KV of B sequences in one layer.
 
-    Triton kernels read `table`, torch functions read `pages`. The caller must keep the two consistent.
+    There are P = B * Hkv lists, one per sequence and KV head. Triton kernels read `table`, torch functions read
+    `pages`. The caller must keep the two consistent.
 
     Attributes:
         pages: Pages of each sequence, all of one layer and on one device.
@@ -98,7 +99,9 @@ class PageTable:
     @classmethod
     def of(cls, pages: Sequence[Pages]) -> PageTable:
         device = pages[0].tensors[0].device
-        return cls(tuple(pages), table_of(pages, max(len(own.tensors) for own in pages)).to(device))
+        return cls(
+            tuple(pages), page_table(pages, max(len(sequence_pages.tensors) for sequence_pages in pages)).to(device)
+        )
 
     @property
     def heads(self) -> int:
@@ -122,10 +125,10 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(addresses, dtype=torch.int64)
 
 
-def table_of(pages: Sequence[Pages], most: int) -> torch.Tensor:
-    """Return the addresses of the first `most` pages of each sequence, padded with 0, int64 `[B, most]`."""
-    table = torch.zeros(len(pages), most, dtype=torch.int64)
-    for row, own in zip(table, pages, strict=True):
-        known = own.addresses[:most]
-        row[: len(known)] = known
+def page_table(pages: Sequence[Pages], max_pages: int) -> torch.Tensor:
+    """Return the addresses of the first `max_pages` pages of each sequence, padded with 0, int64 `[B, max_pages]`."""
+    table = torch.zeros(len(pages), max_pages, dtype=torch.int64)
+    for row, sequence_pages in zip(table, pages, strict=True):
+        addresses = sequence_pages.addresses[:max_pages]
+        row[: len(addresses)] = addresses
     return table

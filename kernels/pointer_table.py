@@ -20,7 +20,7 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class PointerTable:
-    """One tensor `[X, a, c]` per sequence, for one layer. The last dimension is contiguous.
+    """Addresses and strides of one tensor `[X, a, c]` per sequence, for one layer. The last dimension is contiguous.
 
     The X slices `[a, c]` of a sequence are its lists, for example one per KV head. Triton kernels read `table`, torch
     functions read `tensors`. The caller must keep the two consistent.

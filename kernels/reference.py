@@ -19,7 +19,7 @@ FEW_QUERIES = 8
 
 HALF = (torch.bfloat16, torch.float16)
 
-WIDENED = 1 << 20
+WIDENED_BYTES = 1 << 20
 """Number of bytes of half-precision keys that a CPU converts to float32 at a time. They fit in its caches."""
 
 
@@ -45,7 +45,7 @@ def _half_products(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> torch
     # Scores must not be rounded to bfloat16: a score of 20 would change by about 0.05, and its weight by 5 %.
     if k.is_cuda:
         return out.copy_(torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32))
-    rows = max(1, WIDENED // (k.shape[2] * k.itemsize))
+    rows = max(1, WIDENED_BYTES // (k.shape[2] * k.itemsize))
     for query, keys, scores in zip(q.float(), k, out, strict=True):
         for first in range(0, len(keys), rows):
             torch.mm(query, keys[first : first + rows].float().t(), out=scores[:, first : first + rows])

@@ -149,30 +149,30 @@ def _code_sums_cpu(weights: torch.Tensor, packed: torch.Tensor, bits: int, dtype
     for head in range(heads):
         # Each mask covers one more field than the previous one, so the difference of two products is the sum of one
         # field.
-        below: torch.Tensor | int = 0
+        previous: torch.Tensor | int = 0
         for field in range(fields):
             if field < fields - 1:
                 torch.bitwise_and(packed[head], (1 << (bits * (field + 1))) - 1, out=masked)
-                upto = factors[head] @ masked.to(exact).t()
+                current = factors[head] @ masked.to(exact).t()
             else:
-                upto = (factors[head] @ packed[head].to(exact).t()).add_(total[head], alpha=128)
-            out[head, :, field::fields] = (upto - below) / (1 << (bits * field)) if field else upto
-            below = upto
+                current = (factors[head] @ packed[head].to(exact).t()).add_(total[head], alpha=128)
+            out[head, :, field::fields] = (current - previous) / (1 << (bits * field)) if field else current
+            previous = current
     return out
 
 
 # ------------------------------------------------------------------------------------------------- counts and top-n
 
 
-def floor_share(share: float, of: int) -> int:
-    """Return share * of, rounded down, with a tolerance for rounding errors: 0.3 * 10 gives 3."""
-    return math.floor(share * of + 1e-9)
+def floor_fraction(fraction: float, number: int) -> int:
+    """Return `fraction * number`, rounded down, with a tolerance for rounding errors: 0.3 * 10 gives 3."""
+    return math.floor(fraction * number + 1e-9)
 
 
 @lru_cache(maxsize=64)  # All layers of a step have the same candidates.
 def selection_limit(candidates: int, max_fraction: float) -> int:
     """Return how many of the candidates a sequence may select: rounded down, but at least one."""
-    return max(min(1, candidates), floor_share(max_fraction, candidates))
+    return max(min(1, candidates), floor_fraction(max_fraction, candidates))
 
 
 def token_count(passing: int, heads: int, limit: int) -> int:
@@ -280,10 +280,10 @@ def select_in_c(
         scores.data_ptr(), scores.stride(1), heads, group, n, RANKED_TOKENS, peak.data_ptr(), lse.data_ptr(), alpha,
         0, values, scratch.data_ptr(), within, values + 4 * size, values + 8 * size, chosen.data_ptr(),
     )  # fmt: skip
-    most = library.select_all(
-        ctypes.byref(call), limit, team.runner(), team.threads(heads * group * n // native.WORTH_A_THREAD)
+    count = library.select_all(
+        ctypes.byref(call), limit, team.runner(), team.threads(heads * group * n // native.MIN_SCORES_PER_THREAD)
     )
-    return chosen[: heads * most].view(heads, most)
+    return chosen[: heads * count].view(heads, count)
 
 
 @native.level_cache
@@ -315,29 +315,29 @@ def select_tokens_reference(
     return tokens[values.sort(dim=1, descending=True, stable=True).indices[:, :n]]
 
 
-def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, most: int) -> torch.Tensor:
+def extend_selection(scores: torch.Tensor, attended: torch.Tensor, max_missed: float, max_tokens: int) -> torch.Tensor:
     """Select tokens in addition to `attended` until the missed attention mass is at most `max_missed`.
 
     The missed attention mass is a mean over all query heads. Each KV head selects the m tokens with the largest softmax
-    weight of any query head of the group. m is the smallest sufficient number, at most `most`.
+    weight of any query head of the group. m is the smallest sufficient number, at most `max_tokens`.
 
     Args:
         scores: Scores `[Hkv, G, n]` of all visible tokens with the true query.
-        attended: Whether each token is already attended to, bool `[Hkv, n]`. At least `most` tokens of each head are
-            not.
+        attended: Whether each token is already attended to, bool `[Hkv, n]`. At least `max_tokens` tokens of each head
+            are not.
         max_missed: Largest missed attention mass, in [0, 1].
-        most: Largest number of additional tokens per KV head.
+        max_tokens: Largest number of additional tokens per KV head.
 
     Returns:
         Token indices int64 `[Hkv, m]`, relative to the first visible token.
     """
-    missing = torch.softmax(scores, -1).masked_fill(attended.unsqueeze(1), 0)
-    missed = float(missing.sum(-1).mean())
-    if most == 0 or missed <= max_missed:
+    missed_weights = torch.softmax(scores, -1).masked_fill(attended.unsqueeze(1), 0)
+    missed = float(missed_weights.sum(-1).mean())
+    if max_tokens == 0 or missed <= max_missed:
         return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
     ranks = group_scores(scores, group_lse(scores)).masked_fill(attended, -math.inf)
-    best = top_tokens(ranks, most)
+    best = top_tokens(ranks, max_tokens)
     best = best.gather(1, ranks.gather(1, best).sort(dim=1, descending=True, stable=True).indices)
-    caught = missing.gather(2, best.unsqueeze(1).expand(-1, scores.shape[1], -1)).cumsum(-1).mean((0, 1))
-    enough = (missed - caught <= max_missed).nonzero()
-    return best[:, : int(enough[0]) + 1] if len(enough) else best
+    gained = missed_weights.gather(2, best.unsqueeze(1).expand(-1, scores.shape[1], -1)).cumsum(-1).mean((0, 1))
+    sufficient = (missed - gained <= max_missed).nonzero()
+    return best[:, : int(sufficient[0]) + 1] if len(sufficient) else best

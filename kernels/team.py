@@ -41,36 +41,36 @@ def runner() -> Any:
     return library.team_run
 
 
-def share(compute: Callable[[int], None], parts: int) -> None:
+def run_parts(compute: Callable[[int], None], parts: int) -> None:
     """Call `compute(part)` for each part in `range(parts)`, on up to `threads()` threads.
 
     Inside `compute`, torch uses one thread.
     """
-    taken, helpers = itertools.count(), min(threads(), parts) - 1
+    part_numbers, helper_count = itertools.count(), min(threads(), parts) - 1
 
     def work() -> None:
         inference = torch.inference_mode() if inferring else nullcontext()
         with torch_on_one_thread(), inference:
-            while (part := next(taken)) < parts:
+            while (part := next(part_numbers)) < parts:
                 compute(part)
 
     inferring = torch.is_inference_mode_enabled()
-    waiting = [_pool().submit(work) for _ in range(helpers)]
+    futures = [_pool().submit(work) for _ in range(helper_count)]
     try:
         work()
     finally:
-        for helper in waiting:  # Helper threads that have not started yet are no longer needed.
-            if not helper.cancel():
-                helper.result()
+        for future in futures:  # Helper threads that have not started yet are no longer needed.
+            if not future.cancel():
+                future.result()
 
 
-def threads(most: int | None = None) -> int:
-    """Return the number of threads for kernels: at most `most`, torch's setting and the number of processors."""
-    if most is not None and most <= 1:
+def threads(limit: int | None = None) -> int:
+    """Return the number of threads for kernels: at most `limit`, torch's setting and the number of processors."""
+    if limit is not None and limit <= 1:
         return 1
     outer = getattr(_outer, "threads", None)
-    allowed = min(torch.get_num_threads() if outer is None else outer, _processors())
-    return allowed if most is None else min(allowed, most)
+    available = min(torch.get_num_threads() if outer is None else outer, _processors())
+    return available if limit is None else min(available, limit)
 
 
 @contextmanager

@@ -47,10 +47,10 @@ def _partial(
     p = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, bases, column, r, d, D)
-    own = table + p // heads * _FIELDS
-    keys = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
-    at = keys + column.to(tl.int64) * tl.load(own + 2) + tl.load(slots + p)
-    tl.store(at, skewed.to(KEYS), mask=(column < r) & (tl.load(slots + p) >= 0))
+    fields = table + p // heads * _FIELDS
+    keys = tl.load(fields).to(tl.pointer_type(KEYS)) + p % heads * tl.load(fields + 1)
+    address = keys + column.to(tl.int64) * tl.load(fields + 2) + tl.load(slots + p)
+    tl.store(address, skewed.to(KEYS), mask=(column < r) & (tl.load(slots + p) >= 0))
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -66,35 +66,35 @@ def _quantised(
     p, slot = tl.program_id(0).to(tl.int64), tl.load(slots + tl.program_id(0))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     skewed = _skewed(k, basis, p, heads, column, r, d, D)
-    scale, known = (p % heads) * r + column, (column < r) & (slot >= 0)
-    away = skewed - tl.load(mean + scale, mask=known, other=0.0)
-    code = tl.floor(tl.div_rn(away, tl.load(step + scale, mask=known, other=1.0))) + (1 << (BITS - 1))
+    scale, mask = (p % heads) * r + column, (column < r) & (slot >= 0)
+    difference = skewed - tl.load(mean + scale, mask=mask, other=0.0)
+    code = tl.floor(tl.div_rn(difference, tl.load(step + scale, mask=mask, other=1.0))) + (1 << (BITS - 1))
     code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1).to(tl.int32)
     F: tl.constexpr = 8 // BITS
-    own = table + p // heads * _FIELDS
-    packed = tl.load(own).to(tl.pointer_type(tl.int8)) + p % heads * tl.load(own + 1)
-    at = packed + (slot // F) * tl.load(own + 2) + column
+    fields = table + p // heads * _FIELDS
+    packed = tl.load(fields).to(tl.pointer_type(tl.int8)) + p % heads * tl.load(fields + 1)
+    address = packed + (slot // F) * tl.load(fields + 2) + column
     shift = ((slot % F) * BITS).to(tl.int32)
-    old = tl.load(at, mask=known, other=0).to(tl.int32) ^ 128
+    old = tl.load(address, mask=mask, other=0).to(tl.int32) ^ 128
     new = (old & ~(((1 << BITS) - 1) << shift)) | (code << shift)
-    tl.store(at, (new ^ 128).to(tl.int8), mask=known)
+    tl.store(address, (new ^ 128).to(tl.int8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads"])
-def _keep(
+def _store_resident(
     k: tl.tensor, v: tl.tensor, table: tl.tensor, indices: tl.tensor, heads: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of list p (one KV head of one sequence) to the resident KV, in program p. If PLANES is 1, copy K."""
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
-    own = table + p // heads * _FIELDS
-    step = tl.load(own + 1)
-    rows = tl.load(own).to(tl.pointer_type(k.dtype.element_ty)) + p % heads * step
+    fields = table + p // heads * _FIELDS
+    step = tl.load(fields + 1)
+    rows = tl.load(fields).to(tl.pointer_type(k.dtype.element_ty)) + p % heads * step
     index = tl.load(indices + p // heads)
-    at, known = rows + index * tl.load(own + 2) + column, (column < d) & (index >= 0)
-    tl.store(at, tl.load(k + p * d + column, mask=known), mask=known)
+    address, mask = rows + index * tl.load(fields + 2) + column, (column < d) & (index >= 0)
+    tl.store(address, tl.load(k + p * d + column, mask=mask), mask=mask)
     if PLANES == 2:
-        tl.store(at + heads * step, tl.load(v + p * d + column, mask=known), mask=known)
+        tl.store(address + heads * step, tl.load(v + p * d + column, mask=mask), mask=mask)
 
 
 def append_partial(k: torch.Tensor, basis: torch.Tensor, keys: PointerTable, slots: torch.Tensor) -> None:
@@ -135,16 +135,18 @@ def append_quantised(
     )  # fmt: skip
 
 
-def store_resident(k: torch.Tensor, v: torch.Tensor, kept: PointerTable, indices: torch.Tensor) -> None:
+def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, indices: torch.Tensor) -> None:
     """Write the newest K and V of a batch to the resident KV, in one launch. See `lists.store_resident`.
 
     k, v and the resident KV must have the same dtype.
     """
     lists, d = k.shape
-    assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == kept.dtype
-    planes = kept.lists // lists
-    assert planes in (1, 2) and kept.tensors[0].shape[2] == d and indices.shape == (len(kept.tensors),)
-    _keep[(lists,)](k, v, kept.table, indices, kept.heads // planes, d=d, D=triton.next_power_of_2(d), PLANES=planes)
+    assert k.shape == v.shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype == resident.dtype
+    planes = resident.lists // lists
+    assert planes in (1, 2) and resident.tensors[0].shape[2] == d and indices.shape == (len(resident.tensors),)
+    _store_resident[(lists,)](
+        k, v, resident.table, indices, resident.heads // planes, d=d, D=triton.next_power_of_2(d), PLANES=planes
+    )
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

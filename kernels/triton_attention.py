@@ -51,37 +51,37 @@ def attend_rows(
     acc = tl.zeros((QUERIES, D), tl.float32)
     for first in range(begin, stop, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        there = (row < stop)[:, None] & (column < d)[None, :]
-        keys = tl.load(k + row.to(tl.int64)[:, None] * k_row + column[None, :], mask=there, other=0.0)
-        values = tl.load(v + row.to(tl.int64)[:, None] * v_row + column[None, :], mask=there, other=0.0)
+        mask = (row < stop)[:, None] & (column < d)[None, :]
+        keys = tl.load(k + row.to(tl.int64)[:, None] * k_row + column[None, :], mask=mask, other=0.0)
+        values = tl.load(v + row.to(tl.int64)[:, None] * v_row + column[None, :], mask=mask, other=0.0)
         if WIDEN:
             keys, values = keys.to(tl.float32), values.to(tl.float32)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where((row < stop)[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        kept = tl.exp(peak - higher)
-        total = total * kept + tl.sum(weights, 1)
-        acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        peak = higher
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - new_peak[:, None])
+        rescale = tl.exp(peak - new_peak)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        peak = new_peak
     return peak, total, acc
 
 
 @triton.jit
 def store_part(
     outs: tl.tensor, lses: tl.tensor, first: tl.tensor, peak: tl.tensor, total: tl.tensor, acc: tl.tensor,
-    some: tl.tensor, d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    has_rows: tl.tensor, d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
 
-    The output is stored only if `some` is true, which means that the part has KV vectors.
+    The output is stored only if `has_rows` is true, which means that the part has KV vectors.
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
     tl.store(lses + first + head, lse, mask=head < G)
-    if some:
-        at = outs + (first + head)[:, None] * d + column[None, :]
-        tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < d)[None, :])
+    if has_rows:
+        address = outs + (first + head)[:, None] * d + column[None, :]
+        tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < d)[None, :])
 
 
 @triton.jit(do_not_specialize=["lists", "k_list", "v_list"])
@@ -98,8 +98,8 @@ def _attend(
     p, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     stop = tl.minimum(tl.load(counts + p), (piece + 1) * PIECE)
-    known = (head < G)[:, None] & (column < d)[None, :]
-    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=known, other=0.0)
+    mask = (head < G)[:, None] & (column < d)[None, :]
+    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=mask, other=0.0)
     peak, total, acc = attend_rows(
         query, k + p * k_list, v + p * v_list, k_row, v_row, piece * PIECE, stop, scale, d, D, GROUP, BLOCK, WIDEN
     )
@@ -116,14 +116,14 @@ def peak_and_sum(
     """
     part = tl.arange(0, LISTED)
     for first in range(0, parts, LISTED):
-        every = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(every, 0))
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
-    shares = tl.zeros((LISTED,), tl.float32)
+        part_lses = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(part_lses, 0))
+    finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
+    exponentials = tl.zeros((LISTED,), tl.float32)
     for first in range(0, parts, LISTED):
-        every = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
-        shares += tl.exp(every - safe)
-    return peak, tl.sum(shares, 0)
+        part_lses = tl.load(lses + (first + part) * rows + r, mask=first + part < parts, other=float("-inf"))
+        exponentials += tl.exp(part_lses - finite_peak)
+    return peak, tl.sum(exponentials, 0)
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])
@@ -133,18 +133,18 @@ def _merge(
 ) -> None:  # fmt: skip
     """Merge the results of all parts for row r (one query), in program r."""
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
-    peak, whole = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    peak, total = peak_and_sum(lses, r, parts, rows, tl.load(lses + r), LISTED)
+    finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
-        at = (first + part) * rows + r
-        of_part = tl.load(lses + at, mask=first + part < parts, other=float("-inf"))
-        there = (of_part > float("-inf"))[:, None] & (column < d)[None, :]
-        piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
-        acc += tl.sum(piece * tl.exp(of_part - safe)[:, None], 0)
-    some = tl.maximum(whole, 1e-30)  # at least 1 if any part has rows
-    tl.store(lse + r, tl.where(whole > 0.0, safe + tl.log(some), float("-inf")))
-    tl.store(out + r * d + column, acc / some, mask=column < d)
+        index = (first + part) * rows + r
+        part_lse = tl.load(lses + index, mask=first + part < parts, other=float("-inf"))
+        mask = (part_lse > float("-inf"))[:, None] & (column < d)[None, :]
+        part_out = tl.load(outs + index[:, None] * d + column[None, :], mask=mask, other=0.0)
+        acc += tl.sum(part_out * tl.exp(part_lse - finite_peak)[:, None], 0)
+    positive_total = tl.maximum(total, 1e-30)  # at least 1 if any part has rows
+    tl.store(lse + r, tl.where(total > 0.0, finite_peak + tl.log(positive_total), float("-inf")))
+    tl.store(out + r * d + column, acc / positive_total, mask=column < d)
 
 
 def steps(d: int, itemsize: int) -> dict[str, int]:

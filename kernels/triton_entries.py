@@ -32,16 +32,16 @@ def _copy(
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    own, known = table + p // heads * _FIELDS, (tl.load(counts + p // heads) + PAGE - 1) // PAGE
-    stored = tl.load(own).to(tl.pointer_type(lists.dtype.element_ty)) + p % heads * tl.load(own + 1)
-    there = stored + row.to(tl.int64)[:, None] * tl.load(own + 2) + column[None, :]
-    here = lists + (p * rows + row)[:, None] * w + column[None, :]
-    real = (row < rows)[:, None] & (column < w)[None, :]
-    valid = real & (row < known)[:, None]
+    fields, valid_rows = table + p // heads * _FIELDS, (tl.load(counts + p // heads) + PAGE - 1) // PAGE
+    list_address = tl.load(fields).to(tl.pointer_type(lists.dtype.element_ty)) + p % heads * tl.load(fields + 1)
+    stored_address = list_address + row.to(tl.int64)[:, None] * tl.load(fields + 2) + column[None, :]
+    lists_address = lists + (p * rows + row)[:, None] * w + column[None, :]
+    in_bounds = (row < rows)[:, None] & (column < w)[None, :]
+    valid = in_bounds & (row < valid_rows)[:, None]
     if WRITE:
-        tl.store(there, tl.load(here, mask=valid), mask=valid)
+        tl.store(stored_address, tl.load(lists_address, mask=valid), mask=valid)
     else:
-        tl.store(here, tl.load(there, mask=valid, other=0.0), mask=real)
+        tl.store(lists_address, tl.load(stored_address, mask=valid, other=0.0), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -54,26 +54,26 @@ def _append(
     The stored entry of a page is the element-wise minimum of the entries of its tokens.
     """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, W)
-    slot, own = tl.load(slots + p), table + p // heads * _FIELDS
-    known = (column < w) & (slot >= 0)
-    stored = tl.load(own).to(tl.pointer_type(entries.dtype.element_ty)) + p % heads * tl.load(own + 1)
-    at = stored + slot // PAGE * tl.load(own + 2) + column
-    entry = tl.load(entries + p * w + column, mask=known, other=0.0)
-    old = tl.load(at, mask=known & (slot % PAGE > 0), other=float("inf"))
-    tl.store(at, tl.minimum(entry, old), mask=known)
+    slot, fields = tl.load(slots + p), table + p // heads * _FIELDS
+    mask = (column < w) & (slot >= 0)
+    list_address = tl.load(fields).to(tl.pointer_type(entries.dtype.element_ty)) + p % heads * tl.load(fields + 1)
+    address = list_address + slot // PAGE * tl.load(fields + 2) + column
+    entry = tl.load(entries + p * w + column, mask=mask, other=0.0)
+    old = tl.load(address, mask=mask & (slot % PAGE > 0), other=float("inf"))
+    tl.store(address, tl.minimum(entry, old), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
-def _within(
-    given: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor,
+def _mask_scores(
+    unmasked: tl.tensor, starts: tl.tensor, stops: tl.tensor, scores: tl.tensor, maxima: tl.tensor, sums: tl.tensor,
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute `mask_scores` for pages [i * BLOCK, (i + 1) * BLOCK) of list p, in program (p, i)."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
-    real = (head < G)[:, None] & (token < tokens)[None, :]
-    acc = tl.load(given + ((p * G + head) * tokens)[:, None] + token[None, :], mask=real, other=float("-inf"))
+    mask = (head < G)[:, None] & (token < tokens)[None, :]
+    acc = tl.load(unmasked + ((p * G + head) * tokens)[:, None] + token[None, :], mask=mask, other=float("-inf"))
     start, stop = tl.load(starts + p) // PAGE, (tl.load(stops + p) + PAGE - 1) // PAGE
     stop = tl.minimum(stop, tokens)
     store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
@@ -89,11 +89,11 @@ def mask_scores(scores: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor,
     width = triton.next_power_of_2(group)
     block = max(16, _NUMBERS // width)
     blocks = triton.cdiv(tokens, block)
-    found, (maxima, sums) = torch.empty_like(scores), scores.new_empty(2, count, group, blocks)
-    _within[(count, blocks)](
-        scores, starts, stops, found, maxima, sums, tokens, blocks, G=group, GROUP=width, PAGE=page, BLOCK=block
+    masked, (maxima, sums) = torch.empty_like(scores), scores.new_empty(2, count, group, blocks)
+    _mask_scores[(count, blocks)](
+        scores, starts, stops, masked, maxima, sums, tokens, blocks, G=group, GROUP=width, PAGE=page, BLOCK=block
     )
-    return Scores(found, maxima, sums)
+    return Scores(masked, maxima, sums)
 
 
 def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page: int, *, write: bool) -> None:
@@ -102,9 +102,9 @@ def _launch(lists: torch.Tensor, table: PointerTable, counts: torch.Tensor, page
     assert counts.shape == (len(table.tensors),) and table.tensors[0].shape[2] == w
     if lists.numel():
         width = triton.next_power_of_2(w)
-        at_once = max(1, _NUMBERS // width)
-        _copy[(count, triton.cdiv(rows, at_once))](
-            lists, table.table, counts, table.heads, rows, w=w, W=width, ROWS=at_once, PAGE=page, WRITE=write
+        rows_per_program = max(1, _NUMBERS // width)
+        _copy[(count, triton.cdiv(rows, rows_per_program))](
+            lists, table.table, counts, table.heads, rows, w=w, W=width, ROWS=rows_per_program, PAGE=page, WRITE=write
         )
 
 

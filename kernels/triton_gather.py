@@ -42,11 +42,11 @@ def _gather(
     # if possible.
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * blocks, tl.num_programs(0)):
-        p, at = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
-        row = tl.load(ids + p * listed + at, mask=at < tl.load(counts + p), other=-1)
+        p, index = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(ids + p * listed + index, mask=index < tl.load(counts + p), other=-1)
         mask = (row >= 0)[:, None] & (columns < WORDS)[None, :]
         words = tl.load(rows + row[:, None] * WORDS + columns[None, :], mask=mask, other=0)
-        tl.store(out + (p * listed + at)[:, None] * WORDS + columns[None, :], words, mask=mask)
+        tl.store(out + (p * listed + index)[:, None] * WORDS + columns[None, :], words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["lists", "listed", "heads", "blocks"])
@@ -66,21 +66,21 @@ def _gather_tokens(
         if COUNTED:
             count = tl.load(counts + p)
         if first < count:
-            at = first + tl.arange(0, BLOCK)
-            token = tl.load(tokens + p * listed + at, mask=at < count, other=0)
+            index = first + tl.arange(0, BLOCK)
+            token = tl.load(tokens + p * listed + index, mask=index < count, other=0)
             row = (
-                tl.load(bases + p // heads * blocks + token // _BLOCK_SIZE, mask=at < count, other=0)
+                tl.load(bases + p // heads * blocks + token // _BLOCK_SIZE, mask=index < count, other=0)
                 + token % _BLOCK_SIZE
             )
-            mask = (at < count)[:, None] & (columns < WORDS)[None, :]
+            mask = (index < count)[:, None] & (columns < WORDS)[None, :]
             k = rows + (row + tl.load(planes + p % heads))[:, None] * WORDS + columns[None, :]
-            of_k = tl.load(k, mask=mask, other=0)
-            into = (p * listed + at)[:, None] * WORDS + columns[None, :]
+            k_words = tl.load(k, mask=mask, other=0)
+            target = (p * listed + index)[:, None] * WORDS + columns[None, :]
             if PLANES == 2:  # load V before K is stored, so that both loads are in flight together
                 v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]
-                of_v = tl.load(v, mask=mask, other=0)
-                tl.store(out + lists.to(tl.int64) * listed * WORDS + into, of_v, mask=mask)
-            tl.store(out + into, of_k, mask=mask)
+                v_words = tl.load(v, mask=mask, other=0)
+                tl.store(out + lists.to(tl.int64) * listed * WORDS + target, v_words, mask=mask)
+            tl.store(out + target, k_words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -92,41 +92,41 @@ def _write(
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
-    of_k = tl.load(k + p * WORDS + column, mask=mask)
+    k_words = tl.load(k + p * WORDS + column, mask=mask)
     if PLANES == 2:
-        of_v = tl.load(v + p * WORDS + column, mask=mask)
-        tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, of_v, mask=mask)
-    tl.store(rows + (row + tl.load(planes + p % heads)) * WORDS + column, of_k, mask=mask)
+        v_words = tl.load(v + p * WORDS + column, mask=mask)
+        tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, v_words, mask=mask)
+    tl.store(rows + (row + tl.load(planes + p % heads)) * WORDS + column, k_words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["lists", "listed", "heads", "capacity"])
 def _slots(
     table: tl.tensor, slots: tl.tensor, rows: tl.tensor, lists: tl.tensor, listed: tl.tensor, heads: tl.tensor,
-    capacity: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PUT: tl.constexpr,
+    capacity: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, SCATTER: tl.constexpr,
     ALIGN: tl.constexpr, PLANES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
 
     A list is one KV head of one sequence. If PUT, copy from `rows` to the slots instead. If PLANES is 1, copy only K.
     """
-    p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
-    slot = tl.load(slots + p * listed + at, mask=at < listed, other=-1)
+    slot = tl.load(slots + p * listed + index, mask=index < listed, other=-1)
     mask = (slot >= 0)[:, None] & (column < WORDS)[None, :]
-    own = tl.load(table + p // heads * _FIELDS).to(tl.pointer_type(rows.dtype.element_ty))
-    own = tl.multiple_of(own, ALIGN)  # after the cast, because a cast drops the hint
-    k = own + (p % heads * capacity + slot)[:, None] * WORDS + column[None, :]
+    list_base = tl.load(table + p // heads * _FIELDS).to(tl.pointer_type(rows.dtype.element_ty))
+    list_base = tl.multiple_of(list_base, ALIGN)  # after the cast, because a cast drops the hint
+    k = list_base + (p % heads * capacity + slot)[:, None] * WORDS + column[None, :]
     v = k + heads.to(tl.int64) * capacity * WORDS
-    of_k = rows + (p * listed + at)[:, None] * WORDS + column[None, :]
-    of_v = of_k + lists.to(tl.int64) * listed * WORDS
-    if PUT:
-        tl.store(k, tl.load(of_k, mask=mask), mask=mask)
+    k_rows = rows + (p * listed + index)[:, None] * WORDS + column[None, :]
+    v_rows = k_rows + lists.to(tl.int64) * listed * WORDS
+    if SCATTER:
+        tl.store(k, tl.load(k_rows, mask=mask), mask=mask)
         if PLANES == 2:
-            tl.store(v, tl.load(of_v, mask=mask), mask=mask)
+            tl.store(v, tl.load(v_rows, mask=mask), mask=mask)
     else:
-        tl.store(of_k, tl.load(k, mask=mask), mask=mask)
+        tl.store(k_rows, tl.load(k, mask=mask), mask=mask)
         if PLANES == 2:
-            tl.store(of_v, tl.load(v, mask=mask), mask=mask)
+            tl.store(v_rows, tl.load(v, mask=mask), mask=mask)
 
 
 def gather_rows(
@@ -142,9 +142,9 @@ def gather_rows(
     assert out.shape == (lists, listed, rows.shape[1]) and out.dtype == rows.dtype and counts.shape == (lists,)
     if ids.numel() == 0:
         return
-    kind, shape = _words(rows)
+    word_type, shape = _words(rows)
     _gather[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
-        rows.view(kind), ids, counts, out.view(kind), lists, listed, **shape
+        rows.view(word_type), ids, counts, out.view(word_type), lists, listed, **shape
     )
 
 
@@ -167,9 +167,9 @@ def gather_tokens(
     assert lists == batch * heads and count in (1, 2) and (counts is None or counts.shape == (lists,))
     if tokens.numel() == 0:
         return
-    kind, shape = _words(rows)
+    word_type, shape = _words(rows)
     _gather_tokens[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
-        rows.view(kind), tokens, tokens if counts is None else counts, bases, planes, out.view(kind),
+        rows.view(word_type), tokens, tokens if counts is None else counts, bases, planes, out.view(word_type),
         lists, listed, heads, blocks, **shape, COUNTED=counts is not None, PLANES=count,
     )  # fmt: skip
 
@@ -185,36 +185,36 @@ def write_rows(
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
     assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)
     assert planes.is_contiguous() and count in (1, 2)
-    kind, shape = _words(rows)
+    word_type, shape = _words(rows)
     _write[(lists,)](
-        rows.view(kind), k.view(kind), v.view(kind), newest, planes, heads,
+        rows.view(word_type), k.view(word_type), v.view(word_type), newest, planes, heads,
         WORDS=shape["WORDS"], COLS=shape["COLS"], PLANES=count,
     )  # fmt: skip
 
 
 def gather_slots(table: PointerTable, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Copy K and V from slots of the sequences' tensors, in one launch. See `lists.gather_slots`."""
-    _copy_slots(table, slots, out, put=False)
+    _copy_slots(table, slots, out, scatter=False)
 
 
 def scatter_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy K and V to slots of the sequences' tensors, in one launch. See `lists.scatter_slots`."""
-    _copy_slots(table, slots, rows, put=True)
+    _copy_slots(table, slots, rows, scatter=True)
 
 
-def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *, put: bool) -> None:
+def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *, scatter: bool) -> None:
     (lists, listed), capacity, planes = slots.shape, table.tensors[0].shape[1], len(rows)
-    assert all(own.is_contiguous() and own.shape[1] == capacity for own in table.tensors)
+    assert all(tensor.is_contiguous() and tensor.shape[1] == capacity for tensor in table.tensors)
     assert planes in (1, 2) and table.lists == planes * lists
-    assert all(own.data_ptr() % ALIGNED == 0 for own in table.tensors)
+    assert all(tensor.data_ptr() % ALIGNED == 0 for tensor in table.tensors)
     assert slots.is_contiguous() and rows.is_contiguous() and rows.dtype == table.dtype
     assert rows.shape == (planes, lists, listed, table.tensors[0].shape[2])
     if slots.numel() == 0:
         return
-    kind, shape = _words(rows.flatten(0, 2))
+    word_type, shape = _words(rows.flatten(0, 2))
     _slots[(lists, triton.cdiv(listed, shape["BLOCK"]))](
-        table.table, slots, rows.view(kind), lists, listed, table.heads // planes, capacity,
-        **shape, PUT=put, ALIGN=ALIGNED, PLANES=planes,
+        table.table, slots, rows.view(word_type), lists, listed, table.heads // planes, capacity,
+        **shape, SCATTER=scatter, ALIGN=ALIGNED, PLANES=planes,
     )  # fmt: skip
 
 

@@ -56,20 +56,20 @@ def _attend(
     size = tl.load(run + 10)
     begin, end = piece * size, tl.minimum(tl.load(run + 6), (piece + 1) * size)
     index, column = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
-    known = index < (stop - first) * G
+    valid = index < (stop - first) * G
     if (begin < end) & (block * QUERIES < (stop - first) * G):
-        row_of = (head * G + index % G) * batch + first + index // G
-        mask = known[:, None] & (column < d)[None, :]
-        query = tl.load(q + row_of[:, None] * d + column[None, :], mask=mask, other=0.0)
+        query_row = (head * G + index % G) * batch + first + index // G
+        mask = valid[:, None] & (column < d)[None, :]
+        query = tl.load(q + query_row[:, None] * d + column[None, :], mask=mask, other=0.0)
         k_head, k_row = tl.multiple_of(tl.load(run + 2), ALIGN), tl.multiple_of(tl.load(run + 3), ALIGN)
         v_head, v_row = tl.multiple_of(tl.load(run + 4), ALIGN), tl.multiple_of(tl.load(run + 5), ALIGN)
         k = tl.load(run).to(tl.pointer_type(q.dtype.element_ty)) + head * k_head
         v = tl.load(run + 1).to(tl.pointer_type(q.dtype.element_ty)) + head * v_head
         k, v = tl.multiple_of(k, 2 * ALIGN), tl.multiple_of(v, 2 * ALIGN)  # after the cast, which drops the hint
         peak, total, acc = attend_rows(query, k, v, k_row, v_row, begin, end, scale, d, D, QUERIES, BLOCK, WIDEN)
-        at = (tl.load(run + 9) + piece) * heads * batch + row_of
-        tl.store(lses + at, peak + tl.log(total), mask=known)
-        tl.store(outs + at[:, None] * d + column[None, :], acc / total[:, None], mask=mask)
+        part_row = (tl.load(run + 9) + piece) * heads * batch + query_row
+        tl.store(lses + part_row, peak + tl.log(total), mask=valid)
+        tl.store(outs + part_row[:, None] * d + column[None, :], acc / total[:, None], mask=mask)
 
 
 def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,10 +80,10 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     heads, batch, d = q.shape
     q = q.contiguous()
     shared = [run for run in runs if run.stop - run.first > 1 and run.k.shape[1]]
-    own = [run for run in runs if run.stop - run.first == 1 and run.k.shape[1]]
-    kv_heads = len(own[0].k)
+    private = [run for run in runs if run.stop - run.first == 1 and run.k.shape[1]]
+    kv_heads = len(private[0].k)
     slots = [0] * batch
-    tables = [[_row(run, slots) for run in group] for group in (shared, own)]
+    tables = [[_table_row(run, slots) for run in group] for group in (shared, private)]
     parts = max(slots)
     outs = torch.empty(parts, heads * batch, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(parts, heads * batch, dtype=torch.float32, device=q.device)
@@ -116,7 +116,7 @@ def max_queries(d: int, itemsize: int) -> int:
     return max(16, min(64, _QUERY_BYTES // (width * itemsize)))
 
 
-def _row(run: Run, slots: list[int]) -> list[int]:
+def _table_row(run: Run, slots: list[int]) -> list[int]:
     """Return the table fields of a run. Its partial results get the next free slots among the parts of its sequences.
 
     `slots[b]`, the next free slot of sequence b, is increased. It must be equal in all sequences of the run. If runs

@@ -41,11 +41,11 @@ def _centred(bits: int, field: int) -> str:
     32 + code. Conversions of single bytes would take more instructions than the products.
     """
     shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
-    moved = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
+    shifted = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
     middle = 0x4200 + 2 * (2**bits - 1) + 0x8000  # bits of -(32 + (2^bits - 1) / 2)
     return f"""{{ .reg .b32 codes, one, middle;
         mov.b32 one, 0x3F803F80; mov.b32 middle, 0x{middle * 0x10001:08X};
-        {moved} and.b32 codes, codes, {codes};
+        {shifted} and.b32 codes, codes, {codes};
         prmt.b32 $0, codes, 0x42424242, 0x5140; prmt.b32 $1, codes, 0x42424242, 0x7362;
         fma.rn.bf16x2 $0, $0, one, middle; fma.rn.bf16x2 $1, $1, one, middle; }}"""
 
@@ -60,14 +60,17 @@ def _exclude(
     A list is one KV head of one sequence. Only the first `counts[p]` entries of chosen `[P, n]` are valid. The first
     program of a list also marks the tokens outside [start, stop) in the list's first and last block.
     """
-    p, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
-    token, own = tl.load(chosen + p * n + place, mask=place < tl.load(counts + p), other=-1), excluded + p * tokens
-    tl.store(own + token, tl.full((LISTED_TOKENS,), 1, tl.uint8), mask=(token >= 0) & (token < tokens))
+    p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
+    token, excluded_list = (
+        tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1),
+        excluded + p * tokens,
+    )
+    tl.store(excluded_list + token, tl.full((LISTED_TOKENS,), 1, tl.uint8), mask=(token >= 0) & (token < tokens))
     if tl.program_id(1) == 0:
         start, stop, row = tl.load(starts + p), tl.load(stops + p), tl.arange(0, _BLOCK)
-        one = tl.full((_BLOCK,), 1, tl.uint8)
-        tl.store(own + start - row - 1, one, mask=row < start % _BLOCK)
-        tl.store(own + stop + row, one, mask=row < (stop + _BLOCK - 1) // _BLOCK * _BLOCK - stop)
+        marks = tl.full((_BLOCK,), 1, tl.uint8)
+        tl.store(excluded_list + start - row - 1, marks, mask=row < start % _BLOCK)
+        tl.store(excluded_list + stop + row, marks, mask=row < (stop + _BLOCK - 1) // _BLOCK * _BLOCK - stop)
 
 
 @triton.jit
@@ -82,12 +85,12 @@ def _value_levels(
 
 
 @triton.jit
-def _mixed(
-    acc: tl.tensor, kept: tl.tensor, weights: tl.tensor, raw: tl.tensor,
+def _add_values(
+    acc: tl.tensor, rescale: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return acc `[GROUP, V]` * kept `[GROUP]`, plus weights `[GROUP, 64]` times field FIELD of 64 packed values."""
-    return acc * kept[:, None] + tl.dot(
+    """Return acc `[GROUP, V]` * rescale `[GROUP]`, plus weights `[GROUP, 64]` times field FIELD of 64 packed values."""
+    return acc * rescale[:, None] + tl.dot(
         weights, _value_levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee"
     )
 
@@ -99,8 +102,8 @@ def _store_field(
 ) -> None:  # fmt: skip
     """Divide acc by total. Store the result in `outs`, rows [first, first + G), from channel FIELD * VALUES on."""
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
-    at = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
-    tl.store(at, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
+    address = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
+    tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
 
 
 @triton.jit
@@ -129,7 +132,7 @@ def _attend(
     begin = tl.maximum(tl.load(starts + p) // _BLOCK, piece * PIECE)
     end = tl.minimum((tl.load(stops + p) + _BLOCK - 1) // _BLOCK, (piece + 1) * PIECE)
     head, token, byte, column = tl.arange(0, GROUP), tl.arange(0, _BLOCK), tl.arange(0, K), tl.arange(0, V)
-    first, real = (piece * lists + p) * G, head < G
+    first, mask = (piece * lists + p) * G, head < G
     peak = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
     if begin < end:
@@ -138,42 +141,44 @@ def _attend(
         acc2, acc3 = tl.zeros((GROUP, V), tl.float32), tl.zeros((GROUP, V), tl.float32)
         page = block_of(table, pages, offset, p, heads, piece * PIECE, _BLOCK * (KEYS + VALUES + 2))
         for block in range(begin, end):
-            own = page + (block - piece * PIECE) * (_BLOCK * (KEYS + VALUES + 2))
-            keys = tl.load(own + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0)
-            steps = own + _BLOCK * (KEYS + VALUES) + token
+            block_address = page + (block - piece * PIECE) * (_BLOCK * (KEYS + VALUES + 2))
+            keys = tl.load(
+                block_address + byte[:, None] * _BLOCK + token[None, :], mask=(byte < KEYS)[:, None], other=0
+            )
+            steps = block_address + _BLOCK * (KEYS + VALUES) + token
             products = key_products(low, high, keys, INTERPRETED) - centre[:, None]
             scores = products * decoded_steps(tl.load(steps))[None, :] * scale[:, None] + shift[:, None]
             if CAPPED:
                 scores = _capped(scores, softcap)
-            counts = tl.load(excluded + p * tokens + block * _BLOCK + token) == 0
-            scores = tl.where(counts[None, :], scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            shares, kept = tl.exp(scores - safe[:, None]), tl.exp(peak - safe)
-            total = total * kept + tl.sum(shares, 1)
-            share = shares * decoded_steps(tl.load(steps + _BLOCK))[None, :]
+            included = tl.load(excluded + p * tokens + block * _BLOCK + token) == 0
+            scores = tl.where(included[None, :], scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            exponentials, rescale = tl.exp(scores - finite_peak[:, None]), tl.exp(peak - finite_peak)
+            total = total * rescale + tl.sum(exponentials, 1)
+            weights = exponentials * decoded_steps(tl.load(steps + _BLOCK))[None, :]
             if not WIDEN:
-                share = share.to(tl.bfloat16)
-            at = own + _BLOCK * KEYS + token[:, None] * VALUES + column[None, :]
-            raw = tl.load(at, mask=(column < VALUES)[None, :], other=0)
-            acc0 = _mixed(acc0, kept, share, raw, 0, BITS, WIDEN, INTERPRETED)
-            acc1 = _mixed(acc1, kept, share, raw, 1, BITS, WIDEN, INTERPRETED)
+                weights = weights.to(tl.bfloat16)
+            value_address = block_address + _BLOCK * KEYS + token[:, None] * VALUES + column[None, :]
+            raw = tl.load(value_address, mask=(column < VALUES)[None, :], other=0)
+            acc0 = _add_values(acc0, rescale, weights, raw, 0, BITS, WIDEN, INTERPRETED)
+            acc1 = _add_values(acc1, rescale, weights, raw, 1, BITS, WIDEN, INTERPRETED)
             if BITS == 2:
-                acc2 = _mixed(acc2, kept, share, raw, 2, BITS, WIDEN, INTERPRETED)
-                acc3 = _mixed(acc3, kept, share, raw, 3, BITS, WIDEN, INTERPRETED)
-            peak = higher
-        some = tl.maximum(total, 1e-30)
-        _store_field(outs, first, acc0, some, d, VALUES, V, 0, G, GROUP)
-        _store_field(outs, first, acc1, some, d, VALUES, V, 1, G, GROUP)
+                acc2 = _add_values(acc2, rescale, weights, raw, 2, BITS, WIDEN, INTERPRETED)
+                acc3 = _add_values(acc3, rescale, weights, raw, 3, BITS, WIDEN, INTERPRETED)
+            peak = new_peak
+        positive_total = tl.maximum(total, 1e-30)
+        _store_field(outs, first, acc0, positive_total, d, VALUES, V, 0, G, GROUP)
+        _store_field(outs, first, acc1, positive_total, d, VALUES, V, 1, G, GROUP)
         if BITS == 2:
-            _store_field(outs, first, acc2, some, d, VALUES, V, 2, G, GROUP)
-            _store_field(outs, first, acc3, some, d, VALUES, V, 3, G, GROUP)
+            _store_field(outs, first, acc2, positive_total, d, VALUES, V, 2, G, GROUP)
+            _store_field(outs, first, acc3, positive_total, d, VALUES, V, 3, G, GROUP)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
-    tl.store(lses + first + head, lse, mask=real)
+    tl.store(lses + first + head, lse, mask=mask)
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])
-def _join(
+def _merge(
     outs: tl.tensor, lses: tl.tensor, mixing: tl.tensor, exact: tl.tensor, exact_lses: tl.tensor, out: tl.tensor,
     lse: tl.tensor, parts: tl.tensor, rows: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, COLUMNS: tl.constexpr,
@@ -184,26 +189,28 @@ def _join(
     row also stores its lse.
     """
     r, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, D)
-    own = tl.load(exact_lses + r)
-    peak, approximate = peak_and_sum(lses, r, parts, rows, own, LISTED)
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
-    whole = tl.maximum(approximate + tl.exp(own - safe), 1e-30)
+    exact_lse = tl.load(exact_lses + r)
+    peak, approximate = peak_and_sum(lses, r, parts, rows, exact_lse, LISTED)
+    finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.maximum(approximate + tl.exp(exact_lse - finite_peak), 1e-30)
     if tl.program_id(1) == 0:
-        tl.store(lse + r, tl.where(peak == float("-inf"), peak, safe + tl.log(whole)))
+        tl.store(lse + r, tl.where(peak == float("-inf"), peak, finite_peak + tl.log(total)))
     # Every program of a row reads all parts, which is faster than a separate launch that merges them first.
     acc = tl.zeros((D,), tl.float32)
     for first in range(0, parts, PARTS):
-        at = (first + part) * rows + r
-        of_part = tl.load(lses + at, mask=first + part < parts, other=float("-inf"))
+        part_row = (first + part) * rows + r
+        part_lse = tl.load(lses + part_row, mask=first + part < parts, other=float("-inf"))
         # Also read parts without tokens, which were never written, so that loads need not wait for each other.
-        there = (first + part < parts)[:, None] & (column < d)[None, :]
-        piece = tl.load(outs + at[:, None] * d + column[None, :], mask=there, other=0.0)
-        acc += tl.sum(tl.where((of_part > float("-inf"))[:, None], piece, 0.0) * tl.exp(of_part - safe)[:, None], 0)
+        part_mask = (first + part < parts)[:, None] & (column < d)[None, :]
+        part_out = tl.load(outs + part_row[:, None] * d + column[None, :], mask=part_mask, other=0.0)
+        acc += tl.sum(
+            tl.where((part_lse > float("-inf"))[:, None], part_out, 0.0) * tl.exp(part_lse - finite_peak)[:, None], 0
+        )
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = (channel < d)[:, None] & (column < d)[None, :]
-    tile = tl.load(mixing + channel[:, None] * d + column[None, :], mask=known, other=0.0)
-    joined = tl.load(exact + r * d + channel, mask=channel < d, other=0.0) * tl.exp(own - safe)
-    tl.store(out + r * d + channel, (joined + tl.sum(tile * acc[None, :], 1)) / whole, mask=channel < d)
+    mask = (channel < d)[:, None] & (column < d)[None, :]
+    tile = tl.load(mixing + channel[:, None] * d + column[None, :], mask=mask, other=0.0)
+    merged = tl.load(exact + r * d + channel, mask=channel < d, other=0.0) * tl.exp(exact_lse - finite_peak)
+    tl.store(out + r * d + channel, (merged + tl.sum(tile * acc[None, :], 1)) / total, mask=channel < d)
 
 
 def merge_approximate(
@@ -229,13 +236,13 @@ def merge_approximate(
     assert out.shape == q.shape and lse.shape == (lists, group) and out.is_contiguous() and lse.is_contiguous()
     assert out.dtype == lse.dtype == mixing.dtype == torch.float32 and mixing.is_contiguous()
     outs, lses = _parts(q, mean, layout, table, starts, stops, chosen, counts, tokens, softcap)
-    whole, total = torch.empty_like(out), torch.empty_like(lse)
+    merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
     columns = min(16, triton.next_power_of_2(d))
-    _join[(lists * group, triton.cdiv(d, columns))](
-        outs, lses, mixing, out, lse, whole, total, len(outs), lists * group,
+    _merge[(lists * group, triton.cdiv(d, columns))](
+        outs, lses, mixing, out, lse, merged, merged_lse, len(outs), lists * group,
         d=d, D=triton.next_power_of_2(d), PARTS=_PARTS, LISTED=LISTED, COLUMNS=columns,
     )  # fmt: skip
-    return whole, total
+    return merged, merged_lse
 
 
 def _parts(
@@ -261,16 +268,17 @@ def _parts(
     assert table.lists == lists and q.is_contiguous() and q.dtype == mean.dtype == torch.float32
     assert starts.shape == stops.shape == counts.shape == (lists,) and chosen.is_contiguous()
     blocks = triton.cdiv(tokens, BLOCK)
-    pieces, every = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
-    excluded = torch.zeros(lists, every, dtype=torch.uint8, device=q.device)
+    pieces, padded_tokens = triton.cdiv(blocks, PAGE_BLOCKS), blocks * BLOCK
+    excluded = torch.zeros(lists, padded_tokens, dtype=torch.uint8, device=q.device)
     # At least one program per list, because it also marks tokens outside [start, stop).
     _exclude[(lists, max(1, triton.cdiv(chosen.shape[1], _LISTED_TOKENS)))](
-        chosen, counts, starts, stops, excluded, chosen.shape[1], every, LISTED_TOKENS=_LISTED_TOKENS
+        chosen, counts, starts, stops, excluded, chosen.shape[1], padded_tokens, LISTED_TOKENS=_LISTED_TOKENS
     )
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
-        *addressed(table), q, mean, starts, stops, excluded, outs, lses, table.heads, every, lists, softcap or 0.0,
+        *addressed(table), q, mean, starts, stops, excluded, outs, lses, table.heads, padded_tokens, lists,
+        softcap or 0.0,
         d=d, **padded_sizes(layout), BITS=layout.value_bits,
         G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,
         WIDEN=not q.is_cuda, INTERPRETED=knobs.runtime.interpret, CAPPED=softcap is not None,

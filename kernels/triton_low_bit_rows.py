@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit import KEY_BITS, SMALLEST, Layout
+from .low_bit import KEY_BITS, MIN_STEP_BITS, Layout
 from .pages import BLOCK, PAGE_BLOCKS, Pages, PageTable
 from .pointer_table import ALIGNED
 
-_BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.constexpr(SMALLEST)
+_BLOCK, _PAGE, _SMALLEST = tl.constexpr(BLOCK), tl.constexpr(PAGE_BLOCKS), tl.constexpr(MIN_STEP_BITS)
 _ALIGNED = tl.constexpr(ALIGNED)
 
 
@@ -75,21 +75,22 @@ def _code(x: tl.tensor, step: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _store_row(
-    x: tl.tensor, basis: tl.tensor, mean: tl.tensor, at: tl.tensor, step_at: tl.tensor, apart: tl.tensor,
+    x: tl.tensor, basis: tl.tensor, mean: tl.tensor, address: tl.tensor, step_address: tl.tensor, stride: tl.tensor,
     CENTRED: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply x `[d]` by basis, subtract mean if CENTRED, quantise, and store the packed codes and the step.
 
-    The WIDTH packed bytes are stored from `at` on, `apart` bytes apart. The code of the step is stored at `step_at`.
+    The WIDTH packed bytes are stored from `address` on, `stride` bytes apart. The code of the step is stored at
+    `step_address`.
     """
     column = tl.arange(0, W)
-    known = column < WIDTH
+    mask = column < WIDTH
     c0 = _channels(x, basis, 0, d, WIDTH, W, ROWS)
     c1 = _channels(x, basis, WIDTH, d, WIDTH, W, ROWS)
     if CENTRED:
-        c0 -= tl.load(mean + column, mask=known, other=0.0)
-        c1 -= tl.load(mean + WIDTH + column, mask=known, other=0.0)
+        c0 -= tl.load(mean + column, mask=mask, other=0.0)
+        c1 -= tl.load(mean + WIDTH + column, mask=mask, other=0.0)
     largest = tl.maximum(tl.max(tl.abs(c0), 0), tl.max(tl.abs(c1), 0))
     if BITS == 2:
         c2 = _channels(x, basis, 2 * WIDTH, d, WIDTH, W, ROWS)
@@ -100,8 +101,8 @@ def _store_row(
     packed = _code(c0, step, BITS) | (_code(c1, step, BITS) << BITS)
     if BITS == 2:
         packed |= (_code(c2, step, BITS) << 4) | (_code(c3, step, BITS) << 6)
-    tl.store(at + column * apart, packed.to(tl.uint8), mask=known)
-    tl.store(step_at, code.to(tl.uint8))
+    tl.store(address + column * stride, packed.to(tl.uint8), mask=mask)
+    tl.store(step_address, code.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["pages", "offset"])
@@ -117,15 +118,15 @@ def _append(
     """
     p = tl.program_id(0).to(tl.int64)
     slot, head = tl.load(slots + p), p % heads
-    at = tl.maximum(slot, 0)
-    row = at % _BLOCK
-    own = block_of(table, pages, offset, p, heads, at // _BLOCK, _BLOCK * (KEYS + VALUES + 2))
-    steps = own + _BLOCK * (KEYS + VALUES) + row
+    valid_slot = tl.maximum(slot, 0)
+    row = valid_slot % _BLOCK
+    block_address = block_of(table, pages, offset, p, heads, valid_slot // _BLOCK, _BLOCK * (KEYS + VALUES + 2))
+    steps = block_address + _BLOCK * (KEYS + VALUES) + row
     if (tl.program_id(1) == 0) & (slot >= 0):
-        _store_row(k + p * d, basis + head * d * d, mean + head * d, own + row, steps, _BLOCK,
+        _store_row(k + p * d, basis + head * d * d, mean + head * d, block_address + row, steps, _BLOCK,
                    True, d, KEYS, K, KEY, ROWS)  # fmt: skip
     if (tl.program_id(1) == 1) & (slot >= 0):
-        _store_row(v + p * d, mixing, mean, own + _BLOCK * KEYS + row * VALUES, steps + _BLOCK, 1,
+        _store_row(v + p * d, mixing, mean, block_address + _BLOCK * KEYS + row * VALUES, steps + _BLOCK, 1,
                    False, d, VALUES, V, VALUE, ROWS)  # fmt: skip
 
 
@@ -169,22 +170,22 @@ def _store(
     head, block = tl.program_id(1).to(tl.int64), start // _BLOCK + tl.program_id(0)
     row, column = tl.arange(0, _BLOCK), tl.arange(0, W)
     token = block * _BLOCK + row
-    known = (token >= start) & (token < stop)
-    mask = known[:, None] & (column < WIDTH)[None, :]
-    at = rows + (head * (stop - start) + token - start)[:, None] * d + column[None, :]
-    c0, c1 = tl.load(at, mask=mask, other=0.0), tl.load(at + WIDTH, mask=mask, other=0.0)
+    valid = (token >= start) & (token < stop)
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    address = rows + (head * (stop - start) + token - start)[:, None] * d + column[None, :]
+    c0, c1 = tl.load(address, mask=mask, other=0.0), tl.load(address + WIDTH, mask=mask, other=0.0)
     largest = tl.max(tl.maximum(tl.abs(c0), tl.abs(c1)), 1)
     if BITS == 2:
-        c2, c3 = tl.load(at + 2 * WIDTH, mask=mask, other=0.0), tl.load(at + 3 * WIDTH, mask=mask, other=0.0)
+        c2, c3 = tl.load(address + 2 * WIDTH, mask=mask, other=0.0), tl.load(address + 3 * WIDTH, mask=mask, other=0.0)
         largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(c2), tl.abs(c3)), 1))
     codes = _steps(largest, BITS)
     step = decoded_steps(codes)[:, None]
     packed = _code(c0, step, BITS) | (_code(c1, step, BITS) << BITS)
     if BITS == 2:
         packed |= (_code(c2, step, BITS) << 4) | (_code(c3, step, BITS) << 6)
-    own = block_of(table, 0, offset, head, heads, block, BLOCK_BYTES)
-    tl.store(own + FIRST + row[:, None] * TOKEN + column[None, :] * BYTE, packed.to(tl.uint8), mask=mask)
-    tl.store(own + STEPS + row, codes.to(tl.uint8), mask=known)
+    block_address = block_of(table, 0, offset, head, heads, block, BLOCK_BYTES)
+    tl.store(block_address + FIRST + row[:, None] * TOKEN + column[None, :] * BYTE, packed.to(tl.uint8), mask=mask)
+    tl.store(block_address + STEPS + row, codes.to(tl.uint8), mask=valid)
 
 
 def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, values: bool) -> None:

@@ -41,16 +41,16 @@ def query_weights(
         the sum of its int8 values times the middle code, its scale, and its product with the keys' mean.
     """
     head, byte = tl.arange(0, GROUP), tl.arange(0, K)
-    known = (head < G)[:, None] & (byte < KEYS)[None, :]
-    at = q + (p * G + head)[:, None] * d + byte[None, :]
-    low, high = tl.load(at, mask=known, other=0.0), tl.load(at + KEYS, mask=known, other=0.0)
+    mask = (head < G)[:, None] & (byte < KEYS)[None, :]
+    address = q + (p * G + head)[:, None] * d + byte[None, :]
+    low, high = tl.load(address, mask=mask, other=0.0), tl.load(address + KEYS, mask=mask, other=0.0)
     centre = mean + p % heads * d + byte
     shift = tl.sum(low * tl.load(centre, mask=byte < KEYS, other=0.0)[None, :], 1)
     shift += tl.sum(high * tl.load(centre + KEYS, mask=byte < KEYS, other=0.0)[None, :], 1)
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     scale = tl.div_rn(tl.maximum(largest, 1.1754943508222875e-38 * 127), 127.0)
-    every = scale[:, None] + tl.zeros_like(low)
-    low, high = _rint(tl.div_rn(low, every)).to(tl.int8), _rint(tl.div_rn(high, every)).to(tl.int8)
+    scales = scale[:, None] + tl.zeros_like(low)
+    low, high = _rint(tl.div_rn(low, scales)).to(tl.int8), _rint(tl.div_rn(high, scales)).to(tl.int8)
     total = tl.sum(low.to(tl.int32), 1) + tl.sum(high.to(tl.int32), 1)
     return low, high, total.to(tl.float32) * _MIDDLE, scale, shift
 
@@ -93,12 +93,12 @@ def _score(
     acc = tl.zeros((GROUP, TOKENS), tl.float32)
     if (piece * TOKENS < stop) & (piece * TOKENS + TOKENS > start):
         low, high, centre, scale, shift = query_weights(q, mean, p, heads, d, KEYS, K, G, GROUP)
-        there = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
+        mask = token < (stop + _BLOCK - 1) // _BLOCK * _BLOCK
         first = block_of(table, pages, offset, p, heads, piece * (TOKENS // _BLOCK), _BLOCK * (KEYS + VALUES + 2))
-        place = tl.arange(0, TOKENS)
-        own = first + place // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + place % _BLOCK
-        keys = tl.load(own[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & there[None, :], other=0)
-        step = decoded_steps(tl.load(own + _BLOCK * (KEYS + VALUES), mask=there, other=0))
+        index = tl.arange(0, TOKENS)
+        address = first + index // _BLOCK * (_BLOCK * (KEYS + VALUES + 2)) + index % _BLOCK
+        keys = tl.load(address[None, :] + byte[:, None] * _BLOCK, mask=(byte < KEYS)[:, None] & mask[None, :], other=0)
+        step = decoded_steps(tl.load(address + _BLOCK * (KEYS + VALUES), mask=mask, other=0))
         products = key_products(low, high, keys, INTERPRETED) - centre[:, None]
         acc = products * step[None, :] * scale[:, None] + shift[:, None]
     store_scores(acc, token, start, stop, p, piece, blocks, tokens, scores, maxima, sums, G, GROUP)

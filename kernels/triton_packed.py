@@ -42,52 +42,53 @@ def _spread(bits: int, half: int) -> str:
 
     Triton's own code for bytes takes twice as many instructions.
     """
-    mask, place = ("0x7F8000", 15) if bits == 8 else ("0xF0000", 16)
-    shifts = [place - 8 * byte - 4 * half for byte in range(4)]
+    mask, mantissa_bit = ("0x7F8000", 15) if bits == 8 else ("0xF0000", 16)
+    shifts = [mantissa_bit - 8 * byte - 4 * half for byte in range(4)]
     moves = (f"{'shl' if shift > 0 else 'shr'}.b32 ${i}, $4, {abs(shift)};" for i, shift in enumerate(shifts))
     merges = (f"lop3.b32 ${i}, ${i}, {mask}, one, 0xEA;" for i in range(4))  # (moved & mask) | one
     return f"{{ .reg .b32 one; mov.b32 one, 0x3F800000; {' '.join((*moves, *merges))} }}"
 
 
 @triton.jit
-def _words(at: tl.tensor, known: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+def _words(address: tl.tensor, mask: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
     """Load 16-bit words from byte addresses, which are even if EVEN. Masked words are 0."""
     if EVEN:
-        return tl.load(at.to(tl.pointer_type(tl.uint16)), mask=known, other=0)
-    low, high = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
+        return tl.load(address.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
+    low, high = tl.load(address, mask=mask, other=0), tl.load(address + 1, mask=mask, other=0)
     return low.to(tl.uint16) | (high.to(tl.uint16) << 8)
 
 
 @triton.jit
 def _numbers(
-    row: tl.tensor, group: tl.tensor, known: tl.tensor, at: tl.tensor, factors: tl.tensor, power: tl.tensor,
+    row: tl.tensor, group: tl.tensor, mask: tl.tensor, start: tl.tensor, factors: tl.tensor, power: tl.tensor,
     GROUP: tl.constexpr, FACTORS: tl.constexpr, EVEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load the scales or minima of groups in float32; 0 for groups that are not `known`.
+    """Load the scales or minima of groups in float32; 0 for masked groups.
 
-    `at` is the offset of the scales or minima in a row, and `factors` that of the factors by which they are multiplied.
+    `start` is the offset of the scales or minima in a row, and `factors` that of the factors by which they are
+    multiplied.
     """
     if FACTORS:
-        whole = tl.load((row + at + group).to(tl.pointer_type(tl.int8)), mask=known, other=0).to(tl.float32)
-        factor = _words(row + factors + 2 * (group // (_BLOCK // GROUP)), known, EVEN)
-        return whole * (factor.to(tl.float16, bitcast=True).to(tl.float32) * power)
-    return _words(row + at + 2 * group, known, EVEN).to(tl.float16, bitcast=True).to(tl.float32) * power
+        integers = tl.load((row + start + group).to(tl.pointer_type(tl.int8)), mask=mask, other=0).to(tl.float32)
+        factor = _words(row + factors + 2 * (group // (_BLOCK // GROUP)), mask, EVEN)
+        return integers * (factor.to(tl.float16, bitcast=True).to(tl.float32) * power)
+    return _words(row + start + 2 * group, mask, EVEN).to(tl.float16, bitcast=True).to(tl.float32) * power
 
 
 @triton.jit
 def _scales(
-    row: tl.tensor, unit: tl.tensor, known: tl.tensor, scales: tl.tensor, minima: tl.tensor, factors: tl.tensor,
+    row: tl.tensor, unit: tl.tensor, mask: tl.tensor, scales: tl.tensor, minima: tl.tensor, factors: tl.tensor,
     minima_factors: tl.tensor, power: tl.tensor, offset: tl.tensor,
     HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr,
     FACTORS: tl.constexpr, EVEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the scales and minima of a half of the units, float32 `[OUTS, UNITS]`."""
     group = _first_input(unit, HALF, BITS) // GROUP
-    scale = _numbers(row, group, known, scales, factors, power, GROUP, FACTORS, EVEN)
+    scale = _numbers(row, group, mask, scales, factors, power, GROUP, FACTORS, EVEN)
     if MINIMA:
-        return scale, _numbers(row, group, known, minima, minima_factors, power, GROUP, FACTORS, EVEN)
+        return scale, _numbers(row, group, mask, minima, minima_factors, power, GROUP, FACTORS, EVEN)
     if ZEROS:
-        offset = tl.load(row + minima + group, mask=known, other=0).to(tl.float32)
+        offset = tl.load(row + minima + group, mask=mask, other=0).to(tl.float32)
     return scale, -offset * scale
 
 
@@ -100,18 +101,18 @@ def _first_input(unit: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _raw(row: tl.tensor, unit: tl.tensor, known: tl.tensor, PART: tl.constexpr) -> tl.tensor:
+def _raw(row: tl.tensor, unit: tl.tensor, mask: tl.tensor, PART: tl.constexpr) -> tl.tensor:
     """Load the first or last 8 bytes of units, uint8 `[OUTS, UNITS, 8]`.
 
     Inputs are loaded in eights, too. With the same layout, they need not pass through shared memory.
     """
-    at = (row + unit * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
-    return tl.load(at, mask=known[:, :, None], other=0)
+    address = (row + unit * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    return tl.load(address, mask=mask[:, :, None], other=0)
 
 
 @triton.jit
 def _levels(
-    row: tl.tensor, raw: tl.tensor, unit: tl.tensor, known: tl.tensor, high: tl.tensor,
+    row: tl.tensor, raw: tl.tensor, unit: tl.tensor, mask: tl.tensor, high: tl.tensor,
     PART: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return 1 + code / 128 (1 + code / 256 with 8 bits) of 8 codes of a half, float32 `[OUTS, UNITS, 8]`.
@@ -127,11 +128,11 @@ def _levels(
             _spread(BITS, HALF), "=&r,=&r,=&r,=&r,r", [raw], dtype=tl.int32, is_pure=True, pack=4
         )
     if BITS == 5:
-        bits = tl.load(row + high + unit // 2 * 8 + unit % 2 * 2 + 4 * HALF + PART, mask=known, other=0).to(tl.int32)
+        bits = tl.load(row + high + unit // 2 * 8 + unit % 2 * 2 + 4 * HALF + PART, mask=mask, other=0).to(tl.int32)
         levels |= ((bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) << 20
     if BITS == 6:
-        at = (row + high + unit // 4 * 32 + unit % 2 * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
-        bits = tl.load(at, mask=known[:, :, None], other=0).to(tl.int32)
+        address = (row + high + unit // 4 * 32 + unit % 2 * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
+        bits = tl.load(address, mask=mask[:, :, None], other=0).to(tl.int32)
         levels |= ((bits >> (unit // 2 % 2 * 4 + 2 * HALF)[:, :, None]) & 3) << 20
     return levels.to(tl.float32, bitcast=True)
 
@@ -162,32 +163,32 @@ def _linear(
     group is multiplied by the sum of its inputs. Rows of weights are `step * ALIGN` bytes apart.
     """
     blocks = (rows + ROWS - 1) // ROWS
-    m, place = (tl.program_id(0) % blocks).to(tl.int64), tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
+    m, out_index = (tl.program_id(0) % blocks).to(tl.int64), tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     first_out = tl.load(experts + m).to(tl.int64) * outs if EXPERTS else 0
-    row = (packed + (first_out + place.to(tl.int64)) * (step * ALIGN))[:, None]
+    row = (packed + (first_out + out_index.to(tl.int64)) * (step * ALIGN))[:, None]
     LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
     # The sums of all rows lie in the registers of one thread, as 8 weights of a half do.
     number, acc = tl.arange(0, _ROWS_OF_ACC), tl.zeros((OUTS, UNITS, _ROWS_OF_ACC), tl.float32)
     for begin in range(0, units, UNITS):
         unit = begin + tl.arange(0, UNITS)[None, :]
-        known = (place < outs)[:, None] & (unit < units)
-        raw0, raw1 = _raw(row, unit, known, 0), _raw(row, unit, known, 1)
+        mask = (out_index < outs)[:, None] & (unit < units)
+        raw0, raw1 = _raw(row, unit, mask, 0), _raw(row, unit, mask, 1)
         for HALF in tl.static_range(1 if BITS == 8 else 2):
-            levels0 = _levels(row, raw0, unit, known, high, 0, HALF, BITS, INTERPRETED)
-            levels1 = _levels(row, raw1, unit, known, high, 1, HALF, BITS, INTERPRETED)
-            scale, minimum = _scales(row, unit, known, scales, minima, factors, minima_factors, power, offset,
+            levels0 = _levels(row, raw0, unit, mask, high, 0, HALF, BITS, INTERPRETED)
+            levels1 = _levels(row, raw1, unit, mask, high, 1, HALF, BITS, INTERPRETED)
+            scale, minimum = _scales(row, unit, mask, scales, minima, factors, minima_factors, power, offset,
                                      HALF, BITS, GROUP, MINIMA, ZEROS, FACTORS, ALIGN > 1)  # fmt: skip
             for R in tl.static_range(ROWS):
-                own = x + tl.minimum(m * ROWS + R, rows - 1) * x_step
-                x0, x1 = _inputs(own, unit, units, 0, HALF, BITS), _inputs(own, unit, units, 1, HALF, BITS)
+                input_row = x + tl.minimum(m * ROWS + R, rows - 1) * x_step
+                x0, x1 = _inputs(input_row, unit, units, 0, HALF, BITS), _inputs(input_row, unit, units, 1, HALF, BITS)
                 products = scale * LEVELS * (tl.sum(levels0 * x0, 2) + tl.sum(levels1 * x1, 2))
                 products += (minimum - scale * LEVELS) * (tl.sum(x0, 2) + tl.sum(x1, 2))
                 acc = tl.where((number == R)[None, None, :], acc + products[:, :, None], acc)
     sums = tl.sum(acc, 1)
     if BIAS:
-        sums += tl.load(bias + first_out + place, mask=place < outs, other=0.0).to(tl.float32)[:, None]
-    at, stored = m * ROWS + number[None, :], (place < outs)[:, None] & (number < ROWS)[None, :]
-    tl.store(out + at * outs + place[:, None], sums.to(out.dtype.element_ty), mask=stored & (at < rows))
+        sums += tl.load(bias + first_out + out_index, mask=out_index < outs, other=0.0).to(tl.float32)[:, None]
+    out_row, stored = m * ROWS + number[None, :], (out_index < outs)[:, None] & (number < ROWS)[None, :]
+    tl.store(out + out_row * outs + out_index[:, None], sums.to(out.dtype.element_ty), mask=stored & (out_row < rows))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -203,21 +204,21 @@ def _unpack(
 
     With IDS, row r of out is row `ids[r]` of packed.
     """
-    place = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
-    source = tl.load(ids + place, mask=place < rows, other=0).to(tl.int64) if IDS else place
+    out_index = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
+    source = tl.load(ids + out_index, mask=out_index < rows, other=0).to(tl.int64) if IDS else out_index
     row, unit = (packed + source * (step * ALIGN))[:, None], tl.program_id(1) * UNITS + tl.arange(0, UNITS)[None, :]
     LEVELS: tl.constexpr = 256.0 if BITS == 8 else 128.0
-    known = (place < rows)[:, None] & (unit < units)
+    mask = (out_index < rows)[:, None] & (unit < units)
     for HALF in tl.static_range(1 if BITS == 8 else 2):
-        scale, minimum = _scales(row, unit, known, scales, minima, factors, minima_factors, power, offset,
+        scale, minimum = _scales(row, unit, mask, scales, minima, factors, minima_factors, power, offset,
                                  HALF, BITS, GROUP, MINIMA, ZEROS, FACTORS, ALIGN > 1)  # fmt: skip
         for PART in tl.static_range(2):
-            raw = _raw(row, unit, known, PART)
-            codes = (_levels(row, raw, unit, known, high, PART, HALF, BITS, INTERPRETED) - 1.0) * LEVELS
+            raw = _raw(row, unit, mask, PART)
+            codes = (_levels(row, raw, unit, mask, high, PART, HALF, BITS, INTERPRETED) - 1.0) * LEVELS
             column = (_first_input(unit, HALF, BITS) + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
             weights = codes * scale[:, :, None] + minimum[:, :, None]
-            at = out + place[:, None, None] * ins + column
-            tl.store(at, weights.to(out.dtype.element_ty), mask=known[:, :, None])
+            address = out + out_index[:, None, None] * ins + column
+            tl.store(address, weights.to(out.dtype.element_ty), mask=mask[:, :, None])
 
 
 def linear(
@@ -237,10 +238,10 @@ def linear(
     assert experts is None or (experts.is_contiguous() and len(experts) == rows)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(rows, outs)
-    together = min(_ROWS, triton.next_power_of_2(rows)) if experts is None else 1
-    _linear[(triton.cdiv(rows, together) * triton.cdiv(outs, _OUTS),)](
+    rows_per_program = min(_ROWS, triton.next_power_of_2(rows)) if experts is None else 1
+    _linear[(triton.cdiv(rows, rows_per_program) * triton.cdiv(outs, _OUTS),)](
         x, packed, x if bias is None else bias, x if experts is None else experts, out, x.stride(0), rows, outs,
-        *_offsets(form), BIAS=bias is not None, EXPERTS=experts is not None, ROWS=together, **_constants(form),
+        *_offsets(form), BIAS=bias is not None, EXPERTS=experts is not None, ROWS=rows_per_program, **_constants(form),
         num_warps=1,
     )  # fmt: skip
     return out
@@ -257,7 +258,7 @@ def unpack(
     rows = len(packed) if ids is None else len(ids)
     out = torch.empty(rows, form.ins, dtype=dtype, device=packed.device)
     offsets, constants = _offsets(form), _constants(form)
-    _unpack[(triton.cdiv(rows, _OUTS), triton.cdiv(form.high // 16, constants["UNITS"]))](
+    _unpack[(triton.cdiv(rows, _OUTS), triton.cdiv(form.high_start // 16, constants["UNITS"]))](
         packed, packed if ids is None else ids, out, rows, form.ins, *offsets,
         IDS=ids is not None, **constants, num_warps=1,
     )  # fmt: skip
@@ -266,7 +267,14 @@ def unpack(
 
 def _offsets(form: PackedFormat) -> tuple[int | float, ...]:
     """Return the arguments of both kernels that describe a row: `step` to `offset`."""
-    parts = form.high // 16, form.high, form.scales, form.minima, form.factors, (form.factors + form.row_bytes) // 2
+    parts = (
+        form.high_start // 16,
+        form.high_start,
+        form.scales_start,
+        form.minima_start,
+        form.factors_start,
+        form.minima_factors_start,
+    )
     return form.row_bytes // _alignment(form), *parts, 2.0**form.exponent, float(form.offset)
 
 
@@ -274,7 +282,7 @@ def _constants(form: PackedFormat) -> dict[str, Any]:
     return {
         "BITS": form.bits, "GROUP": form.group, "MINIMA": form.has_minima, "ZEROS": form.has_zeros,
         "FACTORS": form.has_factors, "ALIGN": _alignment(form), "OUTS": _OUTS,
-        "UNITS": min(_UNITS, triton.next_power_of_2(form.high // 16)), "INTERPRETED": knobs.runtime.interpret,
+        "UNITS": min(_UNITS, triton.next_power_of_2(form.high_start // 16)), "INTERPRETED": knobs.runtime.interpret,
     }  # fmt: skip
 
 

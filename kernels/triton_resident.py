@@ -20,7 +20,7 @@ _FIELDS = tl.constexpr(FIELDS)
 @triton.jit(do_not_specialize=["lists", "heads", "kept_pieces", "k_list", "v_list"])
 def _attend(
     q: tl.tensor, table: tl.tensor, starts: tl.tensor, stops: tl.tensor, k: tl.tensor, v: tl.tensor, counts: tl.tensor,
-    outs: tl.tensor, lses: tl.tensor, scale: tl.tensor, lists: tl.tensor, heads: tl.tensor, kept_pieces: tl.tensor,
+    outs: tl.tensor, lses: tl.tensor, scale: tl.tensor, lists: tl.tensor, heads: tl.tensor, resident_pieces: tl.tensor,
     k_list: tl.tensor, k_row: tl.tensor, v_list: tl.tensor, v_row: tl.tensor,
     d: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr, WIDEN: tl.constexpr, PLANES: tl.constexpr,
@@ -33,17 +33,17 @@ def _attend(
     """
     p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
-    known = (head < G)[:, None] & (column < d)[None, :]
-    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=known, other=0.0)
-    if part < kept_pieces:
-        own = table + p // heads * _FIELDS
-        step, begin = tl.load(own + 1), tl.maximum(tl.load(starts + p), part * PIECE)
+    mask = (head < G)[:, None] & (column < d)[None, :]
+    query = tl.load(q + (p * G + head)[:, None] * d + column[None, :], mask=mask, other=0.0)
+    if part < resident_pieces:
+        fields = table + p // heads * _FIELDS
+        step, begin = tl.load(fields + 1), tl.maximum(tl.load(starts + p), part * PIECE)
         stop = tl.minimum(tl.load(stops + p), (part + 1) * PIECE)
-        from_k = tl.load(own).to(tl.pointer_type(q.dtype.element_ty))
+        from_k = tl.load(fields).to(tl.pointer_type(q.dtype.element_ty))
         from_v, k_at = from_k + (PLANES - 1) * heads * step, p % heads * step
-        k_step, v_step, v_at = tl.load(own + 2), tl.load(own + 2), k_at
+        k_step, v_step, v_at = tl.load(fields + 2), tl.load(fields + 2), k_at
     else:
-        begin = (part - kept_pieces) * PIECE
+        begin = (part - resident_pieces) * PIECE
         stop = tl.minimum(tl.load(counts + p), begin + PIECE)
         from_k, from_v, k_at, v_at = k, v, p * k_list, p * v_list
         k_step, v_step = k_row.to(tl.int64), v_row.to(tl.int64)
@@ -57,7 +57,7 @@ def _attend(
 
 def attend_resident(
     q: torch.Tensor,
-    kept: PointerTable,
+    resident: PointerTable,
     starts: torch.Tensor,
     stops: torch.Tensor,
     k: torch.Tensor,
@@ -69,19 +69,19 @@ def attend_resident(
 
     All tensors must have the same dtype: float32, float16 or bfloat16.
     """
-    (lists, group, d), room = q.shape, kept.tensors[0].shape[1]
-    planes = kept.lists // lists
-    assert planes in (1, 2) and kept.dtype == q.dtype and starts.shape == stops.shape == (lists,)
+    (lists, group, d), capacity = q.shape, resident.tensors[0].shape[1]
+    planes = resident.lists // lists
+    assert planes in (1, 2) and resident.dtype == q.dtype and starts.shape == stops.shape == (lists,)
     assert k.shape == v.shape == (lists, k.shape[1], d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)
     assert q.is_contiguous() and k.stride(2) == v.stride(2) == 1
-    own, listed = triton.cdiv(room, PIECE_ROWS), triton.cdiv(k.shape[1], PIECE_ROWS)
-    outs = torch.empty(own + listed, lists * group, d, dtype=torch.float32, device=q.device)
-    lses = torch.empty(own + listed, lists * group, dtype=torch.float32, device=q.device)
-    places = [x for rows in (k, v) for x in (rows.data_ptr(), *(rows.itemsize * step for step in rows.stride()[:2]))]
-    aligned = kept.aligned and all(x % ALIGNED == 0 for x in places)
-    _attend[(lists, own + listed)](
-        q, kept.table, starts, stops, k, v, counts, outs, lses, scale, lists, kept.heads // planes, own,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+    resident_pieces, fetched_pieces = triton.cdiv(capacity, PIECE_ROWS), triton.cdiv(k.shape[1], PIECE_ROWS)
+    outs = torch.empty(resident_pieces + fetched_pieces, lists * group, d, dtype=torch.float32, device=q.device)
+    lses = torch.empty(resident_pieces + fetched_pieces, lists * group, dtype=torch.float32, device=q.device)
+    addresses = [x for rows in (k, v) for x in (rows.data_ptr(), *(rows.itemsize * step for step in rows.stride()[:2]))]
+    aligned = resident.aligned and all(x % ALIGNED == 0 for x in addresses)
+    _attend[(lists, resident_pieces + fetched_pieces)](
+        q, resident.table, starts, stops, k, v, counts, outs, lses, scale, lists, resident.heads // planes,
+        resident_pieces, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         d=d, D=max(16, triton.next_power_of_2(d)), G=group, GROUP=triton.next_power_of_2(group),
         **steps(d, q.itemsize), PIECE=PIECE_ROWS, ALIGN=ALIGNED // q.itemsize if aligned else 1,
         WIDEN=not q.is_cuda or q.dtype == torch.float32, PLANES=planes,

@@ -27,16 +27,16 @@ def _rotate(
     """
     h, t = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, D)[None, :]
-    at, real = x + h * head_step + t * token_step, (t < tokens) & (column < d)
+    address, mask = x + h * head_step + t * token_step, (t < tokens) & (column < d)
     partner = tl.where(column < d // 2, column + d // 2, column - d // 2)
-    own = tl.load(at + column, mask=real, other=0.0).to(tl.float32)
-    other = tl.load(at + partner, mask=real, other=0.0).to(tl.float32)
-    turn = tl.load(cos + t * d + column, mask=real, other=0.0).to(tl.float32)
-    swap = tl.load(sin + t * d + column, mask=real, other=0.0).to(tl.float32)
-    first, second = own * turn, other * swap
+    value = tl.load(address + column, mask=mask, other=0.0).to(tl.float32)
+    partner_value = tl.load(address + partner, mask=mask, other=0.0).to(tl.float32)
+    cos_value = tl.load(cos + t * d + column, mask=mask, other=0.0).to(tl.float32)
+    sin_value = tl.load(sin + t * d + column, mask=mask, other=0.0).to(tl.float32)
+    first, second = value * cos_value, partner_value * sin_value
     if ROUNDED:
         first, second = first.to(x.dtype.element_ty).to(tl.float32), second.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + (h * tokens + t) * d + column, (first + second).to(x.dtype.element_ty), mask=real)
+    tl.store(out + (h * tokens + t) * d + column, (first + second).to(x.dtype.element_ty), mask=mask)
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -45,13 +45,13 @@ def store_scores(
     """
     head = tl.arange(0, GROUP)
     acc = tl.where(((token >= start) & (token < stop))[None, :], acc, float("-inf"))
-    line = (p * G + head) * tokens
-    tl.store(scores + line[:, None] + token[None, :], acc, mask=(head < G)[:, None] & (token < tokens)[None, :])
+    row_start = (p * G + head) * tokens
+    tl.store(scores + row_start[:, None] + token[None, :], acc, mask=(head < G)[:, None] & (token < tokens)[None, :])
     peak = tl.max(acc, 1)
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
-    at = (p * G + head) * blocks + block
-    tl.store(maxima + at, peak, mask=head < G)
-    tl.store(sums + at, tl.sum(tl.exp(acc - safe[:, None]), 1), mask=head < G)
+    finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
+    index = (p * G + head) * blocks + block
+    tl.store(maxima + index, peak, mask=head < G)
+    tl.store(sums + index, tl.sum(tl.exp(acc - finite_peak[:, None]), 1), mask=head < G)
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def _list_address(
     KEYS is the type of the elements. The address is a multiple of BYTES bytes, the distance a multiple of ALIGN
     elements.
     """
-    own = table + p // heads * _FIELDS
-    begin = tl.load(own).to(tl.pointer_type(KEYS)) + p % heads * tl.load(own + 1)
-    return tl.multiple_of(begin, BYTES), tl.multiple_of(tl.load(own + 2), ALIGN)
+    fields = table + p // heads * _FIELDS
+    begin = tl.load(fields).to(tl.pointer_type(KEYS)) + p % heads * tl.load(fields + 1)
+    return tl.multiple_of(begin, BYTES), tl.multiple_of(tl.load(fields + 2), ALIGN)
 
 
 @triton.jit(do_not_specialize=["heads", "blocks"])
@@ -86,10 +86,10 @@ def _partial(
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
         keys, column_step = _list_address(table, p, heads, KEYS, BYTES, ALIGN)
-        there = token < tl.multiple_of(tl.cdiv(stop, ALIGN) * ALIGN, ALIGN)
+        mask = token < tl.multiple_of(tl.cdiv(stop, ALIGN) * ALIGN, ALIGN)
         for column in tl.range(0, R, loop_unroll_factor=4):
             weight = tl.load(q + (p * G + head) * R + column, mask=head < G, other=0.0)
-            key = tl.load(keys + (column * column_step + token), mask=there, other=0.0)
+            key = tl.load(keys + (column * column_step + token), mask=mask, other=0.0)
             acc += weight[:, None] * key.to(tl.float32)[None, :]
     store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
@@ -98,10 +98,10 @@ def _partial(
 def _field_sums(
     weights: tl.tensor, raw: tl.tensor, total: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Multiply int8 queries by the codes in field FIELD of the bytes `raw` `[n, D]`, and sum over the columns.
+    """Return the dot products of int8 queries and the codes in field FIELD of packed keys `raw` `[n, D]`.
 
-    8-bit codes are stored minus 128, which is corrected by `total` `[GROUP]`, the sum of each query. Returns integers
-    below 2^24 as float32 `[GROUP, n]`.
+    8-bit codes are stored minus 128, which is corrected by `total` `[GROUP]`, the sum of each query. The result is
+    float32 `[GROUP, n]`, with integers below 2^24.
     """
     if BITS == 8:
         sums = tl.dot(weights, tl.trans(raw), out_dtype=tl.int32) + 128 * total[:, None]
@@ -132,29 +132,29 @@ def _packed(
     acc = tl.zeros((GROUP, BLOCK), tl.float32)
     if (block * BLOCK < stop) & (block * BLOCK + BLOCK > start):
         keys, row_step = _list_address(table, p, heads, tl.int8, ALIGN, ALIGN)
-        of_head, known = (p % heads) * d + column, column < d
+        index, mask = (p % heads) * d + column, column < d
         # Every program quantises the query again, because its G * d numbers are few compared to the keys. Columns from
         # d on may contain arbitrary bytes, because their weights are 0.
         query = tl.load(q + (p * G + head)[:, None] * d + column[None, :],
-                        mask=(head < G)[:, None] & known[None, :], other=0.0)  # fmt: skip
-        weight = query * tl.load(step + of_head, mask=known, other=0.0)[None, :]
+                        mask=(head < G)[:, None] & mask[None, :], other=0.0)  # fmt: skip
+        weight = query * tl.load(step + index, mask=mask, other=0.0)[None, :]
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(weight), 1), 1.1754943508222875e-38 * 127), 127.0)
         codes = _rint(tl.div_rn(weight, scale[:, None] + tl.zeros_like(weight))).to(tl.int8)
         total = tl.sum(codes.to(tl.int32), 1)
-        centre = tl.sum(query * tl.load(mean + of_head, mask=known, other=0.0)[None, :], 1)
+        centre = tl.sum(query * tl.load(mean + index, mask=mask, other=0.0)[None, :], 1)
         row = block * (BLOCK // F) + tl.arange(0, BLOCK // F)
         raw = tl.load(keys + row.to(tl.int64)[:, None] * row_step + column[None, :],
                       mask=(row * F < stop)[:, None] & (column < W)[None, :], other=0)  # fmt: skip
         if F == 1:
-            whole = _field_sums(codes, raw, total, 0, BITS)
+            products = _field_sums(codes, raw, total, 0, BITS)
         elif F == 2:
-            whole = tl.interleave(_field_sums(codes, raw, total, 0, BITS), _field_sums(codes, raw, total, 1, BITS))
+            products = tl.interleave(_field_sums(codes, raw, total, 0, BITS), _field_sums(codes, raw, total, 1, BITS))
         else:
             even = tl.interleave(_field_sums(codes, raw, total, 0, BITS), _field_sums(codes, raw, total, 2, BITS))
             odd = tl.interleave(_field_sums(codes, raw, total, 1, BITS), _field_sums(codes, raw, total, 3, BITS))
-            whole = tl.interleave(even, odd)
+            products = tl.interleave(even, odd)
         middle = ((1 << BITS) - 1) / 2
-        acc = whole * scale[:, None] + (centre - scale * total.to(tl.float32) * middle)[:, None]
+        acc = products * scale[:, None] + (centre - scale * total.to(tl.float32) * middle)[:, None]
     store_scores(acc, token, start, stop, p, block, blocks, tokens, scores, maxima, sums, G, GROUP)
 
 

@@ -68,20 +68,23 @@ def _peaks_and_logs(
     Stores the largest score of each query head, and the log-sum-exp of its scores (0 if there are no tokens).
     """
     head, part = tl.arange(0, GROUP), tl.arange(0, PARTS)
-    line = tl.program_id(0).to(tl.int64) * G + head
+    row = tl.program_id(0).to(tl.int64) * G + head
     peak, total = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
     for first in range(0, parts, PARTS):
-        real = (head < G)[:, None] & (first + part < parts)[None, :]
-        every = tl.load(maxima + line[:, None] * parts + first + part[None, :], mask=real, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(every, 1))
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
+        mask = (head < G)[:, None] & (first + part < parts)[None, :]
+        block_maxima = tl.load(maxima + row[:, None] * parts + first + part[None, :], mask=mask, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(block_maxima, 1))
+    finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
     for first in range(0, parts, PARTS):
-        real, at = (head < G)[:, None] & (first + part < parts)[None, :], line[:, None] * parts + first + part[None, :]
-        every = tl.load(maxima + at, mask=real, other=float("-inf"))
-        sizes = tl.load(sums + at, mask=every > float("-inf"), other=0.0)
-        total += tl.sum(sizes * tl.exp(every - safe[:, None]), 1)
-    tl.store(peaks + line, peak, mask=head < G)
-    tl.store(logs + line, tl.where(total > 0.0, safe + tl.log(tl.maximum(total, 1e-30)), 0.0), mask=head < G)
+        mask, index = (
+            (head < G)[:, None] & (first + part < parts)[None, :],
+            row[:, None] * parts + first + part[None, :],
+        )
+        block_maxima = tl.load(maxima + index, mask=mask, other=float("-inf"))
+        sizes = tl.load(sums + index, mask=block_maxima > float("-inf"), other=0.0)
+        total += tl.sum(sizes * tl.exp(block_maxima - finite_peak[:, None]), 1)
+    tl.store(peaks + row, peak, mask=head < G)
+    tl.store(logs + row, tl.where(total > 0.0, finite_peak + tl.log(tl.maximum(total, 1e-30)), 0.0), mask=head < G)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "blocks", "lists"])
@@ -100,19 +103,19 @@ def _mark(
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     start, stop = tl.load(starts + b * kv_heads), tl.load(stops + b * kv_heads)
     inside = (token >= start) & (token < stop)
-    real = (head < G)[:, None] & inside[None, :]
+    mask = (head < G)[:, None] & inside[None, :]
     passes = tl.zeros((BLOCK,), tl.int32)
     for h in tl.range(0, kv_heads, loop_unroll_factor=_UNROLLED):
-        line = (b * kv_heads + h) * G + head
-        score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
-        bound = tl.load(peaks + line, mask=head < G, other=float("inf")) - alpha
-        passes += tl.sum((real & (score >= bound[:, None])).to(tl.int32), 0)
+        row = (b * kv_heads + h) * G + head
+        score = tl.load(scores + row[:, None] * tokens + token[None, :], mask=mask, other=float("-inf"))
+        bound = tl.load(peaks + row, mask=head < G, other=float("inf")) - alpha
+        passes += tl.sum((mask & (score >= bound[:, None])).to(tl.int32), 0)
     tl.store(passing + b * blocks + block, tl.sum(passes, 0))
     for h in tl.range(0, kv_heads, loop_unroll_factor=_UNROLLED):
-        line = (b * kv_heads + h) * G + head
-        score = tl.load(scores + line[:, None] * tokens + token[None, :], mask=real, other=float("-inf"))
+        row = (b * kv_heads + h) * G + head
+        score = tl.load(scores + row[:, None] * tokens + token[None, :], mask=mask, other=float("-inf"))
         if G > 1:
-            score -= tl.load(logs + line, mask=head < G, other=0.0)[:, None]
+            score -= tl.load(logs + row, mask=head < G, other=0.0)[:, None]
         order = tl.where(passes > 0, _ordered(tl.max(score, 0)), _ABSENT)
         tl.store(orders + (b * kv_heads + h) * tokens + token, order, mask=token < tokens)
         if block == 0:
@@ -127,10 +130,10 @@ def _count(
     COUNTED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the number of tokens to select for sequence b (`selection.token_count`), at most `cap`."""
-    every, block = tl.zeros((COUNTED,), tl.int32), tl.arange(0, COUNTED)
+    sums, block = tl.zeros((COUNTED,), tl.int32), tl.arange(0, COUNTED)
     for first in range(0, marked, COUNTED):
-        every += tl.load(passing + b * marked + first + block, mask=first + block < marked, other=0)
-    passes = tl.sum(every, 0)
+        sums += tl.load(passing + b * marked + first + block, mask=first + block < marked, other=0)
+    passes = tl.sum(sums, 0)
     return tl.minimum(tl.minimum((passes + heads - 1) // heads, tl.load(limits + b)), cap)
 
 
@@ -165,16 +168,16 @@ def _histogram(
     if DIGIT > 0:
         n = _count(passing, limits, p // kv_heads, heads, cap, marked, COUNTED)
         prefix, _ = _bound(histograms, p, lists, n, DIGIT)
-        seen = (order ^ -2147483648) >> (32 - 8 * DIGIT)
-        counted &= ((seen ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
-    own = histograms + (DIGIT * lists + p) * 256
+        digits = (order ^ -2147483648) >> (32 - 8 * DIGIT)
+        counted &= ((digits ^ prefix) & ((1 << (8 * DIGIT)) - 1)) == 0
+    histogram = histograms + (DIGIT * lists + p) * 256
     if DIGIT < 2:
         # Most orders have the same first digits, and atomic additions to one bin wait for each other, so count them
         # within the program first. Later digits count only the few orders near the bound.
-        bins, at = tl.histogram(_digit(order, DIGIT), 256, mask=counted), tl.arange(0, 256)
-        tl.atomic_add(own + at, bins, mask=bins > 0, sem="relaxed")
+        bins, bin_index = tl.histogram(_digit(order, DIGIT), 256, mask=counted), tl.arange(0, 256)
+        tl.atomic_add(histogram + bin_index, bins, mask=bins > 0, sem="relaxed")
     else:
-        tl.atomic_add(own + _digit(order, DIGIT), 1, mask=counted, sem="relaxed")
+        tl.atomic_add(histogram + _digit(order, DIGIT), 1, mask=counted, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["kv_heads", "lists", "heads", "cap", "marked", "blocks"])
@@ -213,26 +216,26 @@ def _write(
     several orders equal the bound, the first tokens are selected. Entries of `out` after the selected ones become 0.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token, other = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EARLIER)
+    token, index = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EARLIER)
     n = _count(passing, limits, p // kv_heads, heads, cap, marked, COUNTED)
     prefix, ties = _bound(histograms, p, lists, n, 4)
     bound = prefix ^ -2147483648
-    all_greater, all_tied = tl.zeros((EARLIER,), tl.int32), tl.zeros((EARLIER,), tl.int32)
+    greater_counts, tied_counts = tl.zeros((EARLIER,), tl.int32), tl.zeros((EARLIER,), tl.int32)
     for first in range(0, block, EARLIER):
-        all_greater += tl.load(above + p * blocks + first + other, mask=first + other < block, other=0)
-        all_tied += tl.load(equal + p * blocks + first + other, mask=first + other < block, other=0)
-    greater, tied = tl.sum(all_greater, 0), tl.sum(all_tied, 0)
+        greater_counts += tl.load(above + p * blocks + first + index, mask=first + index < block, other=0)
+        tied_counts += tl.load(equal + p * blocks + first + index, mask=first + index < block, other=0)
+    greater, tied = tl.sum(greater_counts, 0), tl.sum(tied_counts, 0)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
-    same = ((order == bound) & (token < tokens)).to(tl.int32)
-    taken = (order > bound) | ((same > 0) & (tied + tl.cumsum(same, 0) <= ties))
-    one = (taken & (n > 0)).to(tl.int32)
-    place = greater + tl.minimum(tied, ties) + tl.cumsum(one, 0) - 1
-    tl.store(out + p * cap + place, token.to(tl.int64), mask=(one > 0) & (place < cap))
+    is_tied = ((order == bound) & (token < tokens)).to(tl.int32)
+    selected = (order > bound) | ((is_tied > 0) & (tied + tl.cumsum(is_tied, 0) <= ties))
+    is_selected = (selected & (n > 0)).to(tl.int32)
+    target = greater + tl.minimum(tied, ties) + tl.cumsum(is_selected, 0) - 1
+    tl.store(out + p * cap + target, token.to(tl.int64), mask=(is_selected > 0) & (target < cap))
     tl.store(out + p * cap + token, tl.zeros((BLOCK,), tl.int64), mask=(token >= n) & (token < cap))
 
 
 def select_tokens(
-    found: Scores,
+    scored: Scores,
     starts: torch.Tensor,
     stops: torch.Tensor,
     kv_heads: int,
@@ -240,23 +243,23 @@ def select_tokens(
     limits: torch.Tensor,
     cap: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select tokens for a batch by their scores `found`, in eight launches. See `lists.select_tokens`.
+    """Select tokens for a batch by their scores `scored`, in eight launches. See `lists.select_tokens`.
 
     The scores are contiguous float32 `[P, G, N]` with P = B * Hkv. `cap` is at most N.
     """
-    (lists, group, tokens), parts, device = found.scores.shape, found.maxima.shape[2], found.scores.device
-    assert lists == len(limits) * kv_heads and found.scores.dtype == torch.float32 and 1 <= cap <= tokens
-    assert starts.shape == stops.shape == (lists,) and found.scores.is_contiguous()
-    assert found.maxima.is_contiguous() and found.sums.is_contiguous() and found.sums.shape == (lists, group, parts)
+    (lists, group, tokens), parts, device = scored.scores.shape, scored.maxima.shape[2], scored.scores.device
+    assert lists == len(limits) * kv_heads and scored.scores.dtype == torch.float32 and 1 <= cap <= tokens
+    assert starts.shape == stops.shape == (lists,) and scored.scores.is_contiguous()
+    assert scored.maxima.is_contiguous() and scored.sums.is_contiguous() and scored.sums.shape == (lists, group, parts)
     blocks, marked, sequences = triton.cdiv(tokens, _BLOCK), triton.cdiv(tokens, _MARKED), len(limits)
     sizes = (lists * tokens, sequences * marked, _DIGITS.value * lists * 256, lists * blocks, lists * blocks, lists)
-    made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
-    orders, passing, histograms, above, equal, counts = made
+    buffers = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
+    orders, passing, histograms, above, equal, counts = buffers
     peaks, logs = torch.empty(2, lists * group, dtype=torch.float32, device=device)
     heads = {"G": group, "GROUP": triton.next_power_of_2(group)}
-    _peaks_and_logs[(lists,)](found.maxima, found.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
+    _peaks_and_logs[(lists,)](scored.maxima, scored.sums, peaks, logs, parts, PARTS=_PARTS, **heads)
     _mark[(sequences, marked)](
-        found.scores, peaks, logs, starts, stops, passing, orders, histograms,
+        scored.scores, peaks, logs, starts, stops, passing, orders, histograms,
         tokens, kv_heads, marked, lists, float(alpha), BLOCK=_MARKED, num_warps=2, **heads,
     )  # fmt: skip
     shape = (tokens, kv_heads, lists, kv_heads * group, cap, marked)

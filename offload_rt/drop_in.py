@@ -297,7 +297,7 @@ class OffloadedCache(Cache):
     def _all_logits(self, row: Sequence) -> torch.Tensor:
         """Prefill the n tokens of a row whose KV is missing. Return their float32 logits `[n, V]`."""
         found: list[torch.Tensor] = []
-        self._runner.prefill(row, len(row.tokens), every_logits=lambda _, logits: found.append(logits))
+        self._runner.prefill(row, len(row.tokens), on_logits=lambda _, logits: found.append(logits))
         return torch.cat(found)
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..config import SkewMethod
 from ..core import ModelGeometry
 from ..errors import ArtifactError
 from ..utils.atomic_files import write_atomic
-from .guess import SOURCES
+from .prediction import SOURCES
 
 VERSION: Final = 2
 """Format version of the file. Files with other versions are refused."""

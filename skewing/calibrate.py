@@ -23,8 +23,8 @@ from ..models.full_attention import keys_and_values, residual_after_attention, s
 from ..models.loading import LoadedModel
 from ..utils.native_code import cache_folder
 from .artifact import VERSION, SkewArtifact
-from .guess import SOURCES, Correction, GuessSums, guessed_input
-from .guess_quality import GuessQuality
+from .prediction import SOURCES, Correction, CorrectionSums, predicted_input
+from .prediction_quality import PredictionQuality
 from .rotation import BASES, Moments
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ SLICE: Final = 512
 Progress = Callable[[int, int], None]
 """Callback with the number of finished layers and of all layers. Each segment of the text counts the layers again."""
 
-Guesses = Callable[[int, Mapping[Source | int, torch.Tensor], torch.Tensor], None]
+Predictions = Callable[[int, Mapping[Source | int, torch.Tensor], torch.Tensor], None]
 """Callback with (layer, predicted attention inputs `[m, D]` by source of the prediction, true inputs `[m, D]`)."""
 
 _log = logging.getLogger(__name__)
@@ -131,9 +131,9 @@ def measure(
     square = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim)
     query, key = torch.zeros(square, dtype=torch.float64), torch.zeros(square, dtype=torch.float64)
     key_sum = torch.zeros(square[:-1], dtype=torch.float64)
-    guesses = GuessSums(geometry.layers, geometry.hidden, geometry.most_between)
+    correction_sums = CorrectionSums(geometry.layers, geometry.hidden, geometry.most_between)
     for number, segment in enumerate(segments):
-        for layer, sums in enumerate(_segment_sums(adapter, segment, limit, guesses.add)):
+        for layer, sums in enumerate(_segment_sums(adapter, segment, limit, correction_sums.add)):
             for total, part in zip((query, key, key_sum), sums, strict=True):
                 total[layer] += part.cpu()
             if progress is not None:
@@ -141,20 +141,22 @@ def measure(
     if not bool(torch.isfinite(query).all() and torch.isfinite(key).all()):
         raise ModelError(f"the model's queries or keys are not finite in {adapter.dtype}; load it with dtype='float32'")
     count = len(tokens)
-    return Moments(query / (count * geometry.group), key / count, key_sum / count), guesses.fit()
+    return Moments(query / (count * geometry.group), key / count, key_sum / count), correction_sums.fit()
 
 
 @torch.no_grad()
-def guess_quality(adapter: ModelAdapter, token_ids: Sequence[int], correction: Correction) -> dict[Source | int, float]:
-    """Return how good predicted queries are, for each tensor that they can be predicted from (`GuessQuality`).
+def prediction_quality(
+    adapter: ModelAdapter, token_ids: Sequence[int], correction: Correction
+) -> dict[Source | int, float]:
+    """Return how good predicted queries are, for each tensor that they can be predicted from (`PredictionQuality`).
 
     `token_ids` are one text, of at most as many tokens as the model has positions.
     """
-    quality = GuessQuality(adapter, correction)
+    quality = PredictionQuality(adapter, correction)
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=adapter.device)
     for _ in _segment_sums(adapter, tokens, len(token_ids), quality.add):
         pass
-    return quality.shares()
+    return quality.relative_mass()
 
 
 def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
@@ -172,40 +174,49 @@ def position_limit(adapter: ModelAdapter, positions: int | None) -> int:
 
 
 def _segment_sums(
-    adapter: ModelAdapter, tokens: torch.Tensor, limit: int, guesses: Guesses
+    adapter: ModelAdapter, tokens: torch.Tensor, limit: int, predictions: Predictions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield three sums of each layer over `tokens` `[T]`: q q^T `[Hkv, d, d]`, k k^T `[Hkv, d, d]` and k `[Hkv, d]`.
 
     Queries and keys are at positions that are spread over [0, `limit`). The predicted attention inputs of all layers
-    except the first are passed to `guesses`.
+    except the first are passed to `predictions`.
     """
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
-    natural, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
+    true_positions, spread_positions = (
+        [p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device))
+    )
     adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
     adapter.run_stages(-1, hidden, slices)
     for layer in range(geometry.layers):
-        yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
+        yield _sum_moments(
+            adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread_positions
+        )
         if layer + 1 == geometry.layers:
             return
-        after = layer + 1
+        next_layer = layer + 1
         kv = _all_rows(
-            keys_and_values(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), natural)
+            keys_and_values(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), true_positions)
         )
-        for s, at in zip(slices, natural, strict=True):
-            own = adapter.attention_input(layer, hidden[s])
-            residual = residual_after_attention(adapter, layer, hidden[s], adapter.query(layer, own, at), kv, s.stop)
-            guessed: dict[Source | int, torch.Tensor] = {
-                source: guessed_input(adapter, after, source, hidden[s], own, residual) for source in SOURCES
+        for s, slice_positions in zip(slices, true_positions, strict=True):
+            attention_input = adapter.attention_input(layer, hidden[s])
+            residual = residual_after_attention(
+                adapter, layer, hidden[s], adapter.query(layer, attention_input, slice_positions), kv, s.stop
+            )
+            predicted: dict[Source | int, torch.Tensor] = {
+                source: predicted_input(adapter, next_layer, source, hidden[s], attention_input, residual)
+                for source in SOURCES
             }
-            left = adapter.mlp(layer, residual)
+            output = adapter.mlp(layer, residual)
             for stage in adapter.stages(layer):
-                guessed[geometry.decoder_layer(after) - stage.layer] = adapter.attention_input(after, left)
-                left = stage.run(left)
-            guesses(after, guessed, adapter.attention_input(after, left))
-            hidden[s] = left  # assigned last, because a predicted attention input may be a view of `hidden`
+                predicted[geometry.decoder_layer(next_layer) - stage.layer] = adapter.attention_input(
+                    next_layer, output
+                )
+                output = stage.run(output)
+            predictions(next_layer, predicted, adapter.attention_input(next_layer, output))
+            hidden[s] = output  # assigned last, because a predicted attention input may be a view of `hidden`
 
 
 def _all_rows(slices: Iterable[KVPart]) -> KVPart:
@@ -225,9 +236,9 @@ def _sum_moments(
     query, key = (key_sum.new_zeros(geometry.kv_heads, geometry.head_dim, geometry.head_dim) for _ in range(2))
     if geometry.rows(layer) != geometry.full_rows:
         return query, key, key_sum
-    for x, at in zip(inputs, positions, strict=True):
-        q = adapter.query(layer, x, at).reshape(geometry.kv_heads, -1, geometry.head_dim).double()
-        k = adapter.key_value(layer, x, at)[0].double()
+    for x, slice_positions in zip(inputs, positions, strict=True):
+        q = adapter.query(layer, x, slice_positions).reshape(geometry.kv_heads, -1, geometry.head_dim).double()
+        k = adapter.key_value(layer, x, slice_positions)[0].double()
         query += q.mT @ q
         key += k.mT @ k
         key_sum += k.sum(1)
@@ -262,9 +273,9 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int, name:
     """
     # Tokenize only the beginning of a long text. 64 additional tokens are needed, because the cut changes the tokens
     # before it.
-    characters, beyond = 8 * count, 64
+    characters, margin = 8 * count, 64
     ids: list[int] = list(tokenizer(text[:characters], verbose=False)["input_ids"])
-    while len(ids) < count + beyond and characters < len(text):
+    while len(ids) < count + margin and characters < len(text):
         characters *= 2
         ids = list(tokenizer(text[:characters], verbose=False)["input_ids"])
     ids = ids[:count]

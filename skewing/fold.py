@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 
 from ..config import DType, SkewMethod, Source
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
-from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype, stated_dtype
+from ..models.checkpoint import declared_dtype, read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
 from ..models.linear import refuse_packed
 from ..models.loading import LoadedModel, load_model
 from ..models.source import find_source
 from .artifact import SkewArtifact
-from .calibrate import TOKENS, Progress, default_tokens, fit, guess_quality, measure, text_tokens
+from .calibrate import TOKENS, Progress, default_tokens, fit, measure, prediction_quality, text_tokens
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
@@ -40,7 +40,7 @@ PARTIAL_RATIO: Final = 0.3
 _PROBE: Final = 256
 """Number of tokens for comparing the logits of the model and its folded copy."""
 
-_GUESS_PROBE: Final = 1024
+_PREDICTION_PROBE: Final = 1024
 """Number of tokens for measuring predicted queries."""
 
 Projection = tuple[torch.Tensor, torch.Tensor | None]
@@ -81,7 +81,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
         ModelError: The model has no absolute positions, or its weights are packed or offloaded.
         ArtifactError: The shapes of the artifact do not fit the model.
     """
-    own = {
+    folded_ids = {
         id(parameter)
         for attention in _attentions(model)
         for name in ("c_attn", "q_proj", "k_proj")
@@ -89,7 +89,7 @@ def fold(model: PreTrainedModel, artifact: SkewArtifact) -> PreTrainedModel:
         for parameter in module.parameters()
     }
     refuse_packed(model, "folding writes new numbers into them")
-    shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in own}
+    shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in folded_ids}
     folded = copy.deepcopy(model, shared)
     attentions = _attentions(folded)
     _check_shapes(artifact, attentions, model)
@@ -136,8 +136,8 @@ class SkewReport:
         energy_kept_skewed: The same fraction with skewing.
         logit_difference: Largest difference between logits of the folded and the original model, divided by the largest
             logit. None if there is no folded model.
-        guesses: Quality of predicted queries by source (`guess_quality.GuessQuality`). Integers are values of option
-            `ahead` of policy "infinigen" (hybrid models).
+        predictions: Quality of predicted queries by source (`PredictionQuality`). Integers are values of option `ahead`
+            of policy "infinigen" (hybrid models).
     """
 
     artifact: Path
@@ -148,7 +148,7 @@ class SkewReport:
     energy_kept_plain: float
     energy_kept_skewed: float
     logit_difference: float | None
-    guesses: dict[Source | int, float]
+    predictions: dict[Source | int, float]
 
 
 def skew_model(
@@ -193,9 +193,9 @@ def skew_model(
     artifact = fit(moments, correction, method=method, fingerprint=loaded.fingerprint, calibration=name)
     artifact.save(out / "skew.safetensors")
     probe = _probe_tokens(loaded, calibration_tokens, _PROBE)
-    on_probe, _ = measure(loaded.adapter, probe)
-    plain = _energy(on_probe, plain_basis(moments))
-    skewed = _energy(on_probe, SkewBasis(artifact.query.double(), artifact.key.double()))
+    probe_moments, _ = measure(loaded.adapter, probe)
+    plain = _energy(probe_moments, plain_basis(moments))
+    skewed = _energy(probe_moments, SkewBasis(artifact.query.double(), artifact.key.double()))
     folded, difference = None, None
     if loaded.adapter.geometry.absolute_positions:
         folded = out / "folded"
@@ -209,7 +209,9 @@ def skew_model(
         energy_kept_plain=plain,
         energy_kept_skewed=skewed,
         logit_difference=difference,
-        guesses=guess_quality(loaded.adapter, _probe_tokens(loaded, calibration_tokens, _GUESS_PROBE), correction),
+        predictions=prediction_quality(
+            loaded.adapter, _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE), correction
+        ),
     )
 
 
@@ -217,7 +219,7 @@ def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
     """Load a model. Return the transformers model, which is folded, and the `LoadedModel` for calibration."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
-    network = read_weights(source, config, device, resolve_dtype(dtype, source, stated_dtype(source, config), device))
+    network = read_weights(source, config, device, resolve_dtype(dtype, source, declared_dtype(source, config), device))
     return network, load_model(network, tokenizer=read_tokenizer(source))
 
 
@@ -252,8 +254,8 @@ def _write_folded(
     """
     folded = fold(network, artifact)
     ids = torch.tensor([probe], device=network.device)
-    expected, found = (m(ids, use_cache=False).logits.float() for m in (network, folded))
+    expected, actual = (m(ids, use_cache=False).logits.float() for m in (network, folded))
     folded.save_pretrained(folder)
     if loaded.tokenizer is not None:
         loaded.tokenizer.save_pretrained(folder)
-    return float(f"{(found - expected).abs().max() / expected.abs().max():.2g}")
+    return float(f"{(actual - expected).abs().max() / expected.abs().max():.2g}")

@@ -127,7 +127,7 @@ def kept_energy(moments: Moments, basis: SkewBasis, columns: int) -> torch.Tenso
 def _ordered(moments: Moments, basis: SkewBasis) -> SkewBasis:
     """Order the columns by the mean square of their contribution to the scores, (E q_j^2)(Var k_j)."""
     skewed = moments.skewed(basis)
-    query, key = (each.diagonal(dim1=-2, dim2=-1).clamp_min(0) for each in (skewed.query, skewed.key_covariance))
+    query, key = (moment.diagonal(dim1=-2, dim2=-1).clamp_min(0) for moment in (skewed.query, skewed.key_covariance))
     order = (query * key).argsort(dim=-1, descending=True, stable=True)[..., None, :].expand_as(basis.query)
     return SkewBasis(basis.query.gather(-1, order), basis.key.gather(-1, order))
 

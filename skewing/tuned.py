@@ -59,16 +59,18 @@ class TunedPolicy:
         path = folder / POLICY
         if not path.exists():
             return None
-        again = "make it again with 'offload-rt tune'"
+        hint = "make it again with 'offload-rt tune'"
         try:
             record = read_json(path)
-            form, version = record.pop("format"), record.pop("version")
+            file_format, version = record.pop("format"), record.pop("version")
             tuned = cls(**record)
             options = {str(name): value for name, value in dict(tuned.options).items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"{path} is damaged ({error}); {again}") from error
-        if (form, version) != (_FORMAT, VERSION):
-            raise ArtifactError(f"{path} is {form!r} of version {version}, expected {_FORMAT!r} {VERSION}; {again}")
+            raise ArtifactError(f"{path} is damaged ({error}); {hint}") from error
+        if (file_format, version) != (_FORMAT, VERSION):
+            raise ArtifactError(
+                f"{path} is {file_format!r} of version {version}, expected {_FORMAT!r} {VERSION}; {hint}"
+            )
         if fingerprint is not None and tuned.fingerprint != fingerprint:
             raise ArtifactError(
                 f"{path} was chosen for another model: its fingerprint is {tuned.fingerprint}, this model's is "
@@ -78,30 +80,30 @@ class TunedPolicy:
 
 
 def default_options(
-    skew: Path | None, policy: str, given: Mapping[str, Any], fingerprint: str | None
+    skew: Path | None, policy: str, options: Mapping[str, Any], fingerprint: str | None
 ) -> Mapping[str, Any]:
-    """Return the options `given`, with the tuned options of this policy as defaults.
+    """Return the options `options`, with the tuned options of this policy as defaults.
 
     Tuned options are used only if `skew` is a folder with a tuned policy named `policy` and no preset is given.
 
     Args:
         skew: Skew artifact or folder.
         policy: Policy of the engine. "auto" uses the tuned options of "infinigen".
-        given: Options given by the user. They take precedence.
+        options: Options given by the user. They take precedence.
         fingerprint: Fingerprint of the model, or None if it is not loaded yet.
 
     Raises:
         ArtifactError: The tuned policy cannot be used (`TunedPolicy.load`).
     """
-    if skew is None or not skew.is_dir() or "preset" in given:
-        return given
+    if skew is None or not skew.is_dir() or "preset" in options:
+        return options
     tuned = TunedPolicy.load(skew, fingerprint)
     policy = "infinigen" if policy == "auto" else policy
     if tuned is None or tuned.policy != policy:
-        return given
+        return options
     # Policies without this option were tuned with approximate KV off.
-    without = {"approximate_kv": "off"} if policy == "infinigen" else {}
-    return {**without, **tuned.options, **given}
+    base = {"approximate_kv": "off"} if policy == "infinigen" else {}
+    return {**base, **tuned.options, **options}
 
 
 def load_artifact(skew: Path, fingerprint: str, method: SkewMethod | None = None) -> SkewArtifact:

@@ -185,9 +185,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=native_code.available_levels())
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run a test with the C code of each instruction set level that this processor has."""
-    from support.levels import forget
+    from support.levels import unload
 
     monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
-    forget()
+    unload()
     yield request.param
-    forget()
+    unload()

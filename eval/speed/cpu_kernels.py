@@ -79,7 +79,7 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
     try:
         for level in available_levels() if before is None else (before,):
             os.environ[LEVEL_VARIABLE] = level
-            native.forget()
+            native.unload()
             for count in tokens:
                 for case in (*low_bit_cases(level, count), *attention_cases(level, count)):
                     rows.append({"level": level, "tokens": count} | _measure(case, rate, clock, repeats))
@@ -90,7 +90,7 @@ def kernel_report(tokens: Sequence[int], repeats: int) -> Report:
         os.environ.pop(LEVEL_VARIABLE, None)
         if before is not None:
             os.environ[LEVEL_VARIABLE] = before
-        native.forget()
+        native.unload()
     about = {"layer": f"{HEADS} KV heads of {GROUP} queries, d {D}, values of {VALUE_BITS} bits", "repeats": repeats}
     about |= {"memory": f"{rate / 1e9:.1f} GB/s read by one thread", "clock": f"{clock / 1e9:.2f} GHz"}
     return Report("cpu_kernels", "C kernels of a decode step, one layer, one thread", about, COLUMNS, rows)
@@ -139,7 +139,7 @@ def attention_cases(level: str, tokens: int) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
         q = torch.randn(HEADS * GROUP, min(QUERIES, tokens), D).to(dtype)
         k, v = torch.randn(2, HEADS, tokens, D).to(dtype)
-        decode, prefill = decode_attention.library(D, dtype), causal_cpu.takes(q)
+        decode, prefill = decode_attention.library(D, dtype), causal_cpu.library_for(q)
         if decode is not None:
             copies = torch.stack((k, v)).unsqueeze(0).repeat(-(-COLD // (2 * k.nbytes)), 1, 1, 1, 1)
             call = partial(_next_step, decode, q[:, 0], cycle(copies))

@@ -371,7 +371,7 @@ def _packed(device: torch.device, size: KernelSize) -> Iterator[Case]:
     for name, options in FORMATS.items():
         form = PackedFormat(HIDDEN, **options)
         rows = torch.randint(256, (size.outs, form.row_bytes), dtype=torch.uint8, device=device)
-        halves = rows[:, form.factors :] if form.has_factors else rows[:, form.scales : form.minima]
+        halves = rows[:, form.factors_start :] if form.has_factors else rows[:, form.scales_start : form.minima_start]
         halves.copy_(torch.rand(size.outs, halves.shape[1] // 2, device=device).half().view(torch.uint8))
         for count in (1, 4, 8, 16, 17):
             x = torch.randn(count, form.ins, device=device).to(dtype)

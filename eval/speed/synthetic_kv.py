@@ -21,7 +21,7 @@ import torch
 from ...core import KVPart, ModelGeometry
 from ...models.adapter import ForwardingAdapter, ModelAdapter
 from ...skewing.artifact import SkewArtifact
-from ...skewing.guess import Correction
+from ...skewing.prediction import Correction
 
 HEIGHT = 40.0
 """Difference between the scores (after scaling) of planted and other tokens. It is large enough for int2 keys."""

@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
         if args.action != action and value is not None:
             raise InputError(f"cache {args.action} takes no {what}; only cache {action} does")
 
-    from ..models.packed_cache import packed_home  # imports rich, which errors do not need
+    from ..models.packed_cache import packed_cache_folder  # imports rich, which errors do not need
 
-    ACTIONS[args.action](packed_home(), args)
+    ACTIONS[args.action](packed_cache_folder(), args)
     return 0
 
 

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.linear import GGUF_NOTE
     from ..models.shape import load_shape
     from ..planning.device_plan import costs_for, plan_for, requested_placement
-    from ..planning.host_memory import divided_host_memory
+    from ..planning.host_memory import divide_host_memory
     from ..planning.memory_model import SystemMemory, disk_plan, obstacles, requirements
     from ..utils.native_libraries import native_status
     from .tables import requirements_table
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     context = context or shape.geometry.max_positions
     config = replace(config, max_model_len=context)
     disk, geometry = disk_plan(config, shape), shape.geometry
-    host = divided_host_memory(config, geometry, shape.dtype)
-    machine = SystemMemory.here(host.kv, shape.device, None if disk is None else disk.limit)
+    host = divide_host_memory(config, geometry, shape.dtype)
+    machine = SystemMemory.measure(host.kv, shape.device, None if disk is None else disk.limit)
     plan = None if config.device_memory is None else plan_for(config, shape)
-    shape = shape.placed(requested_placement(config, shape)) if plan is None else plan.costs.shape
+    shape = shape.with_placement(requested_placement(config, shape)) if plan is None else plan.costs.shape
     costs, placement = (costs_for(config, shape), shape.placement) if plan is None else (plan.costs, plan.placement)
     # A growing sequence captures one graph per length bucket. Up to 512 tokens, each block is a bucket.
     graphs = min(-(-context // BLOCK_SIZE), max_graphs(config, shape.device, streams=bool(placement)))

@@ -256,9 +256,9 @@ def skew_table(model: str, report: SkewReport) -> Table:
             ("  largest logit difference", f"{report.logit_difference:.1e} of the largest logit"),
         ]
     energy = f"{report.energy_kept_plain:.1%} plain, {report.energy_kept_skewed:.1%} skewed"
-    guesses = ", ".join(
+    qualities = ", ".join(
         f"{source if isinstance(source, str) else f'ahead={source}'} {share:.1%}"
-        for source, share in report.guesses.items()
+        for source, share in report.predictions.items()
     )
     return _table(
         f"Skewing of {model}",
@@ -268,7 +268,7 @@ def skew_table(model: str, report: SkewReport) -> Table:
             ("calibrated on", report.calibration),
             ("model fingerprint", report.fingerprint),
             ("scores in 30 % of the columns", energy),
-            *([("attention found by predicted queries", guesses)] if guesses else ()),
+            *([("attention found by predicted queries", qualities)] if qualities else ()),
         ],
     )
 
@@ -277,9 +277,11 @@ def _host_weight_rows(shape: ModelShape) -> Rows:
     rows: Rows = []
     if shape.placement.experts is not None and shape.sizes.experts is not None:
         experts = shape.sizes.experts
-        there = f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.each))} each"
+        there = (
+            f"{shape.placement.experts} of {experts.count} in each layer, {format_size(max(experts.one_expert))} each"
+        )
         rows.append(("experts on the device", there))
-        rows.append(("experts copied per token", f"at most {format_size(experts.chosen * sum(experts.each))}"))
+        rows.append(("experts copied per token", f"at most {format_size(experts.top_k * sum(experts.one_expert))}"))
     if shape.placement.embedding:
         rows.append(("embedding", f"in host memory, {format_size(shape.sizes.embedding)}"))
     return rows + _size("host: experts and embedding", shape.host_bytes)

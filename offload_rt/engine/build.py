@@ -28,7 +28,7 @@ from ..models.shape import load_shape
 from ..models.source import hub_of
 from ..models.weights import ON_DEVICE, Placement
 from ..planning.device_plan import DevicePlan, plan_for, requested_placement
-from ..planning.host_memory import divided_host_memory
+from ..planning.host_memory import divide_host_memory
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
@@ -100,7 +100,7 @@ def _build_pool(loaded: LoadedModel, config: EngineConfig, share: float) -> Host
     """Return a KV cache with the fraction `share` of the configured memory."""
     adapter, host = loaded.adapter, config.host_memory
     geometry, dtype = adapter.geometry, adapter.dtype
-    snapshots = divided_host_memory(config, geometry, dtype).snapshot_slots
+    snapshots = divide_host_memory(config, geometry, dtype).snapshot_slots
     if share < 1 or snapshots:
         host = int(memory_limit(host, at_most=LIMITLESS) * share) - snapshots * slot_bytes(geometry, dtype)
     states = StatePool(geometry, dtype, snapshots, adapter.device) if snapshots else None

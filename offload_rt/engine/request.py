@@ -67,7 +67,7 @@ class Request(ABC):
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.metrics = RequestMetrics()
         self._start = self._stop = 0
-        self._every_logits: Callable[[int, torch.Tensor], None] | None = None
+        self._on_logits: Callable[[int, torch.Tensor], None] | None = None
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = self._eos.union(params.stop_token_ids)
@@ -102,18 +102,18 @@ class Request(ABC):
         return None if self.sequences[0].position == self._stop else self._begin_part(runner)
 
     def _begin_prefill(
-        self, runner: Runner, stop: int, every_logits: Callable[[int, torch.Tensor], None] | None = None
+        self, runner: Runner, stop: int, on_logits: Callable[[int, torch.Tensor], None] | None = None
     ) -> Prefill:
-        self._start, self._stop, self._every_logits = self.sequences[0].position, stop, every_logits
+        self._start, self._stop, self._on_logits = self.sequences[0].position, stop, on_logits
         return self._begin_part(runner)
 
     def _begin_part(self, runner: Runner) -> Prefill:
-        return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, every_logits=self._every_logits)
+        return runner.begin_prefill(self.sequences[0], self._stop, want_logits=True, on_logits=self._on_logits)
 
     def layers_prefilled(self, prefill: Prefill) -> int:
         """Return how many layers of the whole prefill are complete. `prefill` is the part that runs now."""
         position = prefill.sequence.position
-        done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.layer
+        done = (position - self._start) * prefill.layers + (prefill.stop - position) * prefill.finished_layers
         return done // (self._stop - self._start)
 
     def _new_sequence(self, runner: Runner, tokens: Seq[int], reuse: int) -> Sequence:
@@ -274,8 +274,8 @@ class SampledRequest(Request):
         self.sequence = sequence = self._new_sequence(runner, self.tokens, stop if collected is None else 0)
         sequence.trace.prompt_tokens = prompt
         self._continue_statistics(sequence)
-        every_logits = None if collected is None else collected.add
-        return self._begin_prefill(runner, stop, every_logits)
+        on_logits = None if collected is None else collected.add
+        return self._begin_prefill(runner, stop, on_logits)
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:

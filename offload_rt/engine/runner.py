@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..errors import EngineError, PoolFullError
 from ..kernels.team import engine_threads
 from ..kv_cache.pool import HostPool
-from ..model_runner.batch import NEVER_PAYS, PAYS_FROM_BYTES, DecodeBatch, SharedPrefixes
+from ..model_runner.batch import MIN_SAVED_BYTES, NEVER_SHARE, DecodeBatch, SharedPrefixes
 from ..model_runner.batched import EagerSteps
 from ..model_runner.cuda_graphs import steps_for
 from ..model_runner.prefill import Prefill, segment_tokens
@@ -63,15 +63,15 @@ class Runner(SequenceManager):
         self.order = order or PoolOrder()
         self.reclaimables = self.order.reclaimables
         best = prefill_slices(config, self.adapter.device)[0]
-        self.slice_tokens = best if plan is None else plan.costs.slice
+        self.slice_tokens = best if plan is None else plan.costs.slice_tokens
         self.thread_choice = ThreadChoice()
         self.eager = EagerSteps()
         self.steps = steps_for(config, self.adapter.device, self.eager, streams=weights is not None)
         # Shared prefixes are not attended to jointly if KV is quantised (each sequence has an unquantised window), or
         # if KV is on disk (it is read block by block).
-        pays_from = PAYS_FROM_BYTES if pool.format.exact and pool.file is None else NEVER_PAYS
+        min_saved = MIN_SAVED_BYTES if pool.format.exact and pool.file is None else NEVER_SHARE
         geometry = self.adapter.geometry
-        self.prefixes = SharedPrefixes(geometry.full_rows.bytes(self.adapter.dtype), pays_from)
+        self.prefixes = SharedPrefixes(geometry.full_rows.bytes(self.adapter.dtype), min_saved)
 
     @device_guard
     def free(self, sequence: Sequence) -> None:
@@ -90,7 +90,7 @@ class Runner(SequenceManager):
         want_logits: bool,
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
-        every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        on_logits: Callable[[int, torch.Tensor], None] | None = None,
         reclaim: Callable[[Callable[[], int]], int] | None = None,
     ) -> Prefill:
         """Create a prefill of the tokens [position, stop) of a sequence. `advance_prefill` runs it layer by layer.
@@ -105,7 +105,7 @@ class Runner(SequenceManager):
             before_layer: Called with the index of a layer before the layer runs. Must return only when the layer's KV
                 of earlier tokens is in the pool.
             after_layer: Called with the index of a layer after the layer has run.
-            every_logits: Called with the position of the first token and the logits of consecutive tokens, part by
+            on_logits: Called with the position of the first token and the logits of consecutive tokens, part by
                 part, until all tokens of the prefill are covered.
             reclaim: Calls the function that reserves memory, and reclaims memory for it if the pool is full. None
                 means `retry_after_reclaim`.
@@ -113,7 +113,7 @@ class Runner(SequenceManager):
         end = self._slide_to_prefill(sequence, stop, reclaim or self.retry_after_reclaim)
         sequence.trace.prompt_tokens = sequence.trace.prompt_tokens or stop
         with on_device(self.adapter.device), torch.inference_mode():
-            if sequence.unlearned and self.cache_manager.shares and not self.cache_manager.evicts:
+            if sequence.unobserved and self.cache_manager.shares and not self.cache_manager.evicts:
                 sequence.share_state(self._open.values())
             return Prefill(
                 sequence,
@@ -121,11 +121,11 @@ class Runner(SequenceManager):
                 self.adapter,
                 self.transfer.storage,
                 slice_tokens=self.slice_tokens,
-                logits_of=int(want_logits and end == stop),
+                logits_to_keep=int(want_logits and end == stop),
                 segment_tokens=segment_tokens(self.pool, self.policy, self.adapter, self.slice_tokens),
                 before_layer=before_layer,
                 after_layer=after_layer,
-                every_logits=every_logits,
+                on_logits=on_logits,
                 capture=None if self.snapshots is None else self.snapshots.capture(sequence, end),
             )
 
@@ -167,7 +167,7 @@ class Runner(SequenceManager):
         if prefill.done:
             self.pool.commit(sequence.blocks, prefill.stop)
             sequence.exact = prefill.stop if sequence.exact == sequence.position else sequence.exact
-            sequence.position, sequence.unlearned, sequence.learned = prefill.stop, 0, 0
+            sequence.position, sequence.unobserved, sequence.observed = prefill.stop, 0, 0
             sequence.check_state()
             self.transfer.storage.settle(sequence.blocks)
             self._publish(sequence)
@@ -175,8 +175,8 @@ class Runner(SequenceManager):
             if self.pool.file is not None:  # with `disk`, host memory is scarce
                 give_back()
         sequence.trace.prefill_seconds += time.perf_counter() - began
-        if prefill.layer:
-            prefill.after_layer(prefill.layer - 1)
+        if prefill.finished_layers:
+            prefill.after_layer(prefill.finished_layers - 1)
 
     def prefill(
         self,
@@ -184,14 +184,14 @@ class Runner(SequenceManager):
         stop: int,
         *,
         want_logits: bool = False,
-        every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        on_logits: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
-        """Prefill the tokens [position, stop) in one call. For `every_logits`, see `begin_prefill`.
+        """Prefill the tokens [position, stop) in one call. For `on_logits`, see `begin_prefill`.
 
         With `want_logits`, return the logits `[V]` of the last token, else None.
         """
         while True:
-            prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, every_logits=every_logits)
+            prefill = self.begin_prefill(sequence, stop, want_logits=want_logits, on_logits=on_logits)
             while not prefill.done:
                 self.advance_prefill(prefill)
             if prefill.stop == stop:

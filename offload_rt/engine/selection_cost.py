@@ -30,7 +30,7 @@ from ..models.loading import LoadedModel
 from ..policies.auto import Auto
 from ..policies.options import AutoOptions
 from ..skewing.artifact import SkewArtifact
-from ..skewing.guess import Correction
+from ..skewing.prediction import Correction
 from ..transfer.cpu import CpuTransfer
 from ..utils.atomic_files import write_atomic
 from ..utils.native_code import cache_folder, processor_name
@@ -162,7 +162,7 @@ def layer_seconds(
             sequence.state.on_queries(layer, adapter.q.expand(-1, BLOCK_SIZE, -1), adapter.k, length - BLOCK_SIZE)
         sequence.state.on_kv(layer, adapter.k, adapter.v, 0)
     pool.commit(sequence.blocks, length)
-    sequence.position, sequence.unlearned = length, 0
+    sequence.position, sequence.unobserved = length, 0
     for _ in range(REPEATS):
         for policy.dense_until in (length + steps, 0):
             adapter.steps.append([])

@@ -16,8 +16,8 @@ from ..errors import PoolFullError
 from ..kv_cache.disk.requests import DiskUse
 from ..kv_cache.pool import HostPool
 from ..kv_cache.prefix_tree import EXACT
+from ..model_runner.rollback_states import RollbackStates
 from ..model_runner.sequence import Sequence, key_reader
-from ..model_runner.state_marks import StateMarks
 from ..model_runner.trace import Trace
 from ..models.loading import LoadedModel
 from ..models.recurrent import StateSlots
@@ -61,7 +61,7 @@ class SequenceManager:
         self._open: dict[int, Sequence] = {}
         geometry = self.adapter.geometry
         self.states = StateSlots(geometry, self.adapter.dtype, self.adapter.device) if geometry.states else None
-        self.marks = None if self.states is None else StateMarks(self.states, self.adapter)
+        self.rollbacks = None if self.states is None else RollbackStates(self.states, self.adapter)
         self.snapshots: SnapshotKeeper | None = None
         if self.states is not None and self.cache_manager.shares:
             self.snapshots = SnapshotKeeper(self.states, pool)
@@ -176,7 +176,7 @@ class SequenceManager:
                 keys=keys, state=sequence.state.fork(keys),
                 trace=sequence.trace.copy() if same_trace else sequence.trace.restart(reused=position),
                 interrupted=False, forks=0, draft_start=None, drafter=None, shared_tokens=0, snapshots={},
-                state_slot=-1, mark=None,
+                state_slot=-1, rollback=None,
             )  # fmt: skip
             self._register(fork, sequence)
         return fork
@@ -258,8 +258,8 @@ class SequenceManager:
     def relearn(self, sequence: Sequence) -> None:
         """Copy resident KV to the device again, and reset the policy state, which the next prefill rebuilds."""
         self.reload(sequence)
-        sequence.state, sequence.learned = self.policy.new_state(sequence.keys), 0
-        sequence.unlearned = sequence.position
+        sequence.state, sequence.observed = self.policy.new_state(sequence.keys), 0
+        sequence.unobserved = sequence.position
         sequence.interrupted = False
 
     @device_guard
@@ -283,7 +283,7 @@ class SequenceManager:
             sequence = Sequence(
                 id=next(self._ids), tokens=list(tokens), blocks=blocks, slots=self.cache_manager.slots(), keys=keys,
                 state=self.policy.new_state(keys), trace=Trace(layers, every, reused_tokens=known, disk_before=used),
-                position=known, exact=exact, unlearned=known, shift=shift, provenance=provenance,
+                position=known, exact=exact, unobserved=known, shift=shift, provenance=provenance,
             )  # fmt: skip
             self._register(sequence, None, snapshot)
         return sequence
@@ -300,7 +300,7 @@ class SequenceManager:
             blocks = None if origin is None else origin.blocks
             self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent, blocks)
             if self.states is not None:
-                sequence.state_slot = self.states.take(None if origin is None else origin.state_slot)
+                sequence.state_slot = self.states.allocate(None if origin is None else origin.state_slot)
                 sequence.state_slots = self.states
                 if origin is None and sequence.position:
                     assert self.snapshots is not None
@@ -333,8 +333,8 @@ class SequenceManager:
         """
         if self.snapshots is not None:
             self.snapshots.release(sequence)
-        if self.marks is not None:
-            self.marks.release(sequence)
+        if self.rollbacks is not None:
+            self.rollbacks.release(sequence)
         if self.states is not None and sequence.state_slot >= 0:
             self.states.release(sequence.state_slot)
             sequence.state_slot = -1
@@ -361,7 +361,7 @@ class SequenceManager:
         for sequence in self._open.values():
             sequence.check_integrity()
         slots = [one.state_slot for one in self._open.values() if one.state_slot >= 0]
-        if self.states is not None and self.marks is not None:
+        if self.states is not None and self.rollbacks is not None:
             self.states.check_integrity()
             assert self.states.used == len(slots) == len(set(slots))
-            self.marks.check_integrity(self._open.values())
+            self.rollbacks.check_integrity(self._open.values())

@@ -40,8 +40,8 @@ class SnapshotKeeper:
         if snapshot is None:
             snapshot = self.find(sequence, sequence.position)
         assert snapshot is not None
-        for layer, seen in self._slots.seen.items():
-            self._states.restore(snapshot, layer, *self._slots.of_layer(layer, sequence.state_slot))
+        for layer, seen in self._slots.processed.items():
+            self._states.restore(snapshot, layer, *self._slots.layer_state(layer, sequence.state_slot))
             seen[sequence.state_slot] = sequence.position
 
     def find(self, sequence: Sequence | None, position: int) -> int | None:
@@ -139,8 +139,8 @@ class SnapshotKeeper:
         self._table.touch(path[position // BLOCK_SIZE - 1] for position in reversed(needed))
 
     def _save(self, sequence: Sequence, slot: int) -> None:
-        for layer in self._slots.seen:
-            self._states.save(slot, layer, *self._slots.of_layer(layer, sequence.state_slot))
+        for layer in self._slots.processed:
+            self._states.save(slot, layer, *self._slots.layer_state(layer, sequence.state_slot))
 
     def _reserve_at(self, sequence: Sequence, position: int) -> bool:
         """Reserve a slot for a snapshot at `position`. Return False if no slot can be used."""

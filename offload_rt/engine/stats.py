@@ -50,7 +50,7 @@ class Fractions:
 
     @classmethod
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
-        trace.settle()
+        trace.flush_pending()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
         layers, hits, tokens = range(trace.layers), sum(trace.hit_shares()), trace.decoded_tokens
         return cls(
@@ -82,7 +82,7 @@ def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     """Return the statistics of a sequence up to now, before it is freed."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
-    trace.settle()
+    trace.flush_pending()
     shares, (missed, worst) = Fractions.of(trace, dense), layer_means(trace, dense)
     weight_bytes, on_device, peak = _weight_and_peak_bytes(runner)
     kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights

@@ -174,7 +174,7 @@ class Swap:
         """Return whether the KV and the policy state of a sequence can be restored exactly."""
         runner = self._runner
         learns_keys_alone = not (runner.policy.wants_queries or runner.policy.wants_weights)
-        complete = sequence.position and not sequence.unlearned and sequence.blocks.length == sequence.position
+        complete = sequence.position and not sequence.unobserved and sequence.blocks.length == sequence.position
         complete = complete and (runner.states is None or runner.snapshots is not None)
         return bool(complete) and learns_keys_alone and runner.pool.format.exact and runner.config.eviction is None
 
@@ -246,7 +246,7 @@ class Swap:
                 for rows in runner.pool.runs(sequence.blocks, layer, range(sequence.position)):
                     sequence.state.on_kv(layer, rows.k.to(device), rows.v.to(device), start)
                     start += rows.k.shape[1]
-        sequence.unlearned = 0
+        sequence.unobserved = 0
 
 
 def _close(saver: Saver, disk: SwapFile) -> None:

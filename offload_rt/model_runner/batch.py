@@ -22,9 +22,9 @@ from ..transfer.base import Transfer
 from .sequence import Sequence
 
 Attend = Callable[[torch.Tensor], torch.Tensor]
-"""Attention of one layer whose KV is being fetched, after its newest KV has been appended.
+"""Function that computes the attention of a layer whose KV is being fetched. It waits for the KV.
 
-Takes the true queries q `[H, B, d]` and returns the attention output `[B, H * d]`.
+The argument is the true queries q `[H, B, d]`. The result is the attention output `[B, H * d]`.
 """
 
 
@@ -35,7 +35,7 @@ class DecodeBatch:
         sharing: Prefixes that the sequences share. `sequences` are in its tree order: sequences with a common prefix
             are adjacent.
         dense: For each sequence, whether it is so short that every layer attends to all of its tokens.
-        learning: Layers in which the policy selects, now or in a later step. The policy needs their new KV.
+        policy_layers: Layers in which the policy selects tokens, now or in a later step. Their new KV is passed to it.
         selecting: Layers that select tokens in this step for at least one sequence.
         visible: Tokens that the newest token of each sequence can attend to, `[layers][B]`.
         slots: Slot of each sequence's newest token, `[layers][B]`. In sliding-window layers, token t is in slot t.
@@ -53,8 +53,8 @@ class DecodeBatch:
         self.sharing, self.geometry = sharing, adapter.geometry
         self.block_tables = [s.blocks for s in sequences]
         self.dense = [s.slots.context <= policy.dense_until for s in sequences]
-        self.learning = frozenset(range(self.geometry.layers)) - policy.dense_layers
-        self.selecting = frozenset[int]() if all(self.dense) else self.learning
+        self.policy_layers = frozenset(range(self.geometry.layers)) - policy.dense_layers
+        self.selecting = frozenset[int]() if all(self.dense) else self.policy_layers
         layers, windows = self.geometry.layer_of_window, self.geometry.windows
         visible = {window: self._visible(layer) for window, layer in layers.items()}
         newest = [s.slots.newest for s in sequences], [s.position for s in sequences]
@@ -96,14 +96,14 @@ class DecodeBatch:
         ]
 
 
-PAYS_FROM_BYTES = 2 << 20
+MIN_SAVED_BYTES = 2 << 20
 """Number of bytes that a shared run must save to be computed separately from the rest of its sequences.
 
 A shared run costs an additional matrix product and a merge (measured on one CPU thread).
 """
 
-NEVER_PAYS = 1 << 62
-"""Value of `pays_from` that disables shared runs."""
+NEVER_SHARE = 1 << 62
+"""Value of `min_saved` that disables shared runs."""
 
 
 @dataclass(frozen=True)
@@ -137,28 +137,28 @@ class Sharing:
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """Reorder `rows` `[B, ...]` from tree order to the order of the batch."""
-        if all(i == at for at, i in enumerate(self.order)):
+        if all(i == index for index, i in enumerate(self.order)):
             return rows
-        back = torch.tensor(sorted(range(len(self.order)), key=self.order.__getitem__))
-        return rows.index_select(0, to_device(back, rows.device))
+        inverse = torch.tensor(sorted(range(len(self.order)), key=self.order.__getitem__))
+        return rows.index_select(0, to_device(inverse, rows.device))
 
     @classmethod
-    def find(cls, block_tables: Seq[BlockTable], token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> Sharing:
+    def find(cls, block_tables: Seq[BlockTable], token_bytes: int, min_saved: int = MIN_SAVED_BYTES) -> Sharing:
         """Compute the shared prefixes from block ids.
 
-        `token_bytes` is the size of K and V of one token in one layer. Runs that save less than `pays_from` bytes are
+        `token_bytes` is the size of K and V of one token in one layer. Runs that save less than `min_saved` bytes are
         not computed separately.
         """
         order = sorted(range(len(block_tables)), key=lambda i: block_tables[i].ids)
         tables = [block_tables[i].ids for i in order]
         runs: list[SharedRun] = []
-        tops = _branches(tables, 0, len(tables), 0)
-        for first, stop in tops:
-            _descend(tables, first, stop, 0, 0, -(-pays_from // token_bytes), runs)
+        groups = _branches(tables, 0, len(tables), 0)
+        for first, stop in groups:
+            _collect_runs(tables, first, stop, 0, 0, -(-min_saved // token_bytes), runs)
         private = [0] * len(order)
         for run in runs:
             private[run.first : run.stop] = [run.tokens.stop] * (run.stop - run.first)
-        return cls(tuple(order), tuple(runs), tuple(private), bool(tops))
+        return cls(tuple(order), tuple(runs), tuple(private), bool(groups))
 
     def private_part(self, b: int, visible: VisibleTokens) -> VisibleTokens:
         """Return the tokens of `visible`, which begins at slot 0, that are in no shared run.
@@ -177,12 +177,12 @@ def _branches(blocks: Seq[list[int]], first: int, stop: int, depth: int) -> list
     return [(a, b) for a, b in slices if b - a > 1]
 
 
-def _descend(
-    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, pays_from: int, runs: list[SharedRun]
+def _collect_runs(
+    blocks: Seq[list[int]], first: int, stop: int, start: int, depth: int, min_saved: int, runs: list[SharedRun]
 ) -> None:
     """Append the shared runs of the sequences [first, stop), which share the block at index `depth`.
 
-    Blocks before index `start` are already in runs. If a run would save fewer than `pays_from` token reads, its blocks
+    Blocks before index `start` are already in runs. If a run would save fewer than `min_saved` token reads, its blocks
     become part of runs of fewer sequences, or stay private.
     """
     low, high = blocks[first], blocks[stop - 1]
@@ -190,15 +190,15 @@ def _descend(
     end = depth + 1
     while end < min(len(low), len(high)) and low[end] == high[end]:
         end += 1
-    if _saved(stop - first, (end - start) * BLOCK_SIZE) >= pays_from:
+    if _saved_reads(stop - first, (end - start) * BLOCK_SIZE) >= min_saved:
         runs.append(SharedRun(first, stop, range(start * BLOCK_SIZE, end * BLOCK_SIZE)))
         start = end
     for a, b in _branches(blocks, first, stop, end):
-        _descend(blocks, a, b, start, end, pays_from, runs)
+        _collect_runs(blocks, a, b, start, end, min_saved, runs)
 
 
-def _saved(sequences: int, tokens: int) -> int:
-    """Return how many token reads a shared run saves.
+def _saved_reads(sequences: int, tokens: int) -> int:
+    """Return how many reads of a token's KV a shared run saves.
 
     For two or three sequences, only a quarter counts, because the joint product is less efficient.
     """
@@ -208,14 +208,14 @@ def _saved(sequences: int, tokens: int) -> int:
 class SharedPrefixes:
     """Cache of the `Sharing` of the latest batch, valid until the batch or its blocks change (ChunkAttention §3.3)."""
 
-    def __init__(self, token_bytes: int, pays_from: int = PAYS_FROM_BYTES) -> None:
-        self._token_bytes, self._pays_from = token_bytes, pays_from
+    def __init__(self, token_bytes: int, min_saved: int = MIN_SAVED_BYTES) -> None:
+        self._token_bytes, self._min_saved = token_bytes, min_saved
         self._tables: list[list[int]] = []
         self._sharing = Sharing.find([], token_bytes)
 
     def find(self, block_tables: Seq[BlockTable]) -> Sharing:
         blocks = [blocks.ids for blocks in block_tables]
         if blocks != self._tables:
-            self._sharing = Sharing.find(block_tables, self._token_bytes, self._pays_from)
+            self._sharing = Sharing.find(block_tables, self._token_bytes, self._min_saved)
             self._tables = [list(ids) for ids in blocks]
         return self._sharing

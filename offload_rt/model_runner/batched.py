@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ..core import KVPart, bucket
-from ..kernels.decode_attention import give_to_sinks, scores_lse
+from ..kernels.decode_attention import apply_sinks, scores_lse
 from ..kernels.dispatch import attend_resident
 from ..transfer.residency import resident_range
 from ..transfer.row_lists import PendingBatchFetch
@@ -28,7 +28,7 @@ from .step_inputs import StepInputs, StepShape
 from .trace import TransferUse
 
 
-def selects_together(batch: DecodeBatch) -> bool:
+def supports_batched_selection(batch: DecodeBatch) -> bool:
     """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
 
     The result is False for models with soft-capped scores, and if resident KV that a sequence sees in a sliding-window
@@ -41,7 +41,9 @@ def selects_together(batch: DecodeBatch) -> bool:
         return False
     sliding = [layer for window, layer in geometry.layer_of_window.items() if window is not None]
     sizes = {layer: geometry.resident(layer, policy.sinks, policy.recent) for layer in sliding}
-    return all(resident_range(seen, *sizes[layer]) is not None for layer in sliding for seen in batch.visible[layer])
+    return all(
+        resident_range(visible, *sizes[layer]) is not None for layer in sliding for visible in batch.visible[layer]
+    )
 
 
 class BatchedMode(PerSequenceMode):
@@ -54,7 +56,7 @@ class BatchedMode(PerSequenceMode):
         """
         super().__init__(batch)
         self._inputs, self._dense = inputs, dense
-        self.selected: list[LayerSelection] = []
+        self.selections: list[LayerSelection] = []
         self._newest: dict[int, torch.Tensor] = {}
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +79,7 @@ class BatchedMode(PerSequenceMode):
         inputs = self._inputs
         tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
         fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
-        self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
+        self.selections.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, tokens)
 
     def fetch_all(self, layer: int) -> Attend:
@@ -88,8 +90,8 @@ class BatchedMode(PerSequenceMode):
         """
         inputs = self._inputs
         if self._batch.geometry.windows[layer] is not None:
-            no_counts = inputs.resident[self._batch.geometry.windows[layer]].no_counts
-            return partial(self._attend_batch, layer, no_counts, None, None)
+            zero_counts = inputs.resident[self._batch.geometry.windows[layer]].zero_counts
+            return partial(self._attend_batch, layer, zero_counts, None, None)
         if not self._dense:
             return super().fetch_all(layer)
         candidates = inputs.candidates
@@ -98,7 +100,7 @@ class BatchedMode(PerSequenceMode):
         counts = candidates.stops - candidates.starts
         fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.has_shared_runs, cached=False)
         if fetch.tally is not None:
-            self.selected.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
+            self.selections.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, None)
 
     def finish(self) -> None:
@@ -106,9 +108,9 @@ class BatchedMode(PerSequenceMode):
         batch, rows = self._batch, self._inputs.rows
         for sequence in batch.sequences:
             sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in range(batch.geometry.layers))
-        for selection in self.selected:
+        for selection in self.selections:
             self._record_selection(selection)
-        recorded = {selection.layer for selection in self.selected}
+        recorded = {selection.layer for selection in self.selections}
         for layer in batch.policy.dense_layers - recorded if self._dense else batch.geometry.sliding:
             for sequence, visible in zip(batch.sequences, batch.visible[layer], strict=True):
                 sequence.trace.bytes_requested += len(visible.candidates) * rows.token_bytes(layer)
@@ -119,8 +121,8 @@ class BatchedMode(PerSequenceMode):
         batch, layer, rows = self._batch, selection.layer, self._inputs.rows
         tallies = None if selection.tally is None else selection.tally.unbind()
         counts = selection.counts[: len(batch.sequences)].unbind()
-        each = zip(batch.sequences, batch.visible[layer], counts, strict=True)
-        for b, (sequence, visible, count) in enumerate(each):
+        per_sequence = zip(batch.sequences, batch.visible[layer], counts, strict=True)
+        for b, (sequence, visible, count) in enumerate(per_sequence):
             use = TransferUse(rows.heads, rows.entry_bytes, None if tallies is None else tallies[b])
             sequence.trace.record_fetch(layer, visible, count, use)
             recorder = sequence.trace.recorder
@@ -159,11 +161,11 @@ class BatchedMode(PerSequenceMode):
         if selected is not None:
             if batch.policy.wants_weights:
                 scaled, counted = grouped.to(lse.dtype) * scale, replace(fetched, counts=counts)
-                seen = inputs.attention_weights(scaled, resident, counted, selected, lse)
-                inputs.keys.attended(layer, inputs.candidates, *seen)
+                attended = inputs.attention_weights(scaled, resident, counted, selected, lse)
+                inputs.keys.on_attended(layer, inputs.candidates, *attended)
             out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
         if (sinks := batch.adapter.sinks[layer]) is not None:
-            out = give_to_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
+            out = apply_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
         return out.view(inputs.size, -1).to(q.dtype)
 
     def _measure_attention_mass(self, layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
@@ -218,7 +220,7 @@ class EagerSteps:
         `size` is the number of sequences including padding; None means no padding.
         """
         rule, transfer = batch.policy.rule, batch.transfer.batched
-        if rule is None or transfer is None or not selects_together(batch):
+        if rule is None or transfer is None or not supports_batched_selection(batch):
             return None
         size = len(batch.sequences) if size is None else size
         capacity, sharing = bucket(max(s.slots.context for s in batch.sequences)), batch.sharing

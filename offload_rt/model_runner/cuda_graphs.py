@@ -78,34 +78,34 @@ class _Captured:
         mode = BatchedMode(batch, inputs, dense=True)
         logits = DecodeStep(batch, mode).compute()
         inputs.rows.join()
-        self._layers = [selection.layer for selection in mode.selected]
-        tallies = [selection.tally for selection in mode.selected if selection.tally is not None]
-        counts = torch.stack([selection.counts for selection in mode.selected])
+        self._layers = [selection.layer for selection in mode.selections]
+        tallies = [selection.tally for selection in mode.selections if selection.tally is not None]
+        counts = torch.stack([selection.counts for selection in mode.selections])
         return (logits, counts, torch.stack(tallies)) if tallies else (logits, counts)
 
     def replay(self, mode: BatchedMode, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]`, and set `mode.selected`."""
+        """Replay the step with the values in `inputs`. Return float32 logits `[size, V]`, and set `mode.selections`."""
         inputs.rows.join()
         self._graph.replay()
         inputs.rows.replayed()
         # Copy the results: the next replay overwrites them.
         counts = self._selected_counts.clone().unbind()
-        tallies = [tally for own in self._tallies for tally in own.clone().unbind()]
-        each = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
-        mode.selected = [LayerSelection(layer, own[:0], own, tally) for layer, own, tally in each]
+        tallies = [tally for stacked in self._tallies for tally in stacked.clone().unbind()]
+        per_layer = zip(self._layers, counts, tallies or len(counts) * [None], strict=True)
+        mode.selections = [LayerSelection(layer, stacked[:0], stacked, tally) for layer, stacked, tally in per_layer]
         return self._logits.clone()
 
 
 class GraphSteps:
-    """Runs decode steps by replaying CUDA graphs if possible. Keeps at most `most` graphs, because each uses memory."""
+    """Runs decode steps by replaying CUDA graphs if possible. At most `max_graphs` graphs are kept, to limit memory."""
 
-    def __init__(self, eager: EagerSteps, make: Callable[[], Graph], most: int = MAX_CACHED) -> None:
-        self._eager, self._make, self._most, self._refused = eager, make, most, False
+    def __init__(self, eager: EagerSteps, new_graph: Callable[[], Graph], max_graphs: int = MAX_CACHED) -> None:
+        self._eager, self._new_graph, self._max_graphs, self._disabled = eager, new_graph, max_graphs, False
         self._captured: weakref.WeakKeyDictionary[StepInputs, _Captured] = weakref.WeakKeyDictionary()
         self._too_large: weakref.WeakSet[StepInputs] = weakref.WeakSet()
         # Shapes without capacity for which all kernels are compiled, and inputs that have run eagerly.
         self._compiled: set[StepShape] = set()
-        self._ran: weakref.WeakSet[StepInputs] = weakref.WeakSet()
+        self._ran_eagerly: weakref.WeakSet[StepInputs] = weakref.WeakSet()
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`.
@@ -113,15 +113,15 @@ class GraphSteps:
         The first step of each shape is eager. Shapes that differ only in capacity count as one.
         """
         sequences = len(batch.sequences)
-        capturable = not self._refused and _capturable(batch)
+        capturable = not self._disabled and _capturable(batch)
         inputs = self._eager.load(batch, padded_batch(sequences)) if capturable else None
         if inputs is None or not inputs.static:
             return self._eager.run(batch)
         mode = BatchedMode(batch, inputs, dense=True)
-        kind = inputs.shape._replace(capacity=0)
-        if kind not in self._compiled or inputs in self._too_large:
-            self._compiled.add(kind)
-            self._ran.add(inputs)
+        shape = inputs.shape._replace(capacity=0)
+        if shape not in self._compiled or inputs in self._too_large:
+            self._compiled.add(shape)
+            self._ran_eagerly.add(inputs)
             return DecodeStep(batch, mode).run()[:sequences]
         step = DecodeStep(batch, mode)
         step.begin()
@@ -142,12 +142,12 @@ class GraphSteps:
         except RuntimeError as error:
             inputs.rows.forget()
             if _out_of_memory(error):
-                self._make_room(inputs)
+                self._free_memory(inputs)
                 return None
-            if inputs not in self._ran:
-                self._ran.add(inputs)
+            if inputs not in self._ran_eagerly:
+                self._ran_eagerly.add(inputs)
                 return None
-            self._refused = True
+            self._disabled = True
             _log.warning(
                 "decode steps of this model cannot be captured as CUDA graphs and may be several times slower (set "
                 "cuda_graphs=False to hide this warning): %s", str(error).splitlines()[0],
@@ -156,15 +156,15 @@ class GraphSteps:
 
     def _capture(self, batch: DecodeBatch, inputs: StepInputs) -> _Captured:
         """Capture a step, and drop the oldest graph if there are too many."""
-        for oldest in list(self._captured)[: max(0, len(self._captured) + 1 - self._most)]:
+        for oldest in list(self._captured)[: max(0, len(self._captured) + 1 - self._max_graphs)]:
             del self._captured[oldest]
-        self._captured[inputs] = captured = _Captured(self._make(), batch, inputs)
+        self._captured[inputs] = captured = _Captured(self._new_graph(), batch, inputs)
         return captured
 
-    def _make_room(self, inputs: StepInputs) -> None:
+    def _free_memory(self, inputs: StepInputs) -> None:
         """Drop all graphs, and keep fewer from now on. If there are none, never capture `inputs` again."""
         if self._captured:
-            self._most = len(self._captured)
+            self._max_graphs = len(self._captured)
             self._captured.clear()
             return
         self._too_large.add(inputs)
@@ -185,10 +185,12 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 def _capturable(batch: DecodeBatch) -> bool:
     """Return whether the launches of a step depend only on its inputs, and the host reads no values during the step."""
-    own = batch.policy.rule is not None and batch.policy.rule.own_bases
-    watched = any(s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences)
+    per_sequence_bases = batch.policy.rule is not None and batch.policy.rule.per_sequence_bases
+    read_by_host = any(
+        s.slots.records_selected or s.trace.measures_missed_next or s.trace.recorder for s in batch.sequences
+    )
     # Slots of recurrent state may move.
-    return not (batch.geometry.states or own or watched)
+    return not (batch.geometry.states or per_sequence_bases or read_by_host)
 
 
 def steps_for(
@@ -198,12 +200,12 @@ def steps_for(
 
     `streams` is True if the host copies weights to the device in every step, which graphs cannot do.
     """
-    most = max_graphs(config, device, streams=streams)
-    if not most:
+    limit = max_graphs(config, device, streams=streams)
+    if not limit:
         return eager
     # Graphs share one memory pool: they are replayed one after the other, and their results are copied.
     pool = torch.cuda.graph_pool_handle()
-    return GraphSteps(eager, lambda: CudaGraph(pool), most)
+    return GraphSteps(eager, lambda: CudaGraph(pool), limit)
 
 
 def max_graphs(config: EngineConfig, device: torch.device, *, streams: bool) -> int:

@@ -43,7 +43,7 @@ class DecodeStep:
             sequence.trace.begin_step()
             for layer, (slot, victim) in sequence.slots.moves.items():
                 batch.transfer.storage.displace(sequence.blocks, layer, slot, victim)
-                if layer in batch.learning:
+                if layer in batch.policy_layers:
                     sequence.state.on_moved(layer, slot, victim)
 
     def compute(self) -> torch.Tensor:
@@ -82,5 +82,5 @@ class DecodeStep:
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Attend:
         """Start fetching the tokens that `layer` selects with the query of the predicted `attention_input` `[B, D]`."""
-        guess = self.batch.policy.correct_guess(layer, attention_input)
-        return self.mode.fetch(layer, self.adapter.query(layer, guess, self.positions))
+        corrected = self.batch.policy.correct_prediction(layer, attention_input)
+        return self.mode.fetch(layer, self.adapter.query(layer, corrected, self.positions))

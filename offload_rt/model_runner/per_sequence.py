@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..core import KVPart, Selection, VisibleTokens
-from ..kernels.decode_attention import attend, give_to_sinks, group_weights, scores_lse
+from ..kernels.decode_attention import apply_sinks, attend, group_weights, scores_lse
 from ..kernels.dispatch import attend_runs
 from ..kernels.h2d_copy import to_device
 from ..kernels.kv_runs import Run
@@ -35,13 +35,13 @@ class PerSequenceMode:
         for b, sequence in enumerate(batch.sequences):
             slot, key, value = slots[b], k[:, b : b + 1], v[:, b : b + 1]
             sequence.trace.bytes_to_host += batch.transfer.storage.append(sequence.blocks, layer, slot, key, value)
-            if layer in batch.learning:
+            if layer in batch.policy_layers:
                 sequence.state.on_kv(layer, key, value, slot)
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
         """Select tokens with the predicted or true queries q `[H, B, d]`, and start fetching their KV."""
         batch, rows = self._batch, self._batch.transfer.rows
-        visible, selections, chosen = batch.visible[layer], list[Selection | None](), list[Selection]()
+        visible, selections, present = batch.visible[layer], list[Selection | None](), list[Selection]()
         for b, sequence in enumerate(batch.sequences):
             if batch.dense[b]:
                 selections.append(None)
@@ -52,10 +52,10 @@ class PerSequenceMode:
             if sequence.slots.records_selected:
                 sequence.slots.record_selected(layer, selection.tokens)
             selections.append(selection)
-            chosen.append(selection)
+            present.append(selection)
         shared_fetches = None
-        if batch.sharing.overlapping and len(chosen) == len(selections):
-            shared_fetches = rows.fetch_together(batch.block_tables, layer, visible, chosen)
+        if batch.sharing.overlapping and len(present) == len(selections):
+            shared_fetches = rows.fetch_together(batch.block_tables, layer, visible, present)
         fetches = self._start_fetches(layer, visible, selections, shared_fetches)
         return partial(self._attend_each, layer, selections, fetches)
 
@@ -72,7 +72,7 @@ class PerSequenceMode:
         for run, pending in zip(shared_runs, shared, strict=True):
             batch.sequences[run.first].trace.bytes_requested += pending.bytes
         if shared_runs:
-            visible = [batch.sharing.private_part(b, seen) for b, seen in enumerate(visible)]
+            visible = [batch.sharing.private_part(b, tokens) for b, tokens in enumerate(visible)]
         selections = [None] * len(visible)
         fetches = self._start_fetches(layer, visible, selections)
         if shared_runs:
@@ -80,7 +80,7 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Record the step in the traces after the last layer. Here, fetches are recorded when they start."""
+        """Record the step in the traces. Has no effect, because this class records each fetch when it starts."""
 
     def _start_fetches(
         self,
@@ -98,12 +98,12 @@ class PerSequenceMode:
             fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]
             fetches.append(fetch)
             sequence.trace.bytes_requested += fetch.bytes
-            seen = batch.visible[layer][b]
+            all_visible = batch.visible[layer][b]
             if selection is None:
-                sequence.trace.record_fetch(layer, seen, len(seen.candidates))
+                sequence.trace.record_fetch(layer, all_visible, len(all_visible.candidates))
             else:
                 counts = selection.counts
-                sequence.trace.record_fetch(layer, seen, selection.count if counts is None else counts[0])
+                sequence.trace.record_fetch(layer, all_visible, selection.count if counts is None else counts[0])
         return fetches
 
     def _attend_each(
@@ -121,7 +121,7 @@ class PerSequenceMode:
         sinks = batch.adapter.sinks[layer]
         parts = fetch.wait()
         if selection is None:
-            return give_to_sinks(*attend(q, parts, scale, softcap), sinks)
+            return apply_sinks(*attend(q, parts, scale, softcap), sinks)
         if fetch.savings is not None:
             trace.record_savings(layer, visible, selection.count, fetch.savings, fetch.bytes)
         extra = sequence.state.repair(layer, q, visible, selection)
@@ -138,7 +138,7 @@ class PerSequenceMode:
             full_lse = scores_lse(q, sequence.keys(layer, visible.all), scale, softcap)
             trace.record_missed_mass(layer, lse, full_lse)
         out, lse = sequence.state.merge_approximate(layer, q, visible, selection, out, lse)
-        return out if sinks is None else give_to_sinks(out, lse, sinks)
+        return out if sinks is None else apply_sinks(out, lse, sinks)
 
     def _fetch_repair(self, layer: int, sequence: Sequence, visible: VisibleTokens, extra: Selection) -> list[KVPart]:
         fetch = self._batch.transfer.rows.fetch_more(sequence.blocks, layer, extra)
@@ -154,16 +154,16 @@ class PerSequenceMode:
         layer: int,
         shared_runs: Seq[SharedRun],
         shared: Seq[PendingFetch],
-        own: Seq[PendingFetch],
+        private: Seq[PendingFetch],
         q: torch.Tensor,
     ) -> torch.Tensor:
         """Return the attention output `[B, H * d]` of q `[H, B, d]`, reading the KV of shared runs once.
 
-        `own` are the fetches of each sequence's private part.
+        `private` are the fetches of each sequence's private part.
         """
         geometry, adapter = self._batch.geometry, self._batch.adapter
         fetches = [(s.first, s.stop, fetch) for s, fetch in zip(shared_runs, shared, strict=True)]
-        fetches += [(b, b + 1, fetch) for b, fetch in enumerate(own)]
+        fetches += [(b, b + 1, fetch) for b, fetch in enumerate(private)]
         runs = [
             Run(first, stop, run.k, run.v)
             for first, stop, fetch in fetches
@@ -172,5 +172,5 @@ class PerSequenceMode:
         ]
         out, lse = attend_runs(q, runs, geometry.scales[layer])
         sinks = adapter.sinks[layer]
-        out = give_to_sinks(out, lse, None if sinks is None else sinks[:, None])
+        out = apply_sinks(out, lse, None if sinks is None else sinks[:, None])
         return out.to(q.dtype).transpose(0, 1).flatten(1)

@@ -40,10 +40,10 @@ class StateCapture:
         self._slots, self._slot, self._pool, self._targets = slots, slot, pool, dict(targets)
         self.positions = sorted(targets)
 
-    def finished(self, layer: int) -> None:
+    def on_layer_finished(self, layer: int) -> None:
         """Copy the state of a decoder layer if it has just processed the last token before a snapshot."""
-        if (target := self._targets.get(self._slots.seen[layer][self._slot])) is not None:
-            self._pool.save(target, layer, *self._slots.of_layer(layer, self._slot))
+        if (target := self._targets.get(self._slots.processed[layer][self._slot])) is not None:
+            self._pool.save(target, layer, *self._slots.layer_state(layer, self._slot))
 
 
 class Prefill:
@@ -65,11 +65,11 @@ class Prefill:
         storage: KVStorage,
         *,
         slice_tokens: int,
-        logits_of: int,
+        logits_to_keep: int,
         segment_tokens: int | None = None,
         before_layer: Callable[[int], None] = lambda layer: None,
         after_layer: Callable[[int], None] = lambda layer: None,
-        every_logits: Callable[[int, torch.Tensor], None] | None = None,
+        on_logits: Callable[[int, torch.Tensor], None] | None = None,
         capture: StateCapture | None = None,
     ) -> None:
         """Prepare the prefill.
@@ -80,14 +80,14 @@ class Prefill:
             adapter: The model.
             storage: Access to the KV pool.
             slice_tokens: Number of tokens whose attention and MLP are computed together.
-            logits_of: Number n of last tokens whose logits are returned, at most `slice_tokens`.
+            logits_to_keep: Number n of last tokens whose logits are returned, at most `slice_tokens`.
             segment_tokens: Maximum number of tokens per segment, a multiple of `slice_tokens`. None means the whole
                 prompt.
             before_layer: Function that is called with a layer index before the layer is computed. When it returns, KV
                 of earlier tokens must be in the pool.
             after_layer: Function that the runner calls after each layer. For the last layer, it is called after the
                 tokens have been committed. This class only stores it.
-            every_logits: Function that is called as `every_logits(t, logits)` at the end of each segment, with logits
+            on_logits: Function that is called as `on_logits(t, logits)` at the end of each segment, with logits
                 `[m, V]` of the m tokens from t on. Each call covers a few tokens.
             capture: Object that takes snapshots of the recurrent state, or None. Slices end at its positions.
         """
@@ -96,22 +96,22 @@ class Prefill:
         self.logits: torch.Tensor | None = None
         self.after_layer = after_layer
         slots = sequence.state_slots
-        self._cuts: Seq[int] = [] if capture is None else capture.positions
-        finished = [] if capture is None else [capture.finished]
-        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *finished))
+        self._snapshot_positions: Seq[int] = [] if capture is None else capture.positions
+        callbacks = [] if capture is None else [capture.on_layer_finished]
+        self._adapter = adapter.with_state(None if slots is None else slots.view([sequence.state_slot], *callbacks))
         self._storage = storage
-        self._logits_of, self._before_layer, self._every_logits = logits_of, before_layer, every_logits
+        self._logits_to_keep, self._before_layer, self._on_logits = logits_to_keep, before_layer, on_logits
         self._slice_tokens, self._segment_tokens = slice_tokens, segment_tokens or stop
         assert self._segment_tokens == stop or self._segment_tokens % slice_tokens == 0
-        self._learn_from = sequence.learned if sequence.unlearned else sequence.blocks.length
+        self._observe_from = sequence.observed if sequence.unobserved else sequence.blocks.length
         self._layer = 0
-        self._began = False
+        self._started = False
         self._begin_segment(sequence.blocks.length)
 
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
         self._start, self._segment_stop, self._layer = start, stop, 0
-        bounds = [start, *(cut for cut in self._cuts if start < cut < stop), stop]
+        bounds = [start, *(position for position in self._snapshot_positions if start < position < stop), stop]
         self._slices = [
             slice(first - start + s.start, first - start + s.stop)
             for first, end in pairwise(bounds)
@@ -129,31 +129,31 @@ class Prefill:
         return self._segment_stop - self._start
 
     @property
-    def _last(self) -> bool:
+    def _is_last_segment(self) -> bool:
         return self._segment_stop == self.stop
 
     @property
     def untouched(self) -> bool:
-        return not self._began
+        return not self._started
 
     @property
     def layers(self) -> int:
         return self._adapter.geometry.layers
 
     @property
-    def layer(self) -> int:
+    def finished_layers(self) -> int:
         """Number of layers that have run for all tokens."""
-        return self._layer if self._last else 0
+        return self._layer if self._is_last_segment else 0
 
     @property
     def done(self) -> bool:
-        return self.layer == self.layers
+        return self.finished_layers == self.layers
 
     def run_layer(self) -> None:
         """Compute the next layer for all tokens of the segment."""
         last = self._adapter.geometry.layers - 1
         assert self._layer <= last
-        self._began = True
+        self._started = True
         if self._layer == 0:
             self._adapter.run_stages(-1, self._hidden, self._slices)
         self._before_layer(self._layer)
@@ -168,14 +168,14 @@ class Prefill:
             self._end_segment()
 
     def _end_segment(self) -> None:
-        if self._every_logits is not None:
+        if self._on_logits is not None:
             for s in slices_of(self.tokens, LOGITS_AT_ONCE):
-                self._every_logits(self._start + s.start, self._adapter.logits(self._hidden[s]))
-        if not self._last:
-            self._learn_from = self._segment_stop
+                self._on_logits(self._start + s.start, self._adapter.logits(self._hidden[s]))
+        if not self._is_last_segment:
+            self._observe_from = self._segment_stop
             self._begin_segment(self._segment_stop)
-        elif self._logits_of:
-            self.logits = self._adapter.logits(self._hidden[-self._logits_of :])
+        elif self._logits_to_keep:
+            self.logits = self._adapter.logits(self._hidden[-self._logits_to_keep :])
 
     def _keys_and_values(self) -> Iterator[KVPart]:
         inputs = (self._adapter.attention_input(self._layer, self._hidden[s]) for s in self._slices)
@@ -197,14 +197,14 @@ class Prefill:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
             if s not in self._needed_slices(last):
                 continue
-            if last and self._every_logits is None and not self._keeps_state:
-                q, s = q[:, -self._logits_of :], slice(s.stop - self._logits_of, s.stop)
-            seen = self._start + s.stop - rows.first
+            if last and self._on_logits is None and not self._keeps_state:
+                q, s = q[:, -self._logits_to_keep :], slice(s.stop - self._logits_to_keep, s.stop)
+            stop = self._start + s.stop - rows.first
             position = self._start + s.start + self.sequence.shift
-            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, seen, position)
+            residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, stop, position)
             self._hidden[s] = adapter.mlp(layer, residual)
         if not slides:
-            pass_to_policy(state, layer, kv, rows.first, self._learn_from)
+            pass_to_policy(state, layer, kv, rows.first, self._observe_from)
 
     @property
     def _keeps_state(self) -> bool:
@@ -214,51 +214,51 @@ class Prefill:
 
     def _needed_slices(self, last: bool) -> list[slice]:
         """Return the slices whose output is needed. In the last layer, these are the slices with requested logits."""
-        if not last or self._every_logits is not None or self._keeps_state:
+        if not last or self._on_logits is not None or self._keeps_state:
             return self._slices
-        return self._slices[-1:] if self._logits_of and self._last else []
+        return self._slices[-1:] if self._logits_to_keep and self._is_last_segment else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
         """Compute attention and MLP of `slices`. Earlier KV is read once for all of them, block by block.
 
-        Earlier KV that the policy does not know yet is passed to its state.
+        Earlier KV that the policy's state does not contain yet is passed to it.
         """
         adapter, layer, state, geometry = self._adapter, self._layer, self.sequence.state, self._adapter.geometry
-        attending = []
+        attentions = []
         for s, positions in zip(self._slices, self._positions, strict=True):
             if s not in slices:
                 continue
             q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
-            attending.append(
+            attentions.append(
                 BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
             )
-        if slices or self._learn_from < rows.first:
-            attend_past_kv(rows.past, attending, state, layer, self._learn_from)
-        for s, each in zip(slices, attending, strict=True):
-            each.add_own(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
-            attended = each.result(adapter.sinks[layer]).transpose(0, 1).flatten(1)
+        if slices or self._observe_from < rows.first:
+            attend_past_kv(rows.past, attentions, state, layer, self._observe_from)
+        for s, attention in zip(slices, attentions, strict=True):
+            attention.add_causal(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
+            attended = attention.result(adapter.sinks[layer]).transpose(0, 1).flatten(1)
             self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
 
 
 def attend_past_kv(
-    parts: Iterable[KVPart], attending: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
+    parts: Iterable[KVPart], attentions: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Attend to each part of a layer's KV with each of `attending`. `parts` can be iterated only once.
+    """Attend to each part of a layer's KV with the queries of each of `attentions`. `parts` is iterated only once.
 
     KV of tokens from `start` on is also passed to the policy's state.
     """
-    at = 0
+    first = 0
     for part in parts:
-        for each in attending:
-            each.add(part.k, part.v)
-        pass_to_policy(state, layer, part, at, start)
-        at += part.k.shape[1]
+        for attention in attentions:
+            attention.add(part.k, part.v)
+        pass_to_policy(state, layer, part, first, start)
+        first += part.k.shape[1]
 
 
-def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, at: int, start: int) -> None:
-    """Pass KV to the policy's state, except tokens before `start`. `at` is the first token in `rows`."""
-    if (known := max(0, start - at)) < rows.k.shape[1]:
-        state.on_kv(layer, rows.k[:, known:], rows.v[:, known:], at + known)
+def pass_to_policy(state: PolicyState, layer: int, rows: KVPart, first: int, start: int) -> None:
+    """Pass the KV `rows` of the tokens from `first` on to the policy's state, except tokens before `start`."""
+    if (skip := max(0, start - first)) < rows.k.shape[1]:
+        state.on_kv(layer, rows.k[:, skip:], rows.v[:, skip:], first + skip)
 
 
 # Bytes of hidden states, queries and outputs of a segment. With larger segments, earlier KV is read less often, but
@@ -276,6 +276,6 @@ def segment_tokens(pool: HostPool, policy: Policy, adapter: ModelAdapter, slice_
     if pool.file is None or policy.wants_queries or geometry.sliding:
         return None
     size = adapter.dtype.itemsize
-    token = geometry.hidden * size + geometry.heads * geometry.head_dim * (size + 4)
-    most = SEGMENT_BYTES["cpu" if adapter.device.type == "cpu" else "device"] // token
-    return max(1, most // slice_tokens) * slice_tokens
+    token_bytes = geometry.hidden * size + geometry.heads * geometry.head_dim * (size + 4)
+    max_tokens = SEGMENT_BYTES["cpu" if adapter.device.type == "cpu" else "device"] // token_bytes
+    return max(1, max_tokens // slice_tokens) * slice_tokens

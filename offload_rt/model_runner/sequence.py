@@ -10,7 +10,7 @@ import torch
 
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.pool import HostPool
-from ..models.recurrent import StateMark, StateSlots
+from ..models.recurrent import RollbackState, StateSlots
 from ..policies.base import KeyReader, PolicyState
 from ..transfer.base import KVStorage
 from .slot_table import SlotTable
@@ -28,9 +28,9 @@ class Sequence:
         position: Number of tokens that have been computed in every layer. A decode step computes the token with this
             index.
         exact: Number of leading tokens whose KV comes from exact attention.
-        unlearned: Number of leading tokens whose KV was cached but is not in the policy state. The next prefill passes
-            their keys to the policy state.
-        learned: Number of `unlearned` tokens that are already in the policy state, because it was copied from another
+        unobserved: Number of leading tokens with cached KV that the policy state has not observed yet. The next prefill
+            passes their keys to it.
+        observed: Number of these tokens that are already in the policy state, because it was copied from another
             sequence.
         shift: Number of tokens removed by truncation. A token t that is not computed yet has position t + shift.
         provenance: Text that names weights, cache salt and truncations. It is part of the provenance key of every
@@ -43,7 +43,7 @@ class Sequence:
         drafter: Sequence of the same text in the draft model's KV cache.
         state_slots: Recurrent state of all sequences; None if the model has none.
         state_slot: Slot of this sequence in `state_slots`; -1 if it has none.
-        mark: Recurrent state before draft tokens; None if the sequence never had draft tokens.
+        rollback: Recurrent state before draft tokens; None if the sequence never had draft tokens.
         shared_tokens: Number of leading tokens whose KV was cached when the sequence began, in full blocks.
         keeps_decoded: Whether a session with recurrent state continues after the last full block. If so, snapshots are
             also taken after decode steps, although their state may be approximate. The sliding windows at the end of
@@ -61,8 +61,8 @@ class Sequence:
     trace: Trace
     position: int = 0
     exact: int = 0
-    unlearned: int = 0
-    learned: int = 0
+    unobserved: int = 0
+    observed: int = 0
     shift: int = 0
     provenance: str = ""
     interrupted: bool = False
@@ -72,7 +72,7 @@ class Sequence:
     drafter: Sequence | None = None
     state_slots: StateSlots | None = None
     state_slot: int = -1
-    mark: StateMark | None = None
+    rollback: RollbackState | None = None
     shared_tokens: int = 0
     keeps_decoded: bool = False
     snapshots: dict[int, int] = field(default_factory=dict)
@@ -87,20 +87,20 @@ class Sequence:
         """Copy policy state, such as approximate KV, of cached tokens from a sequence that uses the same blocks.
 
         The state of a token depends only on its key and value, which are equal in shared blocks. The sequence of
-        `others` whose prefill covers the most `unlearned` tokens is used.
+        `others` whose prefill covers the most `unobserved` tokens is used.
         """
-        known = ((self._tokens_known_to(other), -other.id, other) for other in others if other is not self)
-        tokens, _, best = max(known, default=(0, 0, self))
-        if tokens > self.learned and (state := best.state.fork_prefix(tokens)) is not None:
-            self.state, self.learned = state, tokens
+        candidates = ((self._tokens_observed_by(other), -other.id, other) for other in others if other is not self)
+        tokens, _, best = max(candidates, default=(0, 0, self))
+        if tokens > self.observed and (state := best.state.fork_prefix(tokens)) is not None:
+            self.state, self.observed = state, tokens
 
-    def _tokens_known_to(self, other: Sequence) -> int:
-        """Return how many `unlearned` tokens are in the policy state of `other` with the same blocks."""
-        if other.unlearned or other.interrupted:
+    def _tokens_observed_by(self, other: Sequence) -> int:
+        """Return how many `unobserved` tokens the policy state of `other` contains, if it uses the same blocks."""
+        if other.unobserved or other.interrupted:
             return 0
         pairs = zip(other.blocks.ids, self.blocks.ids, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return min(common * BLOCK_SIZE, other.exact, self.unlearned)
+        return min(common * BLOCK_SIZE, other.exact, self.unobserved)
 
     def check_integrity(self) -> None:
         assert self.blocks.length <= self.position <= len(self.tokens)

@@ -46,11 +46,11 @@ class SlotTable:
         self.newest, self.context = position, position + 1
 
     def shrink(self, blocks: BlockTable) -> list[Moves] | None:
-        """Give up the last block, between steps.
+        """Evict tokens so that the last block can be freed. Called between steps.
 
         Returns:
-            The KV moves of each layer. The caller applies them in order and then frees the block. None if the block
-            cannot be given up.
+            The KV moves of each layer. The caller applies them in order and then frees the block. None if no tokens can
+            be evicted.
         """
         return None
 
@@ -62,9 +62,9 @@ class SlotTable:
         return slots
 
     def fork(self) -> SlotTable:
-        twin = SlotTable(self._pool)
-        twin.newest, twin.context = self.newest, self.context
-        return twin
+        copy = SlotTable(self._pool)
+        copy.newest, copy.context = self.newest, self.context
+        return copy
 
 
 class InPlaceEviction(SlotTable):
@@ -84,11 +84,11 @@ class InPlaceEviction(SlotTable):
         self._recent = recent
         groups = pool.groups
         # In sliding-window layers, token t stays in slot t, and blocks outside of the window are freed.
-        self._seeing_all = [layer for layer, group in enumerate(groups.group) if group == 0]
-        self._storage_layer = {layer: groups.storage_layer[layer] for layer in self._seeing_all}
-        self._layers, self._all_layers = len(self._seeing_all), len(groups.group)
+        self._full_layers = [layer for layer, group in enumerate(groups.group) if group == 0]
+        self._storage_layer = {layer: groups.storage_layer[layer] for layer in self._full_layers}
+        self._layers, self._all_layers = len(self._full_layers), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)
-        self._known = 0
+        self._length = 0
         self.grows = True  # until the first token is overwritten
         self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
 
@@ -101,7 +101,7 @@ class InPlaceEviction(SlotTable):
             PoolFullError: No token can be overwritten.
         """
         if self.grows and not self._grow(blocks, position):
-            self._need(blocks.capacity > self._sinks + self._recent, blocks)
+            self._require(blocks.capacity > self._sinks + self._recent, blocks)
             self.grows, self._ring_start = False, position
         if self.grows:
             self.newest, self.context = position, position + 1
@@ -114,29 +114,29 @@ class InPlaceEviction(SlotTable):
         The other tokens of the last block move to the freed slots, and the ring buffer moves to the new end of the
         slots.
         """
-        remaining, used = blocks.capacity - BLOCK_SIZE, self.context
-        first, dropped = remaining - self._recent, used - remaining
+        remaining, context = blocks.capacity - BLOCK_SIZE, self.context
+        first, dropped = remaining - self._recent, context - remaining
         if first <= self._sinks or dropped <= 0:
             return None
         if not all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids))):
             return None  # another sequence uses one of the blocks
-        protected = self._protected(blocks, used - self._recent)[:used]
-        state = self._state.cut(used)
-        gone = victims(self._options.policy, state, protected.expand(self._layers, -1), self._known, dropped)
-        if bool((gone < 0).any()):
+        protected = self._protected(blocks, context - self._recent)[:context]
+        state = self._state.cut(context)
+        evicted_slots = victims(self._options.policy, state, protected.expand(self._layers, -1), self._length, dropped)
+        if bool((evicted_slots < 0).any()):
             return None
-        ring = [(slot, slot - dropped) for slot in range(used - self._recent, used)]
+        ring = [(slot, slot - dropped) for slot in range(context - self._recent, context)]
         moves: list[Moves] = [[] for _ in range(self._all_layers)]
-        for index, (layer, evicted) in enumerate(zip(self._seeing_all, gone.tolist(), strict=True)):
-            moves[layer] = _moves_to_victims(set(evicted), range(first, used - self._recent)) + ring
+        for index, (layer, evicted) in enumerate(zip(self._full_layers, evicted_slots.tolist(), strict=True)):
+            moves[layer] = _moves_to_victims(set(evicted), range(first, context - self._recent)) + ring
             state.follow(index, moves[layer])
         self._state, self.context = state.cut(remaining), remaining
         if self.grows:
-            self.grows, self._ring_start = False, self._known
+            self.grows, self._ring_start = False, self._length
         return moves
 
     def record_selected(self, layer: int, slots: torch.Tensor) -> None:
-        self._state.touch(self._storage_layer[layer], slots.to(self._state.position.device), self._known - 1)
+        self._state.touch(self._storage_layer[layer], slots.to(self._state.position.device), self._length - 1)
 
     def positions(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return self._state.position[self._storage_layer[layer]][slots.to(self._state.position.device)]
@@ -144,10 +144,10 @@ class InPlaceEviction(SlotTable):
     def fork(self) -> InPlaceEviction:
         """Return a copy. A sequence that overwrites tokens cannot be forked."""
         assert self.grows
-        twin = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
-        twin._state = self._state.clone()
-        twin._known, twin.newest, twin.context = self._known, self.newest, self.context
-        return twin
+        copy = InPlaceEviction(self._pool, self._options, self._sinks, self._recent)
+        copy._state = self._state.clone()
+        copy._length, copy.newest, copy.context = self._length, self.newest, self.context
+        return copy
 
     def _grow(self, blocks: BlockTable, position: int) -> bool:
         """Reserve the next slot at the end. Return False if the pool has no free block."""
@@ -157,8 +157,8 @@ class InPlaceEviction(SlotTable):
             return False
         if blocks.capacity > self._state.position.shape[1]:
             self._state = self._state.grown(blocks.capacity)
-        self._state.fill(range(self._known, position + 1), position, self._recent)
-        self._known = position + 1
+        self._state.fill(range(self._length, position + 1), position, self._recent)
+        self._length = position + 1
         return True
 
     def _overwrite(self, blocks: BlockTable, position: int) -> None:
@@ -166,13 +166,13 @@ class InPlaceEviction(SlotTable):
         first = slots - self._recent
         self.newest, self.context = first + (position - self._ring_start) % self._recent, slots
         protected = self._protected(blocks, first).expand(self._layers, -1)
-        chosen = victims(self._options.policy, self._state, protected, position)
-        self._need(bool((chosen >= 0).all()), blocks)
-        self._state.move(self.newest, chosen[:, 0])
+        evicted = victims(self._options.policy, self._state, protected, position)
+        self._require(bool((evicted >= 0).all()), blocks)
+        self._state.move(self.newest, evicted[:, 0])
         self._state.record_write(torch.full((self._layers,), self.newest), position, position, self._recent)
-        self._known = position + 1
-        each = zip(self._seeing_all, chosen[:, 0].tolist(), strict=True)
-        self.moves = {layer: (self.newest, victim) for layer, victim in each}
+        self._length = position + 1
+        pairs = zip(self._full_layers, evicted[:, 0].tolist(), strict=True)
+        self.moves = {layer: (self.newest, victim) for layer, victim in pairs}
 
     def _protected(self, blocks: BlockTable, first: int) -> torch.Tensor:
         """Return which slots must not be overwritten, bool `[slots]`: sinks, ring buffer and shared blocks.
@@ -185,21 +185,21 @@ class InPlaceEviction(SlotTable):
         protected[first:] = True
         for index in range(self._sinks // BLOCK_SIZE, len(blocks.ids)):
             if not self._pool.claim(blocks, index):
-                self._need((index + 1) * BLOCK_SIZE <= first, blocks)
+                self._require((index + 1) * BLOCK_SIZE <= first, blocks)
                 protected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE] = True
         return protected
 
-    def _need(self, possible: bool, blocks: BlockTable) -> None:
+    def _require(self, possible: bool, blocks: BlockTable) -> None:
         if not possible:
-            held = blocks.capacity * self._pool.block_bytes // BLOCK_SIZE
+            kv_bytes = blocks.capacity * self._pool.block_bytes // BLOCK_SIZE
             raise PoolFullError(
-                f"the KV cache is full and none of this sequence's {blocks.capacity} tokens ({format_size(held)}) can "
-                f"be evicted: {self._sinks} sinks, {self._recent} recent tokens and shared blocks are protected; raise "
-                f"host_memory from {format_size(self._pool.limit_bytes)}, or lower the policy's sinks and recent"
+                f"the KV cache is full and none of this sequence's {blocks.capacity} tokens ({format_size(kv_bytes)}) "
+                f"can be evicted: {self._sinks} sinks, {self._recent} recent tokens and shared blocks are protected; "
+                f"raise host_memory from {format_size(self._pool.limit_bytes)}, or lower the policy's sinks and recent"
             )
 
 
-def _moves_to_victims(gone: set[int], vacated: range) -> Moves:
-    """Return moves of the remaining tokens in `vacated` slots to the slots of evicted tokens (`gone`)."""
-    holes = sorted(gone - set(vacated))
-    return list(zip((slot for slot in vacated if slot not in gone), holes, strict=True))
+def _moves_to_victims(evicted: set[int], vacated: range) -> Moves:
+    """Return moves of the tokens that remain in `vacated` slots to the slots of `evicted` tokens."""
+    free_slots = sorted(evicted - set(vacated))
+    return list(zip((slot for slot in vacated if slot not in evicted), free_slots, strict=True))

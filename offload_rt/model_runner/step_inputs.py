@@ -15,14 +15,14 @@ from ..kernels.h2d_copy import copy_into
 from ..kernels.pointer_table import PointerTable
 from ..policies.base import Policy
 from ..policies.infinigen.key_lists import KeyLists
-from ..policies.rule import Rule, Spans
+from ..policies.rule import CandidateSpans, Rule
 from ..transfer.residency import resident_index, resident_range
 from ..transfer.row_lists import RowLists
 from .batch import DecodeBatch
 
-# slot and visible range of padding rows, which stand for no sequence
-NOWHERE = -1
-NOTHING = VisibleTokens(range(0), range(0), range(0))
+# slot and visible range of padding rows, which belong to no sequence
+NO_SLOT = -1
+NO_TOKENS = VisibleTokens(range(0), range(0), range(0))
 
 
 class StepShape(NamedTuple):
@@ -50,17 +50,17 @@ class ResidentSpans:
         newest: Index of the newest token in the resident KV, int64 `[B]`.
         starts: First visible index in the resident KV of each KV head, int32 `[P]`.
         stops: End (exclusive) of the visible indices of each KV head, int32 `[P]`.
-        no_counts: Counts of a fetch without tokens, int32 `[P]`.
+        zero_counts: Counts of a fetch without tokens, int32 `[P]`.
     """
 
     newest: torch.Tensor
     starts: torch.Tensor
     stops: torch.Tensor
-    no_counts: torch.Tensor
+    zero_counts: torch.Tensor
 
 
 class StepInputs:
-    """Inputs of all steps of one shape. `load` writes them before a step.
+    """Inputs of all decode steps with the same `StepShape`. `load` writes them before a step.
 
     A batch with fewer sequences is padded with rows that see no tokens and whose KV is not stored.
     """
@@ -81,9 +81,9 @@ class StepInputs:
         rows.keep_working_sets(selecting)
         lists, windows, groups = size * geometry.kv_heads, len(self._by_window), len(self._by_group)
         self._heads_of = {window: geometry.rows(layer).kv_heads for window, layer in self._by_window.items()}
-        own = [size * heads for heads in self._heads_of.values() for _ in ("starts", "stops")]
+        resident_sizes = [size * heads for heads in self._heads_of.values() for _ in ("starts", "stops")]
         numbers = [size, size, lists, *[size] * (groups + windows)]
-        bounds = [lists, lists, size, size, *own]
+        bounds = [lists, lists, size, size, *resident_sizes]
         self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
         self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
         # Newest tokens: ids and positions, int64 `[B]` each; slots per list `[P]`; pool rows by group, int64 `[B]`.
@@ -91,9 +91,12 @@ class StepInputs:
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
         starts, stops, limits, contexts, *spans = self._bounds.split(bounds)
         # Candidates of layers without a sliding window.
-        self.candidates = Spans(starts, stops, limits, contexts, capacity, rule.most(capacity))
-        each = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
-        self.resident = {w: ResidentSpans(at, first, stop, torch.zeros_like(stop)) for w, at, first, stop in each}
+        self.candidates = CandidateSpans(starts, stops, limits, contexts, capacity, rule.max_limit(capacity))
+        parts_by_window = zip(self._by_window, parts[groups:], spans[::2], spans[1::2], strict=True)
+        self.resident = {
+            window: ResidentSpans(newest, first, stop, torch.zeros_like(stop))
+            for window, newest, first, stop in parts_by_window
+        }
 
     def load(self, batch: DecodeBatch) -> None:
         """Write addresses of KV and scoring keys, and visible tokens, of each sequence."""
@@ -102,29 +105,31 @@ class StepInputs:
         slots = [s.slots.newest for s in padded]
         keys = [s.state.scoring_keys for s in padded]
         self.rows.hold([s.blocks for s in padded], padding)
-        moved = self.keys.hold([own for own in keys if own is not None], slots)
-        if moved is not None:
-            copy_into(moved, self.keys.tables)
-        newest = {layer: batch.slots[layer] + padding * [NOWHERE] for layer in self._layers}
-        numbers = [own + padding * [0] for own in (batch.tokens, batch.positions)]
+        new_tables = self.keys.load([scoring_keys for scoring_keys in keys if scoring_keys is not None], slots)
+        if new_tables is not None:
+            copy_into(new_tables, self.keys.pointer_tables)
+        newest = {layer: batch.slots[layer] + padding * [NO_SLOT] for layer in self._layers}
+        numbers = [values + padding * [0] for values in (batch.tokens, batch.positions)]
         numbers.append([slot for slot in newest[self._selecting] for _ in range(heads)])
         numbers += [self.rows.rows_of(group, newest[layer]) for group, layer in self._by_group.items()]
-        visible = batch.visible[self._selecting] + padding * [NOTHING]
-        bounds = Spans.numbers(visible, heads, self._rule)
+        visible = batch.visible[self._selecting] + padding * [NO_TOKENS]
+        bounds = CandidateSpans.bounds(visible, heads, self._rule)
         for window, layer in self._by_window.items():
-            seen = batch.visible[layer] + padding * [NOTHING]
+            layer_visible = batch.visible[layer] + padding * [NO_TOKENS]
             sizes = self._sizes[window]
-            numbers.append([NOWHERE if slot == NOWHERE else resident_index(slot, *sizes) for slot in newest[layer]])
-            bounds += self._resident_bounds(seen, *sizes, self._heads_of[window])
+            numbers.append([NO_SLOT if slot == NO_SLOT else resident_index(slot, *sizes) for slot in newest[layer]])
+            bounds += self._resident_bounds(layer_visible, *sizes, self._heads_of[window])
         copy_into(torch.tensor([*chain.from_iterable(numbers)]), self._newest)
         copy_into(torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32), self._bounds)
 
     def _resident_bounds(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
         """Return start and end of the visible resident KV of each KV head, `[P]` each. P = B * Hkv."""
-        spans = [span for seen in visible if (span := resident_range(seen, sinks, recent)) is not None]
-        assert len(spans) == len(visible), "visible tokens must be adjacent in the resident KV (`selects_together`)"
-        each = [span for span in spans for _ in range(heads)]
-        return [[span.start for span in each], [span.stop for span in each]]
+        spans = [span for tokens in visible if (span := resident_range(tokens, sinks, recent)) is not None]
+        assert len(spans) == len(visible), (
+            "`supports_batched_selection` requires adjacent visible tokens in the resident KV"
+        )
+        per_head = [span for span in spans for _ in range(heads)]
+        return [[span.start for span in per_head], [span.stop for span in per_head]]
 
     def attention_weights(
         self, q: torch.Tensor, resident: PointerTable, fetched: KVPart, tokens: torch.Tensor, lse: torch.Tensor
@@ -140,18 +145,18 @@ class StepInputs:
         """
         (sinks, recent), lists, spans = self._sizes[None], len(q), self.resident[None]
         first, stop = spans.starts.unsqueeze(1), spans.stops.unsqueeze(1)
-        kept = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
-        at = torch.arange(kept.shape[1], device=q.device)
+        resident_kv = dispatch.read_lists(resident, resident.tensors[0].shape[1], stop[:: self._heads, 0])
+        slot = torch.arange(resident_kv.shape[1], device=q.device)
         newest = self.slots_by_head.unsqueeze(1)
-        # Slot `at` of the ring buffer has the last token t <= newest with t = at (mod recent).
-        there = torch.where(at < sinks, at, newest - (newest - at) % recent)
-        at_fetched = torch.arange(tokens.shape[1], device=q.device)
+        # Each slot of the ring buffer has the last token t <= newest with t = slot (mod recent).
+        resident_tokens = torch.where(slot < sinks, slot, newest - (newest - slot) % recent)
+        fetched_index = torch.arange(tokens.shape[1], device=q.device)
         assert fetched.counts is not None
-        valid = torch.cat(((at >= first) & (at < stop), at_fetched < fetched.counts.unsqueeze(1)), dim=1)
-        own = kept.unflatten(0, (self.size, -1, self._heads))[:, 0].flatten(0, 1)
-        keys = torch.cat((own, fetched.k), dim=1).to(q.dtype)
+        valid = torch.cat(((slot >= first) & (slot < stop), fetched_index < fetched.counts.unsqueeze(1)), dim=1)
+        resident_keys = resident_kv.unflatten(0, (self.size, -1, self._heads))[:, 0].flatten(0, 1)
+        keys = torch.cat((resident_keys, fetched.k), dim=1).to(q.dtype)
         weights = (torch.bmm(q, keys.transpose(1, 2)) - lse.unsqueeze(2)).exp().sum(1).masked_fill(~valid, 0)
-        index = torch.where(valid, torch.cat((there, tokens), dim=1), self.capacity)
+        index = torch.where(valid, torch.cat((resident_tokens, tokens), dim=1), self.capacity)
         dense = weights.new_zeros(lists, self.capacity + 1).scatter_(1, index, weights)
         return dense[:, :-1], torch.zeros_like(dense, dtype=torch.bool).scatter_(1, index, True)[:, :-1]
 

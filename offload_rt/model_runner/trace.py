@@ -68,7 +68,7 @@ class Trace:
         drafted: Number of draft tokens.
         accepted: Number of accepted draft tokens.
         draft_steps: Number of decode steps that computed draft tokens.
-        alone_seconds: Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
+        seconds_without_drafts: Estimated seconds to decode the generated tokens without drafts; infinite if unknown.
         recomputed_tokens: Number of prompt tokens with cached KV that are computed again, because the last snapshot of
             the recurrent state is before them (hybrid models).
         diverged_at: First prompt token that was not cached. None without a cache look-up.
@@ -78,7 +78,7 @@ class Trace:
             1: working-set hits. Row 2: hits per KV head divided by the context length, summed over steps. Row 3: number
             of entries looked up. None without a working set or shared blocks.
         disk_before: Counters of disk use when the sequence began.
-        pending: Counts that are still on the device; `settle` adds them to `attended` and `fetched`.
+        pending: Counts that are still on the device; `flush_pending` adds them to `attended` and `fetched`.
         prefill_bytes: Part of `bytes_requested` for the prefill, which reads the cached KV of the prompt.
         prefill_weights: Bytes of weights transferred to the device for the prefill.
         step_weights: Bytes of weights transferred to the device for decode steps. For a batch, they are counted in the
@@ -109,15 +109,15 @@ class Trace:
     drafted: int = 0
     accepted: int = 0
     draft_steps: int = 0
-    alone_seconds: float = 0.0
+    seconds_without_drafts: float = 0.0
     recorder: Recorder | None = None
     measures_missed: bool = False
 
     @property
     def draft_speedup(self) -> float | None:
         """Estimated decode time without drafts, divided by the measured time. None if unknown."""
-        known = self.decode_seconds and 0 < self.alone_seconds < math.inf
-        return self.alone_seconds / self.decode_seconds if known else None
+        is_known = self.decode_seconds and 0 < self.seconds_without_drafts < math.inf
+        return self.seconds_without_drafts / self.decode_seconds if is_known else None
 
     @property
     def decoded_tokens(self) -> int:
@@ -127,20 +127,20 @@ class Trace:
     @property
     def bytes_to_device(self) -> int:
         """Bytes of KV transferred to the device. Reading the property may wait for the device."""
-        self.settle()
+        self.flush_pending()
         return self.bytes_requested - (0 if self.savings is None else int(self.savings[0].sum()))
 
     @property
     def hit_rate(self) -> float:
         """Fraction of looked-up entries that were found in the working set."""
-        self.settle()
+        self.flush_pending()
         if self.savings is None:
             return 0.0
         return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
 
     def hit_shares(self) -> list[float]:
         """Return working-set hits per KV head as a fraction of the context, averaged over steps, for each layer."""
-        self.settle()
+        self.flush_pending()
         if self.savings is None or not self.fetched:
             return [0.0] * self.layers
         shares: list[float] = (self.savings[2] / len(self.fetched)).tolist()
@@ -150,40 +150,42 @@ class Trace:
     def measures_missed_next(self) -> bool:
         return self.missed_every > 0 and len(self.attended) % self.missed_every == 0
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Add the counts on the device to the counters. The host waits for the device."""
         if not self.pending:
             return
-        counts = torch.stack([one.count for one in self.pending]).tolist()
-        for one, count in zip(self.pending, counts, strict=True):
-            self._add_fractions(one.step, one.layer, one.resident, one.context, count)
-            if one.transfer_use is not None and one.transfer_use.tally is None:
-                self.bytes_requested += count * one.transfer_use.heads * one.transfer_use.entry_bytes
-        self._settle_savings(counts)
+        counts = torch.stack([pending.count for pending in self.pending]).tolist()
+        for pending, count in zip(self.pending, counts, strict=True):
+            self._add_fractions(pending.step, pending.layer, pending.resident, pending.context, count)
+            if pending.transfer_use is not None and pending.transfer_use.tally is None:
+                self.bytes_requested += count * pending.transfer_use.heads * pending.transfer_use.entry_bytes
+        self._flush_savings(counts)
         self.pending.clear()
 
-    def _settle_savings(self, counts: list[int]) -> None:
-        uses = [(one, use, n) for one, n in zip(self.pending, counts, strict=True) if (use := one.transfer_use)]
-        partial = [(one, use, n) for one, use, n in uses if use.tally is not None]
-        if not partial:
+    def _flush_savings(self, counts: list[int]) -> None:
+        uses = [
+            (pending, use, n) for pending, n in zip(self.pending, counts, strict=True) if (use := pending.transfer_use)
+        ]
+        tallied = [(pending, use, n) for pending, use, n in uses if use.tally is not None]
+        if not tallied:
             return
-        tallies = torch.stack([use.tally for _, use, _ in partial if use.tally is not None])
+        tallies = torch.stack([use.tally for _, use, _ in tallied if use.tally is not None])
         sums = torch.zeros(4, self.layers, dtype=torch.float64)
-        for (one, use, count), (rows, hits) in zip(partial, tallies.tolist(), strict=True):
+        for (pending, use, count), (rows, hits) in zip(tallied, tallies.tolist(), strict=True):
             self.bytes_requested += rows * use.entry_bytes
-            shares = [hits, hits / use.heads / one.context, count * use.heads]
-            sums[1:, one.layer] += torch.tensor(shares, dtype=torch.float64)
+            shares = [hits, hits / use.heads / pending.context, count * use.heads]
+            sums[1:, pending.layer] += torch.tensor(shares, dtype=torch.float64)
         sums = sums.to(tallies.device)
         self.savings = sums if self.savings is None else self.savings + sums
 
-    def take_transferred_bytes(self, other: Trace) -> None:
-        """Move the counts of transferred bytes from `other`, which computed tokens for this sequence."""
+    def absorb_transferred_bytes(self, other: Trace) -> None:
+        """Move the counts of transferred bytes from `other`, which computed tokens for this sequence, to this trace."""
         self.bytes_requested, other.bytes_requested = self.bytes_requested + other.bytes_requested, 0
         self.prefill_bytes, other.prefill_bytes = self.prefill_bytes + other.prefill_bytes, 0
         self.bytes_to_host, other.bytes_to_host = self.bytes_to_host + other.bytes_to_host, 0
 
     def copy(self) -> Trace:
-        self.settle()
+        self.flush_pending()
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
         savings = None if self.savings is None else self.savings.clone()
         return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
@@ -197,7 +199,7 @@ class Trace:
 
     def begin_step(self) -> None:
         if len(self.pending) >= MAX_PENDING:
-            self.settle()
+            self.flush_pending()
         self.measures_missed = self.measures_missed_next
         self.attended.append([0.0] * self.layers)
         self.fetched.append([0.0] * self.layers)
@@ -224,7 +226,7 @@ class Trace:
         Args:
             layer: The layer index.
             visible: Tokens that the layer could attend to.
-            fetched: Number of tokens. A tensor stays on the device until `settle`.
+            fetched: Number of tokens. A tensor stays on the device until `flush_pending`.
             transfer_use: How to count the transferred bytes of a `fetched` tensor. None if the caller counts them.
         """
         step, resident, context = len(self.fetched) - 1, visible.resident, len(visible.all)

@@ -11,7 +11,7 @@ from ..core import KVPart
 from ..kernels.causal_blocks import BlockedAttention
 from ..models.adapter import ModelAdapter
 from ..models.full_attention import attend_layer
-from ..models.recurrent import RecurrentState, StateMark
+from ..models.recurrent import RecurrentState, RollbackState
 from ..policies.base import Policy
 from ..transfer.base import KVStorage, PrefilledLayer
 from .prefill import attend_past_kv, pass_to_policy
@@ -36,19 +36,19 @@ class VerificationPass:
     def run(self) -> list[torch.Tensor]:
         adapter = self._adapter
         spans = [
-            (one, range(one.position, one.position + n))
-            for one, n in zip(self._sequences, self._token_counts, strict=True)
+            (sequence, range(sequence.position, sequence.position + n))
+            for sequence, n in zip(self._sequences, self._token_counts, strict=True)
         ]
-        tokens = torch.tensor([one.tokens[t] for one, span in spans for t in span], device=adapter.device)
-        positions = torch.tensor([t + one.shift for one, span in spans for t in span], device=adapter.device)
+        tokens = torch.tensor([sequence.tokens[t] for sequence, span in spans for t in span], device=adapter.device)
+        positions = torch.tensor([t + sequence.shift for sequence, span in spans for t in span], device=adapter.device)
         hidden = adapter.embed(tokens, positions)
         adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
             q, k, v = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
             stops, rows = accumulate(self._token_counts), KVPart(k, v)
             new = [rows.between(stop - n, stop) for n, stop in zip(self._token_counts, stops, strict=True)]
-            each = zip(self._sequences, q.split(self._token_counts, dim=1), new, strict=True)
-            attended = [self._attend(layer, *own) for own in each]
+            per_sequence = zip(self._sequences, q.split(self._token_counts, dim=1), new, strict=True)
+            attended = [self._attend(layer, *inputs) for inputs in per_sequence]
             hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
             adapter.run_stages(layer, hidden, [slice(None)])
         self._divide_recorded_inputs()
@@ -59,25 +59,25 @@ class VerificationPass:
         slots = self._sequences[0].state_slots
         if slots is None:
             return None
-        state = slots.view([one.state_slot for one in self._sequences], counts=self._token_counts)
-        if any(self._mark_to_record_from(one) for one in self._sequences):
+        state = slots.view([sequence.state_slot for sequence in self._sequences], counts=self._token_counts)
+        if any(self._rollback_to_record_from(sequence) for sequence in self._sequences):
             state.inputs = {}
         return state
 
-    def _mark_to_record_from(self, sequence: Sequence) -> StateMark | None:
-        """Return the mark at which the pass begins if it needs recorded inputs, else None."""
-        mark = sequence.mark
-        return None if mark is None or mark.inputs is None or mark.tokens != sequence.position else mark
+    def _rollback_to_record_from(self, sequence: Sequence) -> RollbackState | None:
+        """Return the sequence's rollback state if the pass begins there and must record inputs, else None."""
+        rollback = sequence.rollback
+        return None if rollback is None or rollback.inputs is None or rollback.tokens != sequence.position else rollback
 
     def _divide_recorded_inputs(self) -> None:
-        """Divide the recorded inputs of recurrent layers between the marks of the sequences."""
+        """Divide the recorded inputs of recurrent layers between the rollback states of the sequences."""
         if self._state is None or self._state.inputs is None:
             return
         parts = {layer: inputs.split(self._token_counts) for layer, inputs in self._state.inputs.items()}
         for b, sequence in enumerate(self._sequences):
-            if (mark := self._mark_to_record_from(sequence)) is not None:
+            if (rollback := self._rollback_to_record_from(sequence)) is not None:
                 # A view would keep the inputs of the whole batch in memory.
-                mark.inputs = {layer: part[b].clone() for layer, part in parts.items()}
+                rollback.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
     def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
         """Store the new KV `[Hkv, m, d]`. Return the attention output `[m, H * d]` of q `[H, m, d]`.
@@ -91,24 +91,24 @@ class VerificationPass:
         if window is None and self._policy.wants_queries:
             rows = rows.joined()
             sequence.state.on_queries(layer, q, rows.kv.k, start)
-        known = sequence.learned if sequence.unlearned else start
+        observed = sequence.observed if sequence.unobserved else start
         if rows.past:
-            attended = self._attend_past(layer, sequence, q, rows, known)
+            attended = self._attend_past(layer, sequence, q, rows, observed)
         else:
             attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
         if window is None:
-            pass_to_policy(sequence.state, layer, rows.kv, rows.first, known)
+            pass_to_policy(sequence.state, layer, rows.kv, rows.first, observed)
         return attended.transpose(0, 1).flatten(1)
 
     def _attend_past(
-        self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, known: int
+        self, layer: int, sequence: Sequence, q: torch.Tensor, rows: PrefilledLayer, observed: int
     ) -> torch.Tensor:
         """Return the attention output `[H, m, d]` of q over earlier KV, part by part, and over `rows.kv`.
 
-        The first `known` tokens are already in the policy's state.
+        The first `observed` tokens are already in the policy's state.
         """
         geometry = self._adapter.geometry
-        attending = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
-        attend_past_kv(rows.past, [attending], sequence.state, layer, known)
-        attending.add_own(rows.kv.k, rows.kv.v)
-        return attending.result(self._adapter.sinks[layer])
+        attention = BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
+        attend_past_kv(rows.past, [attention], sequence.state, layer, observed)
+        attention.add_causal(rows.kv.k, rows.kv.v)
+        return attention.result(self._adapter.sinks[layer])

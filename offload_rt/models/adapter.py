@@ -58,7 +58,7 @@ class ModelAdapter(ABC):
         if not self.geometry.states:
             return self
         slots = StateSlots(self.geometry, self.dtype, self.device)
-        return self.with_state(slots.view([slots.take()]))
+        return self.with_state(slots.view([slots.allocate()]))
 
     def stages(self, layer: int) -> Sequence[Stage]:
         """Return the decoder layers without attention that follow attention layer `layer` (-1: before the first one).

@@ -43,18 +43,18 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
     if source.gguf is not None:
         return _read_gguf_config(source)
     options, trusted = source.hub.options, source.hub.trust_remote_code
-    with one_error(f"cannot read the configuration of {source}"):
+    with as_model_error(f"cannot read the configuration of {source}"):
         raw = dict(PreTrainedConfig.get_config_dict(source.name_or_path, **options)[0])
     architecture = next(iter(raw.get("architectures") or ()), None) or f"model type {raw.get('model_type')!r}"
-    own_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-    if architecture not in architectures() and architecture not in _names_of_classes() and not own_code:
+    has_remote_code = trusted and "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+    if architecture not in architectures() and architecture not in _names_of_classes() and not has_remote_code:
         if "text_config" not in raw:
             raise unsupported(architecture)
         why = "it is multimodal, and this version of transformers has no class with its language model"
         raise unsupported(architecture, why, "multimodal")
-    with one_error(f"the configuration of {source} is not valid"):
+    with as_model_error(f"the configuration of {source} is not valid"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.name_or_path, **options)
-    if not own_code and architecture not in [kind.__name__ for kind in _classes_of(config)]:
+    if not has_remote_code and architecture not in [kind.__name__ for kind in _classes_of(config)]:
         raise ModelError(
             f"config.json of {source} is inconsistent: architecture {architecture}, model type {config.model_type!r}"
         )
@@ -65,7 +65,7 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    with one_error(f"cannot read the configuration of {source}"), _quiet(), fast_gguf():
+    with as_model_error(f"cannot read the configuration of {source}"), _quiet(), fast_gguf():
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             source.name_or_path, gguf_file=source.gguf, **source.hub.options
         )
@@ -76,9 +76,9 @@ def _read_gguf_config(source: ModelSource) -> PreTrainedConfig:
 
 def architecture_of(config: PreTrainedConfig) -> str:
     """Return the name of the model class that transformers builds from a configuration."""
-    named = next(iter(config.architectures or ()), None)  # may be the name of a class in the checkpoint's own code
-    found = [kind.__name__ for kind in _classes_of(config)]
-    return str(named if named in found or not found else found[0])
+    declared = next(iter(config.architectures or ()), None)  # may be the name of a class in the checkpoint's own code
+    names = [kind.__name__ for kind in _classes_of(config)]
+    return str(declared if declared in names or not names else names[0])
 
 
 def _classes_of(config: PreTrainedConfig) -> list[type[Any]]:
@@ -98,8 +98,8 @@ def _multimodal_class(config: PreTrainedConfig) -> Any:
     """Return a class that loads a multimodal model without the modules not used for text; None for other models."""
     if not is_multimodal(config):
         return None
-    named = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
-    return next((without_unused(kind) for kind in named if kind.config_class is type(config)), None)
+    candidates = [kind for kind in _classes_of(config) if kind.__name__ == architecture_of(config)]
+    return next((without_unused(kind) for kind in candidates if kind.config_class is type(config)), None)
 
 
 def read_weights(
@@ -108,7 +108,7 @@ def read_weights(
     device: torch.device,
     dtype: torch.dtype | None,
     *,
-    moved: bool = False,
+    offloaded: bool = False,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint to `device`, in eval mode and without gradients.
 
@@ -119,7 +119,7 @@ def read_weights(
         config: Its configuration (`read_config`).
         device: Device of the weights.
         dtype: Dtype of the weights. None keeps the dtype of the file.
-        moved: Whether weights will be copied between host and device memory later.
+        offloaded: Whether weights will be copied between host and device memory later.
 
     Raises:
         ModelError: A weight is missing, damaged or has the wrong shape. (transformers would initialise it randomly.)
@@ -132,20 +132,20 @@ def read_weights(
     if method == PACKED.method:
         if source.folder is None:
             raise ModelError(f"{source} has packed weights, which are only read from a folder: download it first")
-        with one_error(f"cannot load the weights of {source}"):
-            own = dtype or torch.bfloat16
-            return read_checkpoint(source.folder, config, own, device, source.hub.trust_remote_code)
+        with as_model_error(f"cannot load the weights of {source}"):
+            compute_dtype = dtype or torch.bfloat16
+            return read_checkpoint(source.folder, config, compute_dtype, device, source.hub.trust_remote_code)
     # Without a device map, transformers puts packed weights on a CUDA device even if they must stay in host memory.
-    on_cpu = None if method is None else {"": "cpu"}
+    device_map = None if method is None else {"": "cpu"}
     hint = f" (packed by {method}; call transformers' from_pretrained to see which kernel or package is missing)"
     reader = nullcontext() if source.gguf is None else fast_gguf()
-    with one_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
+    with as_model_error(f"cannot load the weights of {source}{hint if method else ''}"), _quiet(), reader:
         loader: Any = _multimodal_class(config) or AutoModelForCausalLM
         model, report = loader.from_pretrained(
             source.name_or_path,
             config=config,
             dtype=dtype or "auto",
-            device_map=on_cpu if device.type == "cpu" else device,
+            device_map=device_map if device.type == "cpu" else device,
             **source.hub.options,
             ignore_mismatched_sizes=True,  # reported below, together with missing weights
             output_loading_info=True,
@@ -157,21 +157,21 @@ def read_weights(
         del model.config.quantization_config
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     if (backend := backend_of(loaded.config)) is not None:
-        backend.prepare(loaded, dtype, moved)
+        backend.prepare(loaded, dtype, offloaded)
     return loaded
 
 
 def _check_report(source: ModelSource, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     """Raise ModelError if weights were missing or had the wrong shape. Warn of weights that the model does not use."""
-    absent = sorted(report["missing_keys"])
+    missing = sorted(report["missing_keys"])
     shapes = sorted(str(entry[0]) for entry in report["mismatched_keys"])
-    for what, keys in (("lacks", absent), ("has another shape for", shapes)):
+    for problem, keys in (("lacks", missing), ("has another shape for", shapes)):
         if keys:
-            raise ModelError(f"the checkpoint {source} {what} {_list_some(keys)}; it is not a complete model")
+            raise ModelError(f"the checkpoint {source} {problem} {_list_some(keys)}; it is not a complete model")
     modules = unused_modules(model)
-    surplus = sorted(key for key in report["unexpected_keys"] if not any(belongs_to(module, key) for module in modules))
-    if surplus:
-        warnings.warn(f"{source}: unused weights {_list_some(surplus)}", stacklevel=4)
+    unused = sorted(key for key in report["unexpected_keys"] if not any(belongs_to(module, key) for module in modules))
+    if unused:
+        warnings.warn(f"{source}: unused weights {_list_some(unused)}", stacklevel=4)
     if modules:
         warnings.warn(f"{source}: only the language model is loaded; images and audio are not supported", stacklevel=4)
 
@@ -194,7 +194,7 @@ def build_skeleton(source: ModelSource, config: PreTrainedConfig, dtype: torch.d
 
     auto: Any = AutoModelForCausalLM
     config = copy.deepcopy(config)  # transformers and `fix_rope_scaling` modify the configuration
-    with one_error(f"the configuration of {source} is not valid"), init_empty_weights(include_buffers=True):
+    with as_model_error(f"the configuration of {source} is not valid"), init_empty_weights(include_buffers=True):
         kind = _multimodal_class(config)
         skeleton: PreTrainedModel = (
             auto.from_config(config, dtype=dtype, trust_remote_code=source.hub.trust_remote_code)
@@ -210,10 +210,10 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
     if not source.has_tokenizer:
         return None
-    of_file, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
-    with one_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
+    gguf_options, reader = ({}, nullcontext()) if source.gguf is None else ({"gguf_file": source.gguf}, fast_gguf())
+    with as_model_error(f"cannot load the tokenizer of {source}; pass tokenizer="), reader:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.name_or_path, **source.hub.options, **of_file
+            source.name_or_path, **source.hub.options, **gguf_options
         )
     return tokenizer
 
@@ -236,37 +236,36 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def stated_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
-    """Return the dtype that a configuration states, or None. For GGUF files it is bfloat16."""
-    own: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
-    return torch.bfloat16 if source.gguf is not None else own
+def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the dtype that a configuration declares, or None. For GGUF files it is bfloat16."""
+    declared: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
+    return torch.bfloat16 if source.gguf is not None else declared
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype, source: ModelSource, stated: torch.dtype | None, device: torch.device
+    dtype: str | torch.dtype, source: ModelSource, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype | None:
-    """Return the torch dtype. None: keep the dtype of the weights, because the configuration states none.
+    """Return the torch dtype that `dtype` names. None means the dtype of the weights, if the configuration states none.
 
-    "auto" is the checkpoint's dtype (`stated`) on CUDA. On a CPU, it is bfloat16 for half-precision
-    checkpoints, which halves the time to read the weights. In three cases, it is at least float32: for other
+    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints, which halves the time to read the weights. In three cases, it is at least float32: for other
     checkpoints, on CPUs on which bfloat16 is slow, and for models in the package, whose results are then the same on
     every machine. Raises ConfigError for an unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
     if name != "auto":
-        named: torch.dtype = getattr(torch, name)
-        return named
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
     if device.type != "cpu":
-        return stated
-    if stated in (torch.bfloat16, torch.float16) and computes_bfloat16() and not source.shipped:
+        return checkpoint_dtype
+    if checkpoint_dtype in (torch.bfloat16, torch.float16) and computes_bfloat16() and not source.shipped:
         return torch.bfloat16
-    return torch.promote_types(stated or torch.float32, torch.float32)
+    return torch.promote_types(checkpoint_dtype or torch.float32, torch.float32)
 
 
 @contextmanager
-def one_error(what: str) -> Iterator[None]:
-    """Convert all errors in the body of the `with` statement to a ModelError that begins with `what`.
+def as_model_error(what: str) -> Iterator[None]:
+    """Convert all errors in the body of the `with` statement to a ModelError whose message begins with `what`.
 
     Errors of this package are not converted.
     """

@@ -110,5 +110,5 @@ def file_identity(path: Path) -> tuple[Any, ...]:
 
 
 def _settled(files: list[tuple[Any, ...]]) -> bool:
-    newest = max(int(changed) for each in files for changed in each[-2:])
+    newest = max(int(changed) for identity in files for changed in identity[-2:])
     return newest < time.time_ns() - SETTLED_SECONDS * 1e9

@@ -36,8 +36,8 @@ _KINDS_OF_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _CAPPED_AS_TEXT = ("Gemma4ForConditionalGeneration",)
 """Multimodal classes that use `final_logit_softcapping` of their language model's configuration. Others ignore it."""
 
-_ROTATED_WHERE_SLIDING = ("Cohere2Model", "Exaone4Model")
-"""Model classes whose full-attention layers have no rotary positions."""
+_ROPE_IN_SLIDING_LAYERS_ONLY = ("Cohere2Model", "Exaone4Model")
+"""Model classes that rotate queries and keys only in sliding-window layers."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AttentionTemperature:
 
     rate: float
     step: float
-    first: int
+    position_offset: int
 
     @classmethod
     def of(cls, attention: Any, config: Any) -> AttentionTemperature | None:
@@ -60,12 +60,12 @@ class AttentionTemperature:
         rate = rope.get("llama_4_scaling_beta")
         return None if rate is None else cls(float(rate), float(rope["original_max_position_embeddings"]), 0)
 
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the factors `[T]` (float32) of queries at positions `[T]`."""
-        return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.first) / self.step))
+        return 1 + self.rate * torch.log1p(torch.floor((positions.float() + self.position_offset) / self.step))
 
-    def sharpen(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return q * self.at(positions).to(q.dtype)[:, None]
+    def scale_queries(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return q * self.factors(positions).to(q.dtype)[:, None]
 
 
 class DecoderAdapter(ModelAdapter):
@@ -77,13 +77,13 @@ class DecoderAdapter(ModelAdapter):
     def __init__(self, model: Any) -> None:
         decoder, config = text_decoder(model), text_config(model.config)
         layers = decoder_layers(model)
-        at = attention_layers(layers)
-        self._decoder_layers, self._attention_at = layers, at
-        self._between = [range(a + 1, b) for a, b in itertools.pairwise((-1, *at, len(layers)))]
+        attention_indices = attention_layers(layers)
+        self._decoder_layers, self._attention_indices = layers, attention_indices
+        self._layers_between = [range(a + 1, b) for a, b in itertools.pairwise((-1, *attention_indices, len(layers)))]
         """Decoder layers before the first, between, and after the last attention layer."""
-        states = state_shapes(type(model).__name__, layers, at)
-        _refuse_unsupported(model, config, decoder, layers, at)
-        self._layers = [DecoderLayer(layers[i]) for i in at]
+        states = state_shapes(type(model).__name__, layers, attention_indices)
+        _refuse_unsupported(model, config, decoder, layers, attention_indices)
+        self._layers = [DecoderLayer(layers[i]) for i in attention_indices]
         attentions = [layer.attention for layer in self._layers]
         self._embedding = model.get_input_embeddings()
         self._multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
@@ -94,14 +94,16 @@ class DecoderAdapter(ModelAdapter):
         capped_by = config if type(model).__name__ in _CAPPED_AS_TEXT else model.config
         self._logit_cap: float | None = getattr(capped_by, "final_logit_softcapping", None)
         self._projections = [_projections(config, attention) for attention in attentions]
-        windows = _windows(config, decoder, at)
+        windows = _windows(config, decoder, attention_indices)
         full_rows, window_rows = _row_shapes(type(model).__name__, self._projections, windows)
         rotary = _rotary_module(decoder)
-        self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, at), attentions)
-        known = (self._embedding, self._norm, rotary)
-        named = list(decoder.named_children())
-        stacks = [name for name, child in named if isinstance(child, nn.ModuleList)][:1]
-        refuse_unused(decoder, [*stacks, *(name for name, child in named if any(child is each for each in known))])
+        self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, attention_indices), attentions)
+        used_modules = (self._embedding, self._norm, rotary)
+        children = list(decoder.named_children())
+        stacks = [name for name, child in children if isinstance(child, nn.ModuleList)][:1]
+        refuse_unused(
+            decoder, [*stacks, *(name for name, child in children if any(child is module for module in used_modules))]
+        )
         weight = self._embedding.weight
         self._state: RecurrentState | None = None
         self._gates: dict[int, torch.Tensor] | None = None
@@ -110,7 +112,7 @@ class DecoderAdapter(ModelAdapter):
             self._geometry_of(config, attentions, full_rows, windows),
             states=states,
             window_rows=window_rows,
-            sinks=any(each is not None for each in sinks),
+            sinks=any(sink is not None for sink in sinks),
         )
         super().__init__(geometry, weight.dtype, weight.device, sinks)
 
@@ -126,8 +128,8 @@ class DecoderAdapter(ModelAdapter):
             head_dim=rows.head_dim,
             vocab=config.vocab_size,
             scales=tuple(
-                float(getattr(each, "scaling", None) or own.default_scale)
-                for each, own in zip(attentions, self._projections, strict=True)
+                float(getattr(attention, "scaling", None) or projection.default_scale)
+                for attention, projection in zip(attentions, self._projections, strict=True)
             ),
             windows=windows,
             max_positions=_max_positions(config),
@@ -136,7 +138,7 @@ class DecoderAdapter(ModelAdapter):
             softcap=_declared(config, "attn_logit_softcapping"),
             chunked="chunked_attention" in (_declared(config, "layer_types") or ()),
             experts=any(hasattr(module, "experts") for layer in self._decoder_layers for module in layer.modules()),
-            attention_at=tuple(self._attention_at) if hybrid else (),
+            attention_at=tuple(self._attention_indices) if hybrid else (),
             depth=len(self._decoder_layers) if hybrid else 0,
             value_dim=self._projections[0].value_dim,
         )
@@ -149,7 +151,7 @@ class DecoderAdapter(ModelAdapter):
         return bound
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        between = self._between[layer + 1]
+        between = self._layers_between[layer + 1]
         return [Stage(i, partial(self._run, i, self._decoder_layers[i])) for i in between] if between else ()
 
     def _run(self, decoder_layer: int, module: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -171,35 +173,39 @@ class DecoderAdapter(ModelAdapter):
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         projections, temperature = self._projections[layer], self._temperatures[layer]
-        rotate = self._rotary.at(layer, positions, attention_input)
+        rotate = self._rotary.rotation_to(layer, positions, attention_input)
         if projections.gated and self._gates is not None:
             q, self._gates[layer] = projections.query_and_gate(attention_input, rotate)
             k, v = projections.key_value(attention_input, rotate)
         else:
             q, k, v = projections.qkv(attention_input, rotate)
-        return q if temperature is None else temperature.sharpen(q, positions), k, v
+        return q if temperature is None else temperature.scale_queries(q, positions), k, v
 
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        q = self._projections[layer].query(attention_input, self._rotary.at(layer, positions, attention_input))
+        q = self._projections[layer].query(attention_input, self._rotary.rotation_to(layer, positions, attention_input))
         temperature = self._temperatures[layer]
-        return q if temperature is None else temperature.sharpen(q, positions)
+        return q if temperature is None else temperature.scale_queries(q, positions)
 
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._projections[layer].key_value(attention_input, self._rotary.at(layer, positions, attention_input))
+        return self._projections[layer].key_value(
+            attention_input, self._rotary.rotation_to(layer, positions, attention_input)
+        )
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
-        return self._projections[layer].rotate_cached(k, self._rotary.by(layer, offset, k))
+        return self._projections[layer].rotate_cached(k, self._rotary.rotation_by(layer, offset, k))
 
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         projections = self._projections[layer]
         projected = projections.output(attended, self._gate(layer, hidden) if projections.gated else None)
-        return self._layers[layer].after_attention(hidden, projected, partial(self._run, self._attention_at[layer]))
+        return self._layers[layer].after_attention(
+            hidden, projected, partial(self._run, self._attention_indices[layer])
+        )
 
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        if self._gates is not None and (known := self._gates.pop(layer, None)) is not None:
-            return known  # In a decode step, `qkv` has already computed the gate.
+        if self._gates is not None and (gate := self._gates.pop(layer, None)) is not None:
+            return gate  # In a decode step, `qkv` has already computed the gate.
         # The query is not used, so it need not be rotated.
         return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), unrotated)[1]
 
@@ -216,10 +222,12 @@ class DecoderAdapter(ModelAdapter):
 
 
 def _rotary_module(decoder: Any) -> Any:
-    return next((each for name in _ROTARY if (each := getattr(decoder, name, None)) is not None), None)
+    return next((module for name in _ROTARY if (module := getattr(decoder, name, None)) is not None), None)
 
 
-def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.Module], at: list[int]) -> None:
+def _refuse_unsupported(
+    model: Any, config: Any, decoder: Any, layers: list[nn.Module], attention_indices: list[int]
+) -> None:
     """Raise ModelError if the model has features that this adapter does not support."""
     name = type(model).__name__
     if getattr(config, "alibi", False) or hasattr(decoder, "build_alibi_tensor"):
@@ -240,14 +248,14 @@ def _refuse_unsupported(model: Any, config: Any, decoder: Any, layers: list[nn.M
         )
     rotary = _rotary_module(decoder)
     # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.
-    if len(at) == len(layers) and not any(hasattr(decoder, each) for each in _ROTARY):
+    if len(attention_indices) == len(layers) and not any(hasattr(decoder, attribute) for attribute in _ROTARY):
         raise ModelError(f"{name} has no rotary positions (rotary_emb) and no registered adapter", reason="positions")
-    types = _layer_types(config, at) or []
-    strange = [kind for kind in types if kind not in _KINDS_OF_LAYERS]
-    if strange:
+    types = _layer_types(config, attention_indices) or []
+    unsupported_types = [kind for kind in types if kind not in _KINDS_OF_LAYERS]
+    if unsupported_types:
         raise ModelError(
-            f"{strange.count(strange[0])} of the {len(layers)} layers of {name} are of type {strange[0]!r}, which is "
-            "not supported",
+            f"{unsupported_types.count(unsupported_types[0])} of the {len(layers)} layers of {name} are of type "
+            f"{unsupported_types[0]!r}, which is not supported",
             reason="layer_type",
         )
     rope_type = getattr(rotary, "rope_type", "default")
@@ -270,8 +278,10 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
     """
     heads = int(config.num_attention_heads)
     # Gemma 4 has a configuration for each layer.
-    own = config.per_layer_config[attention.layer_idx] if getattr(config, "is_heterogeneous", False) else config
-    kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(own, "num_key_value_heads") or heads)
+    layer_config = (
+        config.per_layer_config[attention.layer_idx] if getattr(config, "is_heterogeneous", False) else config
+    )
+    kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(layer_config, "num_key_value_heads") or heads)
     if heads % kv_heads == 0 and (group := getattr(attention, "num_key_value_groups", None)):
         kv_heads = heads // int(group)  # may differ between layers
     if heads % kv_heads:
@@ -291,27 +301,29 @@ def _row_shapes(
     If the larger head dimension is not a multiple of the smaller one, all vectors are padded to the larger one. Raise
     ModelError if layers of the same type have different shapes.
     """
-    found: dict[bool, set[RowShape]] = {False: set(), True: set()}
-    for own, length in zip(projections, windows, strict=True):
-        found[length is not None].add(RowShape(own.kv_heads, own.head_dim, 2 if own.value_dim is None else 1))
-    if any(len(shapes) > 1 for shapes in found.values()):
+    shapes_by_kind: dict[bool, set[RowShape]] = {False: set(), True: set()}
+    for projection, length in zip(projections, windows, strict=True):
+        shapes_by_kind[length is not None].add(
+            RowShape(projection.kv_heads, projection.head_dim, 2 if projection.value_dim is None else 1)
+        )
+    if any(len(shapes) > 1 for shapes in shapes_by_kind.values()):
         raise ModelError(
             f"{name} has full-attention layers, or sliding-window layers, with different numbers or widths of KV "
             "heads, which is not supported",
             reason="heads",
         )
-    rows = [next(iter(shapes)) for shapes in found.values() if shapes]
+    rows = [next(iter(shapes)) for shapes in shapes_by_kind.values() if shapes]
     full, window = rows[0], rows[-1]
     if full == window:
         return full, None
     if 1 in (full.planes, window.planes):
         raise ModelError(f"{name} has latent attention with sliding windows, which is not supported", reason="heads")
     if full.head_dim % window.head_dim:
-        widest = max(full.head_dim, window.head_dim)
-        full, window = replace(full, head_dim=widest), replace(window, head_dim=widest)
-        for own in projections:
-            assert isinstance(own, Projections)
-            own.widen(widest)
+        max_head_dim = max(full.head_dim, window.head_dim)
+        full, window = replace(full, head_dim=max_head_dim), replace(window, head_dim=max_head_dim)
+        for projection in projections:
+            assert isinstance(projection, Projections)
+            projection.widen(max_head_dim)
     return full, (window if window != full else None)
 
 
@@ -324,41 +336,43 @@ def _sinks(attention: Any, embedding: torch.Tensor) -> torch.Tensor | None:
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return an entry of `config`. None if its class does not define it."""
+    """Return a field of `config`, or None if its class does not define this field."""
     return getattr(config, name, None) if any(field.name == name for field in fields(config)) else None
 
 
-def _layer_types(config: Any, at: list[int]) -> list[str] | None:
-    """Return the declared types of the attention layers `at`, or None if the configuration declares no types."""
+def _layer_types(config: Any, attention_indices: list[int]) -> list[str] | None:
+    """Return the declared types of the attention layers, or None if the configuration declares no types."""
     types = _declared(config, "layer_types")
-    return types and [types[i] for i in at]
+    return types and [types[i] for i in attention_indices]
 
 
 def _rope(config: Any) -> dict[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
-def _windows(config: Any, decoder: Any, at: list[int]) -> tuple[int | None, ...]:
+def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[int | None, ...]:
     """Return the sliding window of each attention layer in tokens, or None for full attention."""
     # Llama's configuration may state a window, but its module does not build a sliding-window mask.
-    slides = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
-    window: int | None = getattr(config, "sliding_window", None) if slides else None
-    types = _layer_types(config, at) or ["sliding_attention"] * len(at)
-    shown = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
-    return tuple(shown.get(kind) for kind in types)
+    has_window_mask = hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
+    window: int | None = getattr(config, "sliding_window", None) if has_window_mask else None
+    types = _layer_types(config, attention_indices) or ["sliding_attention"] * len(attention_indices)
+    window_of_type = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return tuple(window_of_type.get(kind) for kind in types)
 
 
-def _kinds(config: Any, decoder: Any, rotary: Any, attentions: list[Any], at: list[int]) -> list[str | None]:
+def _kinds(
+    config: Any, decoder: Any, rotary: Any, attentions: list[Any], attention_indices: list[int]
+) -> list[str | None]:
     """Return the RoPE frequencies that each attention layer uses (see `Rotary`), or None for layers without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
-    several = isinstance(getattr(rotary, "rope_type", None), dict)
-    types = _layer_types(config, at) or [""] * len(attentions)
-    without = type(decoder).__name__ in _ROTATED_WHERE_SLIDING
+    per_type = isinstance(getattr(rotary, "rope_type", None), dict)
+    types = _layer_types(config, attention_indices) or [""] * len(attentions)
+    only_sliding_rotates = type(decoder).__name__ in _ROPE_IN_SLIDING_LAYERS_ONLY
     kinds: list[str | None] = []
     for attention, kind in zip(attentions, types, strict=True):
-        turns = getattr(attention, "use_rope", True) and not (without and kind == "full_attention")
-        kinds.append((kind if several else "") if turns else None)
+        rotates = getattr(attention, "use_rope", True) and not (only_sliding_rotates and kind == "full_attention")
+        kinds.append((kind if per_type else "") if rotates else None)
     return kinds
 
 

@@ -71,24 +71,28 @@ class DecoderLayer:
     def __init__(self, module: Any) -> None:
         """Raise ModelError if the layer's norms match no known placement, or a module with weights would be unused."""
         self.attention = attention_of(module)
-        lone = self.attention is getattr(module, "mixer", None)
-        self._mlp: Any = None if lone else first_of(module, _MLP)
-        shared = None if lone else getattr(module, "shared_mlp", None)
+        attention_only = self.attention is getattr(module, "mixer", None)
+        self._mlp: Any = None if attention_only else first_of(module, _MLP)
+        shared = None if attention_only else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
         # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
-        self._experts_beside = ExpertsBesideMlp(module) if ExpertsBesideMlp.found_in(module) else None
-        beside = () if self._experts_beside is None else ExpertsBesideMlp.MODULES
+        self._parallel_experts = ParallelExperts(module) if ParallelExperts.found_in(module) else None
+        parallel_names = () if self._parallel_experts is None else ParallelExperts.MODULES
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
-        own = {name for name, child in module.named_children() if any(child is each for each in used)} | {*beside}
-        present = {name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")} - own
-        norms = next((n for n in _PLACEMENTS if present == _names(n)), None)
+        used_names = {name for name, child in module.named_children() if any(child is each for each in used)} | {
+            *parallel_names
+        }
+        norm_names = {
+            name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")
+        } - used_names
+        norms = next((n for n in _PLACEMENTS if norm_names == _names(n)), None)
         if norms is None:
             raise ModelError(
-                f"{type(module).__name__} has the norms {', '.join(sorted(present))}, whose placement is unknown",
+                f"{type(module).__name__} has the norms {', '.join(sorted(norm_names))}, whose placement is unknown",
                 reason="norms",
             )
-        refuse_unused(module, own | present)
+        refuse_unused(module, used_names | norm_names)
         # MiniCPM3 calls the multiplier `residual_scale`.
         multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
         self.before_attention, self._before_mlp = (
@@ -103,20 +107,20 @@ class DecoderLayer:
         self.input_multiplier = float(getattr(module, "attention_in_multiplier", 1.0))
         self._attention_multiplier = float(getattr(module, "attn_out_multiplier", 1.0))
         self._mixer_multiplier = float(getattr(module, "ssm_out_multiplier", 1.0))
-        self.of_experts = hasattr(self._mlp, "experts")
-        self._scaled_by: Any = module if hasattr(module, "layer_scalar") else None  # Gemma 4
+        self.is_moe = hasattr(self._mlp, "experts")
+        self._scalar_module: Any = module if hasattr(module, "layer_scalar") else None  # Gemma 4
 
     def after_attention(
-        self, hidden: torch.Tensor, projected: torch.Tensor, mix: Callable[[Any, torch.Tensor], torch.Tensor]
+        self, hidden: torch.Tensor, projected: torch.Tensor, run_mixer: Callable[[Any, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the residual stream `[T, D]`: the sum of the layer's input and its projected attention, both `[T, D]`.
 
         If attention and MLP run in parallel, it includes the output of the MLP. If the layer also has a Mamba mixer in
-        parallel to the attention (Falcon-H1), `mix` runs it on the normed input.
+        parallel to the attention (Falcon-H1), `run_mixer` runs it on the normed input.
         """
         if self._mixer is not None:
-            beside = mix(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
-            projected = beside + projected * self._attention_multiplier
+            mixer_output = run_mixer(self._mixer, self.before_attention(hidden)) * self._mixer_multiplier
+            projected = mixer_output + projected * self._attention_multiplier
         residual = hidden + self._after_attention(projected)
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
@@ -125,13 +129,13 @@ class DecoderLayer:
         if self._parallel or self._mlp is None:
             return residual
         out = residual + self._run_mlp(residual)
-        return out if self._scaled_by is None else out * self._scaled_by.layer_scalar
+        return out if self._scalar_module is None else out * self._scalar_module.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
         normed = self._before_mlp(x)
-        if not self.of_experts:
+        if not self.is_moe:
             out = self._mlp(normed)
-            return self._after_mlp(out if self._experts_beside is None else self._experts_beside.add(out, x))
+            return self._after_mlp(out if self._parallel_experts is None else self._parallel_experts.add(out, x))
         # A mixture of experts needs an input `[1, T, D]` and may also return router scores.
         out = self._mlp(normed[None])
         mixed = (out[0] if isinstance(out, tuple) else out).view_as(x)
@@ -140,7 +144,7 @@ class DecoderLayer:
         return self._after_mlp(mixed)
 
 
-class ExpertsBesideMlp:
+class ParallelExperts:
     """Experts of a layer that run in parallel to its dense MLP, with their own norms and router (Gemma 4)."""
 
     MODULES = (
@@ -179,13 +183,13 @@ def fused_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that applies the norm `module`. On CUDA, copies of `LlamaRMSNorm` run as one kernel."""
     if not _is_llama_norm(module):
         return module
-    known: Any = module
+    llama_norm: Any = module
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if not x.is_cuda or x.dtype != known.weight.dtype:
-            plain: torch.Tensor = known(x)
+        if not x.is_cuda or x.dtype != llama_norm.weight.dtype:
+            plain: torch.Tensor = llama_norm(x)
             return plain
-        return rms_norm(x, known.weight, known.variance_epsilon)
+        return rms_norm(x, llama_norm.weight, llama_norm.variance_epsilon)
 
     return forward
 
@@ -200,7 +204,7 @@ def _is_llama_norm(module: nn.Module) -> bool:
     return (ours.co_code, ours.co_names) == (theirs.co_code, theirs.co_names) and ours.co_consts == theirs.co_consts
 
 
-_BY_HEAD: Norm = partial(torch.transpose, dim0=0, dim1=1)
+_HEADS_FIRST: Norm = partial(torch.transpose, dim0=0, dim1=1)
 """Change `[T, heads, d]` to `[heads, T, d]`."""
 
 
@@ -307,14 +311,14 @@ class Projections:
         out: torch.Tensor = self._output(attended)
         return out
 
-    def _padded(self, by_head: Norm) -> Norm:
-        """Return a function like `by_head` that also pads the last axis of its result with zeros to `head_dim`."""
+    def _padded(self, norm: Norm) -> Norm:
+        """Return a function like `norm` that also pads the last axis of its result with zeros to `head_dim`."""
         if self._key_dim == self._value_dim == self.head_dim:
-            return by_head
+            return norm
 
         def pad(rows: torch.Tensor) -> torch.Tensor:
-            found = by_head(rows)
-            return F.pad(found, (0, self.head_dim - found.shape[-1]))
+            normed = norm(rows)
+            return F.pad(normed, (0, self.head_dim - normed.shape[-1]))
 
         return pad
 
@@ -337,7 +341,7 @@ class Projections:
         """
         name = next((name for name in names if getattr(attention, name, None) is not None), None)
         if name is None:
-            return _BY_HEAD
+            return _HEADS_FIRST
         module = getattr(attention, name)
         used.add(name)
         shape = tuple(module.weight.shape) if hasattr(module, "weight") else None
@@ -368,7 +372,9 @@ class Projections:
 
 def first_of(module: Any, names: Collection[str]) -> Any:
     """Return the first attribute of `module` in `names` that is not None. Raise ModelError if there is none."""
-    found = next((each for each in (getattr(module, name, None) for name in names) if each is not None), None)
+    found = next(
+        (attribute for attribute in (getattr(module, name, None) for name in names) if attribute is not None), None
+    )
     if found is None:
         raise ModelError(f"{type(module).__name__} has none of {', '.join(names)}", reason="modules")
     return found
@@ -377,10 +383,10 @@ def first_of(module: Any, names: Collection[str]) -> Any:
 def refuse_unused(module: nn.Module, used: Collection[str]) -> None:
     """Raise ModelError if `module` has parameters, or submodules with parameters, whose names are not in `used`."""
     children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    strange = sorted({*children, *own} - set(used))
-    if strange:
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    unused = sorted({*children, *parameters} - set(used))
+    if unused:
         raise ModelError(
-            f"{type(module).__name__} has {', '.join(strange)}, which this version does not support",
+            f"{type(module).__name__} has {', '.join(unused)}, which this version does not support",
             reason="modules",
         )

@@ -24,7 +24,7 @@ VERSION = 3
 _BLOCK_ELEMENTS = 1 << 20
 
 _SAMPLES = 16
-"""Number of elements per weight that `LiveWeights` compares.
+"""Number of elements per weight that `WeightChangeDetector` compares.
 
 torch's version counter does not show changes through `.data`, such as merges of PEFT adapters. A merge changes the
 whole matrix, so a few elements suffice to detect it.
@@ -75,10 +75,12 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def _architecture(model: nn.Module) -> str:
     config: Any = text_config(model.config)
-    stated = {key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
+    declared = {
+        key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")
+    }
     if packing_of(model) is None:  # irrelevant if the weights have been dequantised
-        stated.pop("quantization_config", None)
-    entries = {"architecture": type(model).__name__, "config": _canonical(stated)}
+        declared.pop("quantization_config", None)
+    entries = {"architecture": type(model).__name__, "config": _canonical(declared)}
     return json.dumps(entries, sort_keys=True, default=str)
 
 
@@ -114,9 +116,9 @@ def _digest(weight: torch.Tensor) -> bytes:
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the elements of `weight` as flat blocks on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
-    at_once = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
-    for start in range(0, len(rows), at_once):
-        yield start, rows[start : start + at_once].cpu().reshape(-1)
+    rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
+    for start in range(0, len(rows), rows_per_block):
+        yield start, rows[start : start + rows_per_block].cpu().reshape(-1)
 
 
 def _bytes(block: torch.Tensor) -> memoryview:
@@ -130,7 +132,7 @@ def cached_fingerprint(model: Any, cache: CheckpointCache) -> str:
         "version": (VERSION, "with buffers"),
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": model.config.to_dict(),
-        "weights": [(name, type(each).__name__, list(each.shape), str(each.dtype)) for name, each in weights],
+        "weights": [(name, type(weight).__name__, list(weight.shape), str(weight.dtype)) for name, weight in weights],
     }
     return cache.lookup("fingerprints", arguments, lambda: fingerprint(model), _checked)
 
@@ -141,22 +143,22 @@ def _checked(text: str) -> str:
     return text
 
 
-class LiveWeights:
+class WeightChangeDetector:
     """Detects changes to the weights of a model that the caller loaded, for example by an optimizer or a LoRA merge."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._modules = list(model.modules())
         self._changes = 0
-        self._seen = self._state()
+        self._last_state = self._state()
 
     def changes(self) -> int:
         """Count one change if any weights differ from those in the previous call. Return the number of changes so far.
 
         Raise ModelError if a module was replaced.
         """
-        if (seen := self._state()) != self._seen:
-            self._seen, self._changes = seen, self._changes + 1
+        if (state := self._state()) != self._last_state:
+            self._last_state, self._changes = state, self._changes + 1
         return self._changes
 
     @torch.no_grad()
@@ -167,8 +169,8 @@ class LiveWeights:
                 "a module of the model was replaced while the model is in use; create a new LLM from the changed model"
             )
         tensors = [tensor for weight in _weights(self._model).values() for tensor in tensors_of(weight)]
-        versions = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
-        samples = [_sample(each.detach()) for each in tensors]
+        versions = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        samples = [_sample(tensor.detach()) for tensor in tensors]
         return versions, torch.cat(samples).cpu().numpy().tobytes()  # a single copy to the host
 
 

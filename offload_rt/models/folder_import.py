@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
-from .checkpoint import build_skeleton, one_error, read_tokenizer
+from .checkpoint import as_model_error, build_skeleton, read_tokenizer
 from .importers import IMPORTERS, Importer
 from .linear import packing
 from .linear.packed import is_stacked
@@ -48,7 +48,7 @@ class FolderImport:
         from huggingface_hub import snapshot_download
 
         hub = self.source.hub
-        with one_error(f"cannot download {self.source}"):
+        with as_model_error(f"cannot download {self.source}"):
             folder = snapshot_download(
                 self.source.name_or_path,
                 revision=hub.revision,
@@ -65,7 +65,7 @@ class FolderImport:
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
         with self._errors():
             layers = _Layers(self.config, self.source, skeleton)
-            return {name: form for name in layers.modules if (form := layers.form(name)) is not None}
+            return {name: form for name in layers.modules if (form := layers.packed_format(name)) is not None}
 
     def write(self, folder: Path) -> None:
         config = copy.deepcopy(self.config)
@@ -88,7 +88,7 @@ class FolderImport:
     def _errors(self) -> Iterator[None]:
         """Convert CannotPackError and errors of damaged files to ModelError."""
         try:
-            with one_error(f"cannot read the packed weights of {self.source}"):
+            with as_model_error(f"cannot read the packed weights of {self.source}"):
                 yield
         except ModelError as error:
             if isinstance(error.__cause__, CannotPackError):
@@ -103,7 +103,7 @@ class _Layers:
     """The tensors of a checkpoint, grouped by module.
 
     Attributes:
-        modules: For each module name, its tensors by the last part of their names, such as "qweight".
+        modules: For each module name, its tensors by name suffix, such as "qweight".
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
@@ -111,38 +111,40 @@ class _Layers:
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]
-        given = config.quantization_config
-        self._options = given if isinstance(given, dict) else given.to_dict()
+        quantization = config.quantization_config
+        self._options = quantization if isinstance(quantization, dict) else quantization.to_dict()
         self._importer.check(self._options)
         self._skeleton, self.modules = skeleton, defaultdict[str, dict[str, StoredTensor]](dict)
-        known = {**dict(skeleton.named_parameters(remove_duplicate=False)), **dict(skeleton.named_buffers())}
+        expected = {**dict(skeleton.named_parameters(remove_duplicate=False)), **dict(skeleton.named_buffers())}
         tied = set(getattr(skeleton, "all_tied_weights_keys", {}) or ())
         for stored in stored_tensors(source):
             module, part = self._importer.split(stored.name)
             if stored.name.endswith(_UNUSED) or stored.name in tied:
                 continue
-            if stored.name not in known and (
-                part not in self._importer.parts or known.keys().isdisjoint((module, f"{module}.weight"))
+            if stored.name not in expected and (
+                part not in self._importer.suffixes or expected.keys().isdisjoint((module, f"{module}.weight"))
             ):
                 raise CannotPackError(f"the model in transformers has no {stored.name}")
             self.modules[module][part] = stored
 
-    def form(self, name: str) -> PackedFormat | None:
+    def packed_format(self, name: str) -> PackedFormat | None:
         """Return the packed format of a module, or None if its weights are not packed."""
         parts = self.modules[name]
-        if (shape := self._shape(name)) is None or not any(part in parts for part in self._importer.parts):
+        if (shape := self._shape(name)) is None or parts.keys().isdisjoint(self._importer.suffixes):
             return None
         try:
-            return self._importer.form({part: each.shape for part, each in parts.items()}, self._options, shape[1])
+            return self._importer.packed_format(
+                {part: stored.shape for part, stored in parts.items()}, self._options, shape[1]
+            )
         except (KeyError, IndexError) as error:
             raise CannotPackError(f"{name} lacks {error}") from error
 
     def _shape(self, name: str) -> tuple[int, int] | None:
         """Return (outputs, inputs) of a linear layer or of one expert. None for other modules."""
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         experts = self._skeleton.get_submodule(parent)
-        if is_stacked(experts, own):
-            _, ins, outs = getattr(experts, own).shape
+        if is_stacked(experts, child):
+            _, ins, outs = getattr(experts, child).shape
             return outs, ins
         module = self._skeleton.get_submodule(name)
         return (module.out_features, module.in_features) if type(module) is nn.Linear else None
@@ -153,15 +155,17 @@ class _Layers:
 
         tensors: dict[str, torch.Tensor] = {}
         formats: dict[str, PackedFormat] = {}
-        files = {each.file for parts in self.modules.values() for each in parts.values()}
+        files = {stored.file for parts in self.modules.values() for stored in parts.values()}
         opened: dict[Path, Any] = {
             file: safe_open(check_complete(file), framework="pt") for file in files if file is not None
         }
         with Progress(enabled=True).items("Packing weights", len(self.modules)) as advance:
             for name, parts in self.modules.items():
-                found = {part: opened[each.file].get_tensor(each.name) for part, each in parts.items() if each.file}
-                if (form := self.form(name)) is not None:
-                    layer = self._importer.pack(found, form, self._options)
+                module_tensors = {
+                    part: opened[stored.file].get_tensor(stored.name) for part, stored in parts.items() if stored.file
+                }
+                if (form := self.packed_format(name)) is not None:
+                    layer = self._importer.pack(module_tensors, form, self._options)
                     shape = self._shape(name)
                     assert shape is not None
                     if layer.rows.shape[-2] != shape[0]:
@@ -169,7 +173,7 @@ class _Layers:
                     formats[name], tensors[f"{name}.packed"] = layer.form, layer.rows
                     if layer.order is not None:
                         tensors[f"{name}.order"] = layer.order
-                    found = {part: each for part, each in found.items() if part == "bias"}
-                tensors |= {f"{name}.{part}": each for part, each in found.items()}
+                    module_tensors = {part: tensor for part, tensor in module_tensors.items() if part == "bias"}
+                tensors |= {f"{name}.{part}": tensor for part, tensor in module_tensors.items()}
                 advance()
         return tensors, formats

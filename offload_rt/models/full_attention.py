@@ -23,8 +23,8 @@ def keys_and_values(
 
     `inputs` has the normed layer inputs `[m, D]` of each slice, and `positions` its positions `[m]`.
     """
-    for attention_input, at in zip(inputs, positions, strict=True):
-        yield KVPart(*adapter.key_value(layer, attention_input, at))
+    for attention_input, slice_positions in zip(inputs, positions, strict=True):
+        yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
 
 
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
@@ -36,13 +36,13 @@ def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart,
     scale, cap = geometry.scales[layer], geometry.softcap
     if window is None or not geometry.chunked:
         return attend_causal(q, kv.k, kv.v, scale, window, cap, sinks)
-    outs, at, before = [], 0, kv.k.shape[1] - q.shape[1]
-    while at < q.shape[1]:  # chunked attention: a token does not see tokens of other chunks
-        inside = (position + at) % window
-        stop = min(q.shape[1], at + window - inside)
-        seen = slice(max(0, before + at - inside), before + stop)
-        outs.append(attend_causal(q[:, at:stop], kv.k[:, seen], kv.v[:, seen], scale, None, cap, sinks))
-        at = stop
+    outs, start, past = [], 0, kv.k.shape[1] - q.shape[1]
+    while start < q.shape[1]:  # chunked attention: a token does not see tokens of other chunks
+        offset = (position + start) % window
+        stop = min(q.shape[1], start + window - offset)
+        keys = slice(max(0, past + start - offset), past + stop)
+        outs.append(attend_causal(q[:, start:stop], kv.k[:, keys], kv.v[:, keys], scale, None, cap, sinks))
+        start = stop
     return torch.cat(outs, dim=1)
 
 
@@ -52,20 +52,20 @@ def residual_after_attention(
     hidden: torch.Tensor,
     q: torch.Tensor,
     kv: KVPart,
-    seen: int,
+    stop: int,
     position: int | None = None,
 ) -> torch.Tensor:
-    """Return the residual stream `[m, D]` after a layer's attention, for the tokens [seen - m, seen).
+    """Return the residual stream `[m, D]` after a layer's attention, for the last m of the first `stop` tokens in `kv`.
 
     Args:
         adapter: The model.
         layer: The layer index.
         hidden: The layer's input `[m, D]`.
         q: Queries of the m tokens, `[H, m, d]`.
-        kv: K and V of n >= seen tokens, each `[Hkv, n, d]`.
-        seen: Number of tokens in `kv` up to and including the last query token.
+        kv: K and V of n >= stop tokens, each `[Hkv, n, d]`.
+        stop: End (exclusive) of the query tokens in `kv`. Later tokens are not attended to.
         position: Position of the first query. Required if `kv` does not begin at the first token.
     """
-    part = KVPart(kv.k[:, :seen], kv.v[:, :seen])
-    attended = attend_layer(adapter, layer, q, part, seen - q.shape[1] if position is None else position)
+    part = KVPart(kv.k[:, :stop], kv.v[:, :stop])
+    attended = attend_layer(adapter, layer, q, part, stop - q.shape[1] if position is None else position)
     return adapter.after_attention(layer, hidden, attended.transpose(0, 1).flatten(1))

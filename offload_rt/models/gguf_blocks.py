@@ -16,8 +16,8 @@ Parts = tuple[torch.Tensor, ...]
 """Codes of n blocks, uint8 `[n, values]`, followed by their scales, minima and factors as in `PackedFormat.pack`."""
 
 
-def _float16_at(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+def _float16_at(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -116,12 +116,12 @@ def packed_format(kind: str, ins: int) -> PackedFormat | None:
 def packed_rows(data: torch.Tensor, kind: str, form: PackedFormat) -> torch.Tensor | None:
     """Convert a GGUF tensor, uint8 `[out, bytes]`, to packed rows. Return None if a scale is infinite or NaN."""
     size, *_, convert = _TYPES[kind]
-    found = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
+    packed = torch.empty(len(data), form.row_bytes, dtype=torch.uint8)
     step = max(1, _WEIGHTS_AT_ONCE // form.ins)
     for start in range(0, len(data), step):
         rows = data[start : start + step]
         codes, *parts = (part.reshape(len(rows), -1) for part in convert(rows.reshape(-1, size)))
         if not all(part.isfinite().all() for part in parts):
             return None
-        found[start : start + step] = form.pack(codes, *parts)
-    return found
+        packed[start : start + step] = form.pack(codes, *parts)
+    return packed

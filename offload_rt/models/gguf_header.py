@@ -29,7 +29,7 @@ _NUMBERS = {
 }  # fmt: skip
 """numpy dtype of metadata values, by GGUF value type."""
 _STRING, _ARRAY = 8, 9
-_LONGEST = 1 << 30
+_MAX_BYTES = 1 << 30
 _PATCHING = threading.RLock()
 """Lock for replacing functions of the module gguf, which all threads share."""
 
@@ -118,12 +118,12 @@ def fast_gguf() -> Iterator[None]:
 
     with _PATCHING, ExitStack() as stack:
         # transformers asks for the same map of names for each module of a model, which takes five seconds
-        for name, fast in (
+        for name, replacement in (
             ("GGUFReader", lambda path: read_header(Path(path))),
             ("get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
         ):
             stack.callback(setattr, gguf, name, getattr(gguf, name))
-            setattr(gguf, name, fast)
+            setattr(gguf, name, replacement)
         yield
 
 
@@ -138,11 +138,11 @@ def read_header(path: Path) -> GGUFHeader:
             fields, tensors, start = _read_header(file)
         except _EarlyEndError:
             raise ModelError(f"'{path}' is damaged, or truncated within its header; copy it again") from None
-    found = tuple(_tensor(path, name, shape, kind, start + offset) for name, shape, kind, offset in tensors)
-    missing = max((tensor.start + tensor.size for tensor in found), default=0) - path.stat().st_size
+    described = tuple(_tensor(path, name, shape, kind, start + offset) for name, shape, kind, offset in tensors)
+    missing = max((tensor.start + tensor.size for tensor in described), default=0) - path.stat().st_size
     if missing > 0:
         raise incomplete_file(path, missing)
-    return GGUFHeader(fields, found)
+    return GGUFHeader(fields, described)
 
 
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
@@ -175,8 +175,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, GGUFField], list[tuple[str, 
             raise _EarlyEndError
         *shape, kind, offset = _unpack(file, f"<{dims}QIQ")
         tensors.append((name, tuple(shape), kind, offset))
-    stated = fields.get("general.alignment")
-    alignment = int(stated.parts[0][0]) if stated is not None and stated.types == [4] else 0
+    declared = fields.get("general.alignment")
+    alignment = int(declared.parts[0][0]) if declared is not None and declared.types == [4] else 0
     return fields, tensors, -(-file.tell() // (alignment or 32)) * (alignment or 32)
 
 
@@ -204,12 +204,12 @@ def _string(file: BinaryIO) -> bytes:
     return _bytes(file, int.from_bytes(_bytes(file, 8), "little"))
 
 
-def _unpack(file: BinaryIO, form: str) -> tuple[int, ...]:
-    return struct.unpack(form, _bytes(file, struct.calcsize(form)))
+def _unpack(file: BinaryIO, format_string: str) -> tuple[int, ...]:
+    return struct.unpack(format_string, _bytes(file, struct.calcsize(format_string)))
 
 
 def _bytes(file: BinaryIO, count: int) -> bytes:
-    data = b"" if count > _LONGEST else file.read(count)
+    data = b"" if count > _MAX_BYTES else file.read(count)
     if len(data) < count:
         raise _EarlyEndError
     return data

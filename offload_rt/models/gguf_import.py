@@ -13,10 +13,10 @@ import torch
 
 from ..kernels.packed_format import PackedFormat
 from ..utils.progress import Progress
-from .checkpoint import architecture_of, build_skeleton, one_error, read_config, read_tokenizer
+from .checkpoint import architecture_of, as_model_error, build_skeleton, read_config, read_tokenizer
 from .gguf_blocks import can_pack, packed_format, packed_rows
 from .gguf_header import GGUFHeader, GGUFTensor, fast_gguf, read_header, require_gguf
-from .linear.packed import can_hold_packed
+from .linear.packed import can_use_packed_weights
 from .packed_checkpoint import CannotPackError, write_checkpoint
 from .source import ModelSource
 
@@ -42,7 +42,7 @@ class GGUFImport:
         from transformers.utils.hub import cached_file
 
         options = {name: value for name, value in self.source.hub.options.items() if name != "trust_remote_code"}
-        with one_error(f"cannot download {self.source}"):
+        with as_model_error(f"cannot download {self.source}"):
             return Path(str(cached_file(self.source.name_or_path, self.source.gguf, **options)))
 
     def files(self) -> list[Path]:
@@ -50,9 +50,9 @@ class GGUFImport:
         return [self.path]
 
     def formats(self, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
-        layout = _Layout(skeleton, read_header(self.path))
-        found = {name: layout.packing(tensor, name) for name, tensor in layout.tensors.items()}
-        return {name.removesuffix(".weight"): each[0] for name, each in found.items() if each is not None}
+        tensors = _TensorMap(skeleton, read_header(self.path))
+        packings = {name: tensors.format_and_order(tensor, name) for name, tensor in tensors.by_weight.items()}
+        return {name.removesuffix(".weight"): packing[0] for name, packing in packings.items() if packing is not None}
 
     def write(self, folder: Path) -> None:
         from transformers.utils import logging as transformers_logging
@@ -60,18 +60,18 @@ class GGUFImport:
         logging: Any = transformers_logging
         source, header = self.source, read_header(self.path)
         config, tokenizer = read_config(source), read_tokenizer(source)
-        layout = _Layout(build_skeleton(source, config, torch.bfloat16), header)
+        tensor_map = _TensorMap(build_skeleton(source, config, torch.bfloat16), header)
         tensors: dict[str, torch.Tensor] = {}
         formats: dict[str, PackedFormat] = {}
         progress = Progress(enabled=logging.is_progress_bar_enabled())
-        with progress.items("Packing weights", len(layout.tensors)) as advance:
-            for name, tensor in layout.tensors.items():
-                with one_error(f"cannot read tensor {tensor.name} of {source}"):
-                    module, packed = name.removesuffix(".weight"), layout.packed(tensor, name)
+        with progress.items("Packing weights", len(tensor_map.by_weight)) as advance:
+            for name, tensor in tensor_map.by_weight.items():
+                with as_model_error(f"cannot read tensor {tensor.name} of {source}"):
+                    module, packed = name.removesuffix(".weight"), tensor_map.packed(tensor, name)
                     if packed is not None:
                         tensors[f"{module}.packed"], formats[module] = packed
                     else:
-                        tensors[name] = layout.dense(tensor)
+                        tensors[name] = tensor_map.dense(tensor)
                 advance()
         config.dtype, config.architectures = torch.bfloat16, [architecture_of(config)]
         if hasattr(config, "quantization_config"):
@@ -81,15 +81,15 @@ class GGUFImport:
             tokenizer.save_pretrained(folder)
 
 
-class _Layout:
-    """Which tensor of a GGUF file becomes which weight of a transformers model.
+class _TensorMap:
+    """Mapping from the weights of a transformers model to the tensors of a GGUF file.
 
     Attributes:
-        tensors: Tensors of the file, by the name of the weight in transformers.
+        by_weight: Tensor of the file for each weight, by the name of the weight in transformers.
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Raise CannotPackError if no tensor can stay packed or if transformers joins several tensors to one weight."""
+        """Raise CannotPackError if no tensor can stay packed or if transformers merges several tensors."""
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils
@@ -102,24 +102,24 @@ class _Layout:
                 names = loader.get_gguf_hf_weights_map(skeleton, self._processor)
         except NotImplementedError as error:
             raise CannotPackError(str(error)) from error
-        self.tensors = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
-        if not self.tensors.keys() >= {name for name, _ in skeleton.named_parameters()}:
+        self.by_weight = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
+        if not self.by_weight.keys() >= {name for name, _ in skeleton.named_parameters()}:
             raise CannotPackError("several tensors of the file make one of the model")
 
     def _process(self, tensor: GGUFTensor, weights: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Apply transformers' changes of a tensor, such as reordered rows.
+        """Apply transformers' conversion of a GGUF tensor, such as reordering its rows.
 
-        None if one tensor becomes several weights.
+        Return None if transformers splits the tensor into several weights.
         """
         result = self._processor.process(
             weights=weights, name=tensor.name, tensor_key_mapping=None, parsed_parameters={"tensors": {}}
         )
         return np.asarray(result.weights) if result.name == tensor.name else None
 
-    def packing(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
+    def format_and_order(self, tensor: GGUFTensor, name: str) -> tuple[PackedFormat, Order] | None:
         """Return the packed format of a weight and the order of its rows, or None if it must be dequantised."""
         module = self._skeleton.get_submodule(name.rpartition(".")[0])
-        if not can_hold_packed(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
+        if not can_use_packed_weights(module) or not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
         ins, outs = tensor.shape
         form = packed_format(tensor.kind, ins)
@@ -141,14 +141,14 @@ class _Layout:
 
     def packed(self, tensor: GGUFTensor, name: str) -> tuple[torch.Tensor, PackedFormat] | None:
         """Return the packed rows of a tensor and their format, or None if it must be dequantised."""
-        if (found := self.packing(tensor, name)) is None:
+        if (packing := self.format_and_order(tensor, name)) is None:
             return None
-        form, order = found
+        form, order = packing
         rows = packed_rows(torch.from_numpy(np.array(tensor.data)), tensor.kind, form)
         if rows is None:
             return None
-        moved = not np.array_equal(order, np.arange(len(order)))
-        return rows[torch.from_numpy(order)] if moved else rows, form
+        reordered = not np.array_equal(order, np.arange(len(order)))
+        return rows[torch.from_numpy(order)] if reordered else rows, form
 
     def dense(self, tensor: GGUFTensor) -> torch.Tensor:
         from gguf import dequantize

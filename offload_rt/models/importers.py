@@ -20,10 +20,10 @@ Options = Mapping[str, Any]
 """The `quantization_config` of a checkpoint."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of a module's tensors, by the last part of their names."""
+"""Shapes of a module's tensors by name suffix, such as "qweight"."""
 
 Tensors = Mapping[str, torch.Tensor]
-"""A module's tensors, by the last part of their names."""
+"""A module's tensors by name suffix, such as "qweight"."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Importer(ABC):
 
     Attributes:
         method: Quantisation method: the value of `quant_method` in the configurations of these checkpoints.
-        parts: Last parts of the names of tensors that are converted to packed weights. Other tensors are copied.
+        suffixes: Last parts of the names of tensors that are converted to packed weights. Other tensors are copied.
     """
 
     method: ClassVar[str]
-    parts: ClassVar[tuple[str, ...]]
+    suffixes: ClassVar[tuple[str, ...]]
 
     def split(self, name: str) -> tuple[str, str]:
-        """Return the module name and the last part of a tensor's name."""
+        """Split a tensor's name into the module's name and the suffix, such as "qweight"."""
         module, _, part = name.rpartition(".")
         return module, part
 
@@ -63,7 +63,7 @@ class Importer(ABC):
         """Raise CannotPackError if the configuration states an unsupported variant."""
 
     @abstractmethod
-    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+    def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         """Return the packed format of a layer with `ins` inputs, or None if the layer is not packed.
 
         Only the size of its rows is final. `pack` may still change the exponent and `permuted`, which depend on the
@@ -72,7 +72,7 @@ class Importer(ABC):
 
     @abstractmethod
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
-        """Return the packed layer. `form` is the format that the method `form` returned for it."""
+        """Return the packed layer. `form` is the result of `packed_format` for this layer."""
 
 
 class GPTQ(Importer):
@@ -85,7 +85,7 @@ class GPTQ(Importer):
     """
 
     method = "gptq"
-    parts = ("qweight", "qzeros", "scales", "g_idx")
+    suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def check(self, options: Options) -> None:
         layout = self._layout(options)
@@ -94,7 +94,7 @@ class GPTQ(Importer):
                 f"the layout {layout if layout != 'gptq' else 'marlin'}; supported are gptq and gptq_v2"
             )
 
-    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+    def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         if "qweight" not in shapes:
             return None
         bits = shapes["qweight"][0] * 32 // ins
@@ -119,14 +119,14 @@ class AWQ(Importer):
     """
 
     method = "awq"
-    parts = ("qweight", "qzeros", "scales")
+    suffixes = ("qweight", "qzeros", "scales")
 
     def check(self, options: Options) -> None:
         layout = str(options.get("version") or options.get("format") or "gemm").lower()
         if layout != "gemm":
             raise CannotPackError(f"the layout {layout}; supported is gemm")
 
-    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+    def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         if "qweight" not in shapes:
             return None
         bits = 32 * shapes["qweight"][1] // shapes["scales"][1]
@@ -157,7 +157,7 @@ class CompressedTensors(Importer):
     """
 
     method = "compressed-tensors"
-    parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    suffixes = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     _formats = ("pack-quantized", "int-quantized")
 
     def check(self, options: Options) -> None:
@@ -175,7 +175,7 @@ class CompressedTensors(Importer):
             if options.get(name):
                 raise CannotPackError(f"a {name}")
 
-    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+    def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         if "weight_scale" not in shapes:
             return None
         bits = shapes["weight_packed"][1] * 32 // ins if "weight_packed" in shapes else 8
@@ -184,15 +184,15 @@ class CompressedTensors(Importer):
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
         packed, zeros, scales = (tensors.get(f"weight_{name}") for name in ("packed", "zero_point", "scale"))
         assert scales is not None
-        half = 1 << form.bits - 1
+        zero_point = 1 << form.bits - 1
         codes = tensors["weight"].view(torch.uint8) ^ 128 if packed is None else _unpack_words(packed, form.bits)
         scales = scales.reshape(-1, self._groups(scales.shape)).expand(len(codes), -1)
         if zeros is None:
-            zeros = torch.full(scales.shape, half)
+            zeros = torch.full(scales.shape, zero_point)
         elif zeros.dtype == torch.int32:
             zeros = _unpack_words(zeros.T, form.bits)[:, : len(codes)].T
         else:
-            zeros = zeros.int().reshape(-1, scales.shape[1]).expand(len(codes), -1) + half
+            zeros = zeros.int().reshape(-1, scales.shape[1]).expand(len(codes), -1) + zero_point
         return _pack_layer(codes, scales, zeros, form, tensors.get("weight_g_idx"))
 
     @staticmethod
@@ -210,7 +210,7 @@ class MXFP4Experts(Importer):
     """
 
     method = "mxfp4"
-    parts = ("blocks", "scales")
+    suffixes = ("blocks", "scales")
     _group = 32
     _doubled = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the number of each code without its sign, the highest of 4 bits
     _zero = 12
@@ -219,9 +219,9 @@ class MXFP4Experts(Importer):
 
     def split(self, name: str) -> tuple[str, str]:
         module, separator, part = name.rpartition("_")
-        return (module, part) if separator and part in self.parts else super().split(name)
+        return (module, part) if separator and part in self.suffixes else super().split(name)
 
-    def form(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
+    def packed_format(self, shapes: Shapes, options: Options, ins: int) -> PackedFormat | None:
         if "blocks" not in shapes:
             return None
         groups, size = shapes["blocks"][2:]
@@ -234,16 +234,16 @@ class MXFP4Experts(Importer):
         return PackedFormat(ins, 5, self._group, offset=self._zero)
 
     def pack(self, tensors: Tensors, form: PackedFormat, options: Options) -> PackedLayer:
-        blocks, stored = tensors["blocks"], tensors["scales"]
-        if blocks.shape[:-1] != stored.shape:
+        blocks, exponents = tensors["blocks"], tensors["scales"]
+        if blocks.shape[:-1] != exponents.shape:
             raise CannotPackError(
-                f"scales of shape {tuple(stored.shape)} do not match blocks of shape {tuple(blocks.shape)}"
+                f"scales of shape {tuple(exponents.shape)} do not match blocks of shape {tuple(blocks.shape)}"
             )
-        if int(stored.max()) == 255:
+        if int(exponents.max()) == 255:
             raise CannotPackError("scales that are not finite")
-        codes = torch.tensor([self._zero + sign * each for sign in (1, -1) for each in self._doubled]).byte()
+        codes = torch.tensor([self._zero + sign * magnitude for sign in (1, -1) for magnitude in self._doubled]).byte()
         codes = codes[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(-3)
-        scales = torch.ldexp(torch.ones(stored.shape), stored.int() - 128)  # 127, and 1 for the doubled numbers
+        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # 127, and 1 for the doubled numbers
         scales *= (codes.unflatten(-1, (-1, self._group)) != self._zero).any(-1)  # scales of zeros may be out of range
         form, halves = _half_scales(scales, form)
         rows = form.pack(codes.flatten(0, 1), halves.flatten(0, 1))

@@ -21,7 +21,7 @@ from .folder_import import FolderImport
 from .gguf_import import GGUFImport
 from .importers import IMPORTERS
 from .linear import packing
-from .packed_cache import cached_folder, is_complete, packed_home
+from .packed_cache import cached_folder, is_complete, packed_cache_folder
 from .packed_checkpoint import CannotPackError
 from .source import ModelSource
 
@@ -74,10 +74,10 @@ def conversion_of(source: ModelSource, quantize: Quantize) -> Conversion | None:
 def _folder(conversion: Conversion) -> Path:
     files = [file_identity(path) for path in conversion.files()]
     key = hashlib.sha256(repr((_VERSION, version("transformers"), files)).encode()).hexdigest()[:32]
-    return packed_home() / key
+    return packed_cache_folder() / key
 
 
-def ready_source(conversion: Conversion) -> ModelSource | None:
+def converted_source(conversion: Conversion) -> ModelSource | None:
     """Return the packed checkpoint if an earlier conversion is in the cache, else None."""
     folder = _folder(conversion)
     return replace(conversion.source, name_or_path=str(folder), gguf=None) if is_complete(folder) else None
@@ -93,14 +93,14 @@ def packed_source(conversion: Conversion) -> ModelSource:
     """
     source, folder = conversion.source, _folder(conversion)
     # marks the checkpoint, so that later starts do not try to convert it again
-    refused = folder.with_suffix(".refused")
-    if refused.exists():
+    refusal_marker = folder.with_suffix(".refused")
+    if refusal_marker.exists():
         return source
     try:
         cached_folder(folder, source.location, conversion.write)
     except CannotPackError as error:
         _log.info("the weights of %s are dequantised: %s", source, error)
-        refused.touch()
+        refusal_marker.touch()
         return source
     except OSError as error:
         _log.warning("the weights of %s are loaded by transformers, because they cannot be cached: %s", source, error)

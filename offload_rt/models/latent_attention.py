@@ -38,21 +38,21 @@ class LatentProjections:
     def __init__(self, attention: Any) -> None:
         """Find the projections of an attention module. Raise ModelError if the module is not supported."""
         self.heads = int(attention.num_heads)
-        self._rank, self._rotated = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
-        self._key_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
-        self.head_dim, self.value_dim = self._rank + self._rotated, self._rank
-        self.default_scale = (self._key_dim + self._rotated) ** -0.5
+        self._rank, self._rope_dim = int(attention.kv_lora_rank), int(attention.qk_rope_head_dim)
+        self._nope_dim, self._value_dim = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
+        self.head_dim, self.value_dim = self._rank + self._rope_dim, self._rank
+        self.default_scale = (self._nope_dim + self._rope_dim) ** -0.5
         names = ("q_proj",) if getattr(attention, "q_proj", None) is not None else _QUERY
-        self._query = [fused_norm(getattr(attention, name)) for name in names]
-        self._latent, self._latent_norm = attention.kv_a_proj_with_mqa, fused_norm(attention.kv_a_layernorm)
-        self._expansion, self._output = attention.kv_b_proj, attention.o_proj
+        self._query_modules = [fused_norm(getattr(attention, name)) for name in names]
+        self._kv_a_proj, self._kv_a_norm = attention.kv_a_proj_with_mqa, fused_norm(attention.kv_a_layernorm)
+        self._kv_b_proj, self._o_proj = attention.kv_b_proj, attention.o_proj
         refuse_unused(attention, {*names, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"})
-        if getattr(self._expansion, "bias", None) is not None:
+        if getattr(self._kv_b_proj, "bias", None) is not None:
             raise ModelError(
                 f"{type(attention).__name__}.kv_b_proj has a bias, which absorbed latent attention does not support",
                 reason="modules",
             )
-        self._unpacked: torch.Tensor | None = None
+        self._unpacked_weights: torch.Tensor | None = None
 
     def qkv(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q `[H, T, d]`, k and v `[1, T, d]`, computed from attention inputs `[T, D]`."""
@@ -60,15 +60,15 @@ class LatentProjections:
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
         """Return queries `[H, T, d]` multiplied by W_UK^T."""
-        for project in self._query:
+        for project in self._query_modules:
             x = project(x)
-        own, turned = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._key_dim, self._rotated], dim=-1)
-        return torch.cat((torch.bmm(own, self._expansions(x)[:, : self._key_dim]), rotate(turned)), dim=-1)
+        q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._nope_dim, self._rope_dim], dim=-1)
+        return torch.cat((torch.bmm(q_nope, self._kv_b_weights(x)[:, : self._nope_dim]), rotate(q_rope)), dim=-1)
 
     def key_value(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v, which are the same tensor `[1, T, d]`."""
-        latent, turned = self._latent(x).split([self._rank, self._rotated], dim=-1)
-        k = torch.cat((self._latent_norm(latent)[None], rotate(turned[None])), dim=-1)
+        latent, k_rope = self._kv_a_proj(x).split([self._rank, self._rope_dim], dim=-1)
+        k = torch.cat((self._kv_a_norm(latent)[None], rotate(k_rope[None])), dim=-1)
         return k, k
 
     def query_and_gate(self, x: torch.Tensor, rotate: Rotate) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,23 +81,25 @@ class LatentProjections:
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output projection `[T, D]` of attention outputs `[T, H * d]`."""
         latent = attended.view(len(attended), self.heads, -1)[..., : self._rank].transpose(0, 1)
-        values = torch.bmm(latent, self._expansions(latent)[:, self._key_dim :].mT)
-        out: torch.Tensor = self._output(values.transpose(0, 1).flatten(1))
+        values = torch.bmm(latent, self._kv_b_weights(latent)[:, self._nope_dim :].mT)
+        out: torch.Tensor = self._o_proj(values.transpose(0, 1).flatten(1))
         return out
 
-    def _expansions(self, like: torch.Tensor) -> torch.Tensor:
+    def _kv_b_weights(self, like: torch.Tensor) -> torch.Tensor:
         """Return W_UK and W_UV of all heads, `[H, key + value, rank]`, in the dtype and on the device of `like`.
 
         A plain weight is read in each call, because it may be streamed or changed. If the weight is packed or has
         another dtype, the first call makes an unpacked copy, which is kept.
         """
-        weight: torch.Tensor | None = absorbable_weight(self._expansion, like.dtype)
+        weight: torch.Tensor | None = absorbable_weight(self._kv_b_proj, like.dtype)
         if weight is None:
-            weight = self._unpacked = self._unpack(like) if self._unpacked is None else self._unpacked
+            weight = self._unpacked_weights = (
+                self._unpack(like) if self._unpacked_weights is None else self._unpacked_weights
+            )
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:
         """Return the weight of a linear layer of any format, computed as its output for the identity matrix."""
         identity = torch.eye(self._rank, dtype=like.dtype, device=like.device)
-        expanded: torch.Tensor = self._expansion(identity)
+        expanded: torch.Tensor = self._kv_b_proj(identity)
         return expanded.T.contiguous()

@@ -21,17 +21,17 @@ from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import (
     architecture_of,
+    as_model_error,
     build_skeleton,
-    one_error,
+    declared_dtype,
     read_config,
     read_tokenizer,
     read_weights,
     resolve_device,
     resolve_dtype,
-    stated_dtype,
 )
 from .checkpoint_cache import CheckpointCache
-from .fingerprint import LiveWeights, cached_fingerprint, fingerprint
+from .fingerprint import WeightChangeDetector, cached_fingerprint, fingerprint
 from .importing import conversion_of, packed_source
 from .linear import GGUF_NOTE, backend_of, packing, packing_of, use_backends
 from .linear.quantize import quantize_layers
@@ -40,7 +40,7 @@ from .registry import adapter_for, architectures, refuse_unverified
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, MERGE, Hub, ModelSource, find_source
 from .verification import verify_model, verify_once
-from .weights import ON_DEVICE, HostEmbedding, Placement, decoder_layers, lone_embedding, place_weights, weight_bytes
+from .weights import ON_DEVICE, HostEmbedding, Placement, decoder_layers, place_weights, untied_embedding, weight_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class LoadedModel:
         layers: Modules of the decoder layers, in order.
         sampling: Default sampling parameters of the checkpoint.
         embedding: The embedding module if it stays in host memory, else None.
-        live: Detects changes of the weights if the caller loaded the model; else None.
+        weight_changes: Detects changes of the weights if the caller loaded the model; else None.
     """
 
     adapter: ModelAdapter
@@ -85,14 +85,14 @@ class LoadedModel:
     layers: tuple[nn.Module, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     embedding: HostEmbedding | None = None
-    live: LiveWeights | None = None
+    weight_changes: WeightChangeDetector | None = None
 
     def weights_provenance(self) -> str:
         """Return the part of the KV provenance key that depends on changes of weights by the caller.
 
         It is "" as long as nothing has changed. Raise ModelError if a module of the model was replaced.
         """
-        changes = 0 if self.live is None else self.live.changes()
+        changes = 0 if self.weight_changes is None else self.weight_changes.changes()
         return f"weights-{changes} " if changes else ""
 
     def check_weights_unchanged(self) -> None:
@@ -154,14 +154,14 @@ def load_model(
         _prepare_loaded(model, str(device), str(dtype).removeprefix("torch."), placement, verify)
         name, target = getattr(model.config, "name_or_path", "") or type(model).__name__, model.device
     if tokenizer is not None:
-        tokenizer = _given_tokenizer(tokenizer, hub)
+        tokenizer = _resolve_tokenizer(tokenizer, hub)
     elif source is not None:
         report("reading the tokenizer")
         tokenizer = read_tokenizer(source)
-    with nullcontext() if source is None else one_error(f"the checkpoint {name!r} is not a valid model"):
+    with nullcontext() if source is None else as_model_error(f"the checkpoint {name!r} is not a valid model"):
         loaded = _verify(model, name, tokenizer, verify, identify)
         if source is None:
-            return replace(loaded, live=LiveWeights(model))
+            return replace(loaded, weight_changes=WeightChangeDetector(model))
         return _move_to_device(loaded, model, target, placement) if placement else loaded
 
 
@@ -178,13 +178,17 @@ def _read_checkpoint(
     _refuse_early(source, config, verify, max_model_len)
     report("reading the weights")
     # Weights that are quantised here land in host memory, because the device may be too small for 16 bits.
-    on_host, moved = placement or quantize in ("int4", "int8"), bool(placement)
-    landing = torch.device("cpu") if on_host else device
+    on_host, offloaded = placement or quantize in ("int4", "int8"), bool(placement)
+    load_device = torch.device("cpu") if on_host else device
     loaded = read_weights(
-        source, config, landing, resolve_dtype(dtype, source, stated_dtype(source, config), device), moved=moved
+        source,
+        config,
+        load_device,
+        resolve_dtype(dtype, source, declared_dtype(source, config), device),
+        offloaded=offloaded,
     )
     fix_rope_scaling(loaded, max_model_len)
-    with one_error(f"cannot quantise the weights of {source}"):
+    with as_model_error(f"cannot quantise the weights of {source}"):
         quantize_checkpoint(loaded, quantize, device)
         if on_host and not placement:
             loaded.to(device)  # type: ignore[arg-type]
@@ -227,7 +231,7 @@ def _prepare_loaded(model: PreTrainedModel, device: str, dtype: str, placement: 
         warnings.warn(GGUF_NOTE, stacklevel=3)
     model.train(False)
     if (backend := backend_of(model.config)) is not None:
-        backend.prepare(model, None, moved=False)
+        backend.prepare(model, None, offloaded=False)
 
 
 def check_loaded(model: PreTrainedModel, device: str, dtype: str) -> None:
@@ -270,8 +274,8 @@ def _verify(
     report("computing the fingerprint of the weights")
     identity = identify(model)
     # Code of a checkpoint may change after the model was verified.
-    own_code = not type(model).__module__.startswith("transformers.")
-    if verify == "always" or (verify == "auto" and own_code):
+    has_remote_code = not type(model).__module__.startswith("transformers.")
+    if verify == "always" or (verify == "auto" and has_remote_code):
         verify_model(model, adapter)
     elif verify == "auto":
         verify_once(model, adapter, identity)
@@ -289,25 +293,25 @@ def _verify(
 
 def _move_to_device(loaded: LoadedModel, model: Any, device: torch.device, placement: Placement) -> LoadedModel:
     place_weights(model, device, placement)
-    kept = None
+    host_embedding = None
     if placement.embedding:
-        embedding = lone_embedding(model)
+        embedding = untied_embedding(model)
         assert embedding is not None, "the device needs all of a tied head"
-        kept = HostEmbedding(embedding, device)
-        model.set_input_embeddings(kept)
-    return replace(loaded, adapter=adapter_for(model), embedding=kept)
+        host_embedding = HostEmbedding(embedding, device)
+        model.set_input_embeddings(host_embedding)
+    return replace(loaded, adapter=adapter_for(model), embedding=host_embedding)
 
 
-def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
+def _resolve_tokenizer(tokenizer: PreTrainedTokenizerBase | str, hub: Hub) -> PreTrainedTokenizerBase | None:
     """Return `tokenizer`, or load it if it is a name.
 
     Raise ConfigError for other types, or ModelError if loading fails.
     """
     if isinstance(tokenizer, str):
-        found = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
-        if found is None:
+        loaded = read_tokenizer(find_source(tokenizer, replace(hub, revision=None)))
+        if loaded is None:
             raise ModelError(f"the folder {tokenizer!r} has no tokenizer: it needs tokenizer.json or its model file")
-        return found
+        return loaded
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ConfigError(f"tokenizer={tokenizer!r:.80} is {type(tokenizer).__name__}; it must be a tokenizer")
     return tokenizer
@@ -317,8 +321,8 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     """Return the end-of-text ids of the generation configuration, the configuration or the tokenizer, in this order."""
     generation = getattr(model, "generation_config", None)
     sources: tuple[Any, ...] = (generation, model.config, text_config(model.config), tokenizer)
-    for each in sources:
-        ids = getattr(each, "eos_token_id", None)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
@@ -326,15 +330,15 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 def sampling_defaults(generation_config: Any) -> SamplingParams:
     """Return `SamplingParams` with the values of a generation configuration. Warn of invalid values and ignore them."""
-    found: dict[str, Any] = {}
-    for name, ours in _SAMPLING.items():
+    parameters: dict[str, Any] = {}
+    for name, parameter in _SAMPLING.items():
         value = getattr(generation_config, name, None)
         if value is None:
             continue
         try:
-            SamplingParams(**{ours: value})
+            SamplingParams(**{parameter: value})
         except ConfigError as error:
             warnings.warn(f"{name} of the model's generation_config is ignored: {error}", stacklevel=2)
         else:
-            found[ours] = value
-    return SamplingParams(**found)
+            parameters[parameter] = value
+    return SamplingParams(**parameters)

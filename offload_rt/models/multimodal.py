@@ -37,17 +37,17 @@ def belongs_to(module: str, weight: str) -> bool:
     return module.rpartition(".")[2] in weight.split(".")
 
 
-def without_unused(kind: type[Any]) -> type[Any]:
+def without_unused(model_class: type[Any]) -> type[Any]:
     """Return a subclass of a multimodal transformers class whose constructor removes all modules not used for text."""
 
-    def build(self: Any, config: Any, *args: Any, **named: Any) -> None:
-        kind.__init__(self, config, *args, **named)
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
         removed = list(_unused(self))
-        for _, holder, child in removed:
-            setattr(holder, child, None)
+        for _, parent, child in removed:
+            setattr(parent, child, None)
         setattr(self, _REMOVED, tuple(name for name, _, _ in removed))
 
-    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
 
 
 _REMOVED = "_offload_rt_removed"
@@ -58,8 +58,8 @@ def _unused(model: Any) -> Iterator[tuple[str, Any, str]]:
     if not is_multimodal(model.config):
         return
     decoder, head, base = text_decoder(model), model.get_output_embeddings(), model.base_model
-    holders = [("", model)] if base is model else [("", model), (f"{model.base_model_prefix}.", base)]
-    for prefix, holder in holders:
-        for name, child in holder.named_children():
-            if child is not base and child is not head and all(each is not decoder for each in child.modules()):
-                yield f"{prefix}{name}", holder, name
+    parents = [("", model)] if base is model else [("", model), (f"{model.base_model_prefix}.", base)]
+    for prefix, parent in parents:
+        for name, child in parent.named_children():
+            if child is not base and child is not head and all(module is not decoder for module in child.modules()):
+                yield f"{prefix}{name}", parent, name

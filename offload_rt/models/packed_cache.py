@@ -39,7 +39,7 @@ class PackedEntry:
     used: float  # time of the last use, in seconds since the epoch
 
 
-def packed_home() -> Path:
+def packed_cache_folder() -> Path:
     return cache_folder() / "packed"
 
 
@@ -125,15 +125,15 @@ def _locked(home: Path) -> Iterator[None]:
 
 def packed_entries(home: Path) -> list[PackedEntry]:
     """Return the cached checkpoints in `home`, least recently used first."""
-    found = []
+    entries = []
     for folder in home.iterdir() if home.is_dir() else ():
         # the entry was deleted in the meantime, or is a file
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not folder.name.startswith(_NEW):
                 size = sum(file.stat().st_size for file in folder.iterdir())
                 origin = (folder / ORIGIN).read_text() if (folder / ORIGIN).exists() else folder.name
-                found.append(PackedEntry(folder, origin, size, folder.stat().st_mtime))
-    return sorted(found, key=lambda entry: entry.used)
+                entries.append(PackedEntry(folder, origin, size, folder.stat().st_mtime))
+    return sorted(entries, key=lambda entry: entry.used)
 
 
 def shrink_packed(home: Path, limit: int) -> list[PackedEntry]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
-from .linear.packed import PACKED, can_hold_packed, hold_packed, hold_packed_stack, is_stacked
+from .linear.packed import PACKED, can_use_packed_weights, is_stacked, use_packed_experts, use_packed_weights
 from .packed_cache import is_intact
 
 if TYPE_CHECKING:
@@ -44,21 +44,21 @@ def write_checkpoint(
     from safetensors.torch import save_file
 
     config.save_pretrained(folder)
-    described = folder / "config.json"
-    entries = json.loads(described.read_text())
-    stated = {name: asdict(form) for name, form in sorted(formats.items())}
-    entries["quantization_config"] = {"quant_method": PACKED.method, "weights": stated}
-    described.write_text(json.dumps(entries, indent=1))
+    config_path = folder / "config.json"
+    entries = json.loads(config_path.read_text())
+    weights = {name: asdict(form) for name, form in sorted(formats.items())}
+    entries["quantization_config"] = {"quant_method": PACKED.method, "weights": weights}
+    config_path.write_text(json.dumps(entries, indent=1))
     save_file(dict(tensors), folder / WEIGHTS)
 
 
-def stated_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
+def declared_formats(config: PreTrainedConfig) -> dict[str, PackedFormat]:
     """Return the packed formats in the configuration of a packed checkpoint, by module name."""
     weights: dict[str, dict[str, Any]] = config.quantization_config["weights"]
     return {name: PackedFormat(**entries) for name, entries in weights.items()}
 
 
-def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
+def use_packed_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.dtype) -> None:
     """Replace weights of a model on the meta device by uninitialised packed weights.
 
     Keys of `formats` are module names.
@@ -68,16 +68,16 @@ def hold_formats(model: Any, formats: Mapping[str, PackedFormat], dtype: torch.d
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for name, form in formats.items():
-        parent, _, own = name.rpartition(".")
-        if is_stacked(model.get_submodule(parent), own):
-            hold_packed_stack(model.get_submodule(parent), own, form)
+        parent, _, child = name.rpartition(".")
+        if is_stacked(model.get_submodule(parent), child):
+            use_packed_experts(model.get_submodule(parent), child, form)
             continue
         module = model.get_submodule(name)
-        if not can_hold_packed(module) or module.weight.shape[1] != form.ins:
+        if not can_use_packed_weights(module) or module.weight.shape[1] != form.ins:
             raise ModelError(f"the packed weight {name} does not belong to the configuration")
-        hold_packed(module, form, dtype)
+        use_packed_weights(module, form, dtype)
     if tied and hasattr(embedding, "packed"):
-        hold_packed(head, embedding.form, dtype)
+        use_packed_weights(head, embedding.form, dtype)
         head.packed = embedding.packed
 
 
@@ -100,11 +100,11 @@ def read_checkpoint(
         model: Any = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     # `init_empty_weights` replaces every parameter by a new one, so tied weights must be tied again
     model.tie_weights()
-    hold_formats(model, stated_formats(config), dtype)
+    use_packed_formats(model, declared_formats(config), dtype)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}  # modules and names of each weight; a tied weight has several
     for module in model.modules():
-        for own, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            owners.setdefault(id(weight), []).append((module, own))
+        for attribute, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            owners.setdefault(id(weight), []).append((module, attribute))
     expected = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
@@ -114,9 +114,9 @@ def read_checkpoint(
             value = tensor.to(dtype) if tensor.is_floating_point() else tensor
             if isinstance(expected[name], nn.Parameter):
                 value = nn.Parameter(value, requires_grad=False)
-            for module, own in owners[id(expected[name])]:
-                setattr(module, own, value)
-    if absent := sorted(name for name, weight in model.named_parameters() if weight.is_meta):
-        raise ModelError(f"{damaged} (it lacks {', '.join(absent[:3])})")
+            for module, attribute in owners[id(expected[name])]:
+                setattr(module, attribute, value)
+    if missing := sorted(name for name, weight in model.named_parameters() if weight.is_meta):
+        raise ModelError(f"{damaged} (it lacks {', '.join(missing[:3])})")
     loaded: PreTrainedModel = model.eval().requires_grad_(False).to(device)
     return loaded

@@ -36,7 +36,7 @@ class StateSlots:
         self.recurrent: dict[int, torch.Tensor] = {}
         # Number of tokens that each layer has processed, by slot. If a layer runs twice or misses tokens, its state is
         # wrong, and the error shows only hundreds of tokens later.
-        self.seen: dict[int, list[int]] = {shape.layer: [] for shape in self._shapes}
+        self.processed: dict[int, list[int]] = {shape.layer: [] for shape in self._shapes}
         self._grow(0)
 
     @property
@@ -45,9 +45,9 @@ class StateSlots:
 
     @property
     def bytes(self) -> int:
-        return sum(each.nbytes for tensors in (self.conv, self.recurrent) for each in tensors.values())
+        return sum(states.nbytes for tensors in (self.conv, self.recurrent) for states in tensors.values())
 
-    def take(self, origin: int | None = None) -> int:
+    def allocate(self, origin: int | None = None) -> int:
         """Allocate a slot with a copy of the state of slot `origin`, or with the state of an empty sequence."""
         if not self._free:
             self._grow(self._size + max(1, self._size // 4))
@@ -57,18 +57,18 @@ class StateSlots:
         else:
             for states in (*self.conv.values(), *self.recurrent.values()):
                 states[slot] = 0
-            for seen in self.seen.values():
-                seen[slot] = 0
+            for counts in self.processed.values():
+                counts[slot] = 0
         self._free.remove(slot)
         return slot
 
     def copy(self, slot: int, source: StateSlots, origin: int) -> None:
         """Copy the state in slot `origin` of `source` to `slot`."""
-        for own, others in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
-            for layer, states in own.items():
-                states[slot] = others[layer][origin]
-        for layer, seen in self.seen.items():
-            seen[slot] = source.seen[layer][origin]
+        for targets, sources in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
+            for layer, states in targets.items():
+                states[slot] = sources[layer][origin]
+        for layer, counts in self.processed.items():
+            counts[slot] = source.processed[layer][origin]
 
     def release(self, slot: int) -> None:
         assert 0 <= slot < self._size and slot not in self._free
@@ -77,46 +77,49 @@ class StateSlots:
     def view(
         self,
         slots: Sequence[int],
-        finished: Callable[[int], None] = lambda layer: None,
+        on_finished: Callable[[int], None] = lambda layer: None,
         *,
         counts: Sequence[int] | None = None,
     ) -> RecurrentState:
         """Return the state of the sequences in `slots`, in this order, for one step.
 
         Args:
-            finished: Called with the index of a decoder layer after its new state has been stored.
+            on_finished: Called with the index of a decoder layer after its new state has been stored.
             counts: Number of tokens of each sequence in the step. None means that all have the same number.
         """
         assert not self._free.intersection(slots) and len(set(slots)) == len(slots)
-        return RecurrentState(self, slots, finished, counts=counts)
+        return RecurrentState(self, slots, on_finished, counts=counts)
 
-    def of_layer(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def layer_state(self, layer: int, slot: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return views of the recurrent state (or None) and the convolution state of one decoder layer in a slot."""
         return self.recurrent[layer][slot] if layer in self.recurrent else None, self.conv[layer][slot]
 
     def check(self, slot: int, tokens: int) -> None:
         """Assert that every layer has processed exactly the first `tokens` tokens of the sequence in `slot`."""
-        wrong = {layer: seen[slot] for layer, seen in self.seen.items() if seen[slot] != tokens}
+        wrong = {layer: counts[slot] for layer, counts in self.processed.items() if counts[slot] != tokens}
         assert not wrong, f"recurrent layers saw {wrong} tokens instead of {tokens}"
 
     def check_integrity(self) -> None:
         """Assert that every layer has a state and a counter of tokens for each slot."""
         assert self._free <= set(range(self._size))
-        assert self.conv.keys() == self.seen.keys() >= self.recurrent.keys()
+        assert self.conv.keys() == self.processed.keys() >= self.recurrent.keys()
         assert all(len(states) == self._size for states in (*self.conv.values(), *self.recurrent.values()))
-        assert all(len(seen) == self._size for seen in self.seen.values())
+        assert all(len(counts) == self._size for counts in self.processed.values())
 
     def _grow(self, size: int) -> None:
         """Allocate memory for `size` slots and copy the existing slots. If memory is exhausted, nothing changes."""
-        conv = {one.layer: self._resized(self.conv, one.layer, (size, *one.conv), self._dtype) for one in self._shapes}
+        conv = {
+            shape.layer: self._resized(self.conv, shape.layer, (size, *shape.conv), self._dtype)
+            for shape in self._shapes
+        }
         recurrent = {
-            one.layer: self._resized(self.recurrent, one.layer, (size, *one.recurrent), torch.float32)
-            for one in self._shapes
-            if one.recurrent
+            shape.layer: self._resized(self.recurrent, shape.layer, (size, *shape.recurrent), torch.float32)
+            for shape in self._shapes
+            if shape.recurrent
         }
         self.conv, self.recurrent = conv, recurrent
-        for seen in self.seen.values():
-            seen += [0] * (size - self._size)
+        for counts in self.processed.values():
+            counts += [0] * (size - self._size)
         self._free.update(range(self._size, size))
         self._size = size
 
@@ -143,18 +146,18 @@ class RecurrentState:
         self,
         owner: StateSlots,
         slots: Sequence[int],
-        finished: Callable[[int], None] = lambda layer: None,
+        on_finished: Callable[[int], None] = lambda layer: None,
         *,
         counts: Sequence[int] | None = None,
     ) -> None:
-        self._owner, self._slots, self._finished = owner, list(slots), finished
+        self._owner, self._slots, self._finished = owner, list(slots), on_finished
         self.inputs: dict[int, torch.Tensor] | None = None
         self._groups: list[tuple[slice, RecurrentState]] = []
         if counts is not None and len(set(counts)) > 1:
             first = start = 0
             for count, members in itertools.groupby(counts):
                 last = first + len(list(members))
-                group = RecurrentState(owner, self._slots[first:last], finished)
+                group = RecurrentState(owner, self._slots[first:last], on_finished)
                 stop = start + count * (last - first)
                 self._groups.append((slice(start, stop), group))
                 first, start = last, stop
@@ -169,9 +172,9 @@ class RecurrentState:
         return len(self._slots)
 
     def groups(self) -> Iterator[tuple[slice, RecurrentState]]:
-        """Divide the sequences of the step into groups of adjacent ones with equally many tokens.
+        """Yield groups of adjacent sequences that have equally many tokens in this step.
 
-        Yield each group's part of the T tokens of the step, and its state.
+        Each item has the slice of the group's tokens within the T tokens of the step, and the state of the group.
         """
         if self._groups:
             yield from self._groups
@@ -184,9 +187,9 @@ class RecurrentState:
             states[self._slot_index(states)] = copied
         self._copies.clear()
         self._current.clear()
-        if (seen := self._owner.seen.get(layer)) is not None:
+        if (counts := self._owner.processed.get(layer)) is not None:
             for slot in self._slots:
-                seen[slot] += tokens
+                counts[slot] += tokens
             self._finished(layer)
 
     def _state(self, kind: str, layer: int) -> torch.Tensor:
@@ -197,11 +200,11 @@ class RecurrentState:
         if (kind, layer) not in self._current:
             states: torch.Tensor = getattr(self._owner, kind)[layer]
             if self._adjacent:
-                found = states[self._slots[0] : self._slots[-1] + 1]
+                current = states[self._slots[0] : self._slots[-1] + 1]
             else:
-                found = states[self._slot_index(states)]
-                self._copies.append((states, found))
-            self._current[kind, layer] = found
+                current = states[self._slot_index(states)]
+                self._copies.append((states, current))
+            self._current[kind, layer] = current
         return self._current[kind, layer]
 
     def _slot_index(self, states: torch.Tensor) -> torch.Tensor:
@@ -250,14 +253,14 @@ class Stage:
 
 
 @dataclass(eq=False)
-class StateMark:
-    """A copy of a sequence's recurrent state, which is restored if the tokens after it are rejected.
+class RollbackState:
+    """A copy of a sequence's recurrent state, made before draft tokens and restored if they are rejected.
 
     Attributes:
-        slot: Slot with the copy.
-        tokens: Number of tokens before the copy was made.
-        inputs: Inputs `[n, D]` of each decoder layer's mixer for the n tokens after it, from which the state after the
-            accepted tokens is computed. None if they are not needed.
+        slot: Slot of the copy.
+        tokens: Number of tokens that the sequence had when the copy was made.
+        inputs: Inputs `[n, D]` of each decoder layer's recurrent mixer for the n tokens after the copy. The state after
+            the accepted tokens is computed from them. None if they are not recorded.
     """
 
     slot: int
@@ -280,24 +283,24 @@ def run_layer(module: Any, layer: int, hidden: torch.Tensor, state: RecurrentSta
             outputs.append(_call(module, x, group.sequences, group))
         group.finish(layer, len(x) // group.sequences)
     if state.inputs is not None and recorder is not None and recorder.inputs:
-        state.inputs[layer] = _joined(recorder.inputs)
-    return _joined(outputs)
+        state.inputs[layer] = _concatenated(recorder.inputs)
+    return _concatenated(outputs)
 
 
 def _call(module: Any, hidden: torch.Tensor, sequences: int, state: RecurrentState | None) -> torch.Tensor:
     """Call `module` for `sequences` sequences that have the same number of tokens."""
-    known = inspect.signature(module.forward).parameters
-    given: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
-    given |= {"past_key_values": state, "cache_params": state}
+    parameters = inspect.signature(module.forward).parameters
+    kwargs: dict[str, Any] = {"attention_mask": None, "position_ids": None, "position_embeddings": None}
+    kwargs |= {"past_key_values": state, "cache_params": state}
     out = module(
         hidden.view(sequences, -1, hidden.shape[-1]),
-        **{name: value for name, value in given.items() if name in known},
+        **{name: value for name, value in kwargs.items() if name in parameters},
     )
-    found: torch.Tensor = (out[0] if isinstance(out, tuple) else out).view_as(hidden)
-    return found
+    output: torch.Tensor = (out[0] if isinstance(out, tuple) else out).view_as(hidden)
+    return output
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -310,35 +313,35 @@ class _InputRecorder:
 
     def recording(self, state: RecurrentState) -> Any:
 
-        def keep(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any] | None = None) -> None:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             # Other threads may call the same module, also before torch knows that the hook takes keyword arguments.
-            given = given or {}
-            if any(each is state for each in (*args, *given.values())):
-                x = args[0] if args else given["hidden_states"]
+            kwargs = kwargs or {}
+            if any(argument is state for argument in (*args, *kwargs.values())):
+                x = args[0] if args else kwargs["hidden_states"]
                 self.inputs.append(x.flatten(0, 1).clone())  # the caller may overwrite it in place
 
         return nullcontext() if self._mixer is None else self._mixer.register_forward_pre_hook(keep, with_kwargs=True)
 
 
-def state_shapes(name: str, layers: Sequence[nn.Module], at: Sequence[int]) -> tuple[StateShape, ...]:
+def state_shapes(name: str, layers: Sequence[nn.Module], attention_indices: Sequence[int]) -> tuple[StateShape, ...]:
     """Return the shapes of one sequence's recurrent states in all decoder layers.
 
-    `at` are the indices of the layers with attention. Raise ModelError with the model class `name` if no layer has
-    attention or if the state of a layer is not supported.
+    `attention_indices` has the indices of the decoder layers with attention. Raise ModelError with the model class
+    `name` if no layer has attention or if the state of a layer is not supported.
     """
     mixers = {i: mixer for i, layer in enumerate(layers) if (mixer := recurrent_mixer(layer)) is not None}
     kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
     recurrent = f"{len(mixers)} of the {len(layers)} layers of {name} are recurrent ({kinds})"
-    if attention_of(layers[at[0]]) is None:
+    if attention_of(layers[attention_indices[0]]) is None:
         why = f"; {recurrent}" if mixers else ""
         raise ModelError(f"none of the {len(layers)} layers of {name} has an attention module{why}", reason="modules")
-    found = []
+    shapes = []
     for i, mixer in mixers.items():
         shape = _shape_of(mixer)
         if shape is None:
             raise ModelError(f"{recurrent}, which is a kind that is not supported", reason="recurrent")
-        found.append(StateShape(i, sum(own <= i for own in at) - 1, *shape))
-    return tuple(found)
+        shapes.append(StateShape(i, sum(index <= i for index in attention_indices) - 1, *shape))
+    return tuple(shapes)
 
 
 def _shape_of(mixer: Any) -> tuple[tuple[int, int], tuple[int, ...]] | None:
@@ -364,5 +367,5 @@ def recurrent_mixer(layer: nn.Module) -> nn.Module | None:
 
 
 def _convolution(module: nn.Module) -> nn.Conv1d | None:
-    found = (getattr(module, name, None) for name in ("conv1d", "conv", "conv_1d", "q_conv1d"))
-    return next((conv for conv in found if isinstance(conv, nn.Conv1d)), None)
+    candidates = (getattr(module, name, None) for name in ("conv1d", "conv", "conv_1d", "q_conv1d"))
+    return next((conv for conv in candidates if isinstance(conv, nn.Conv1d)), None)

@@ -31,8 +31,8 @@ Both have one set of frequencies for texts up to the original training length. F
 one other set, and "dynamic" a different set for each length.
 """
 
-KEPT = 8
-"""Number of `positions` tensors whose cos and sin are kept: one for each slice of a prefill."""
+MAX_CACHED_POSITIONS = 8
+"""Number of `positions` tensors whose cos and sin are cached: one for each slice of a prefill."""
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """A function that rotates queries or keys `[heads, T, d]` to the positions of their T tokens."""
@@ -45,9 +45,9 @@ class HalfSplit:
     """Layout of w rotated dimensions that pairs i with i + w/2 (NeoX), as in Llama and most other models."""
 
     @staticmethod
-    def spread(waves: torch.Tensor) -> torch.Tensor:
-        """Repeat one value per pair, `[..., w/2]`, so that both dimensions of the pair have it, `[..., w]`."""
-        return torch.cat((waves, waves), dim=-1)
+    def per_dimension(values: torch.Tensor) -> torch.Tensor:
+        """Repeat the value of each pair, `[..., w/2]`, for both dimensions of the pair, `[..., w]`."""
+        return torch.cat((values, values), dim=-1)
 
     @staticmethod
     def signed(sin: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class HalfSplit:
         return torch.cat((-first, second), dim=-1)
 
     @staticmethod
-    def partners(x: torch.Tensor) -> torch.Tensor:
+    def swap_pairs(x: torch.Tensor) -> torch.Tensor:
         """Return a copy of x `[..., w]` with the dimensions of each pair swapped."""
         return x.roll(x.shape[-1] // 2, dims=-1)
 
@@ -65,8 +65,8 @@ class Interleaved:
     """Layout of w rotated dimensions that pairs 2i with 2i + 1 (GPT-J), as in Cohere and GLM."""
 
     @staticmethod
-    def spread(waves: torch.Tensor) -> torch.Tensor:
-        return waves.repeat_interleave(2, dim=-1)
+    def per_dimension(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(2, dim=-1)
 
     @staticmethod
     def signed(sin: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Interleaved:
         return torch.stack((-first, second), dim=-1).flatten(-2)
 
     @staticmethod
-    def partners(x: torch.Tensor) -> torch.Tensor:
+    def swap_pairs(x: torch.Tensor) -> torch.Tensor:
         swapped: torch.Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return swapped
 
@@ -107,7 +107,7 @@ class Rotation:
             return rotate_halves(x, cos, sin)
         rotated, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
         wide = rotated.to(torch.promote_types(x.dtype, cos.dtype))
-        out = (wide * cos).add_(self.layout.partners(wide).mul_(sin)).to(x.dtype)
+        out = (wide * cos).add_(self.layout.swap_pairs(wide).mul_(sin)).to(x.dtype)
         return out if rest is None else torch.cat((out, rest), dim=-1)
 
 
@@ -135,10 +135,10 @@ class Rotary:
         self._module, self._kinds = module, tuple(kinds)
         self._norms: list[Rotate | None] = [getattr(attention, "qk_norm", None) for attention in attentions]
         """Llama 4's norm of rotated queries and keys. It has no weight, so it commutes with later rotations."""
-        self._known: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
+        self._cached: list[tuple[ref[torch.Tensor], dict[str | None, Rotate]]] = []
         """Cache: the latest tensors of positions, newest first, and the rotation to them in each kind of layer."""
         self._layout: Layout = HalfSplit
-        self._ready = True
+        self._tables_match_layout = True
         """Whether the rotary module returns cos and sin in the detected layout, so that they need not be reordered."""
         used = sorted({kind for kind in kinds if kind is not None})
         if used and not self._inverse(used[0]).is_meta:
@@ -150,19 +150,19 @@ class Rotary:
         cos, sin = self._tables(kind, inverse.float(), torch.arange(5, device=inverse.device))
         pairs = len(inverse)
         half_split = torch.equal(cos[..., :pairs], cos[..., -pairs:])
-        picked = slice(None, pairs) if half_split else slice(None, None, 2)
-        self._layout = _layout_of(attention, (cos[..., picked], sin[..., picked]))
-        self._ready = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
+        one_per_pair = slice(None, pairs) if half_split else slice(None, None, 2)
+        self._layout = _layout_of(attention, (cos[..., one_per_pair], sin[..., one_per_pair]))
+        self._tables_match_layout = cos.shape[-1] == 2 * pairs and half_split == (self._layout is HalfSplit)
 
-    def at(self, layer: int, positions: torch.Tensor, like: torch.Tensor) -> Rotate:
+    def rotation_to(self, layer: int, positions: torch.Tensor, like: torch.Tensor) -> Rotate:
         """Return the function that rotates queries and keys of a layer to `positions` `[T]`.
 
-        `like` has the dtype and the device of the layer's input.
+        `like` is a tensor with the dtype and the device of the layer's input.
         """
         rotations = None
-        for cached_positions, rotations_there in self._known if layer else ():
+        for cached_positions, cached_rotations in self._cached if layer else ():
             if cached_positions() is positions:
-                rotations = rotations_there
+                rotations = cached_rotations
         if rotations is None:
             rotations = self._new_entry(positions)
         kind, norm = self._kinds[layer], self._norms[layer]
@@ -173,9 +173,9 @@ class Rotary:
 
     def _rotation(self, kind: str, positions: torch.Tensor, like: torch.Tensor) -> Rotation:
         cos, sin = self._tables(kind, like, positions)
-        if not self._ready:
+        if not self._tables_match_layout:
             pairs = len(self._inverse(kind))
-            cos, sin = (self._layout.spread(table[..., :pairs]) for table in (cos, sin))
+            cos, sin = (self._layout.per_dimension(table[..., :pairs]) for table in (cos, sin))
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _new_entry(self, positions: torch.Tensor) -> dict[str | None, Rotate]:
@@ -183,46 +183,50 @@ class Rotary:
 
         Drop the oldest entry if there are too many, and the entries of freed tensors.
         """
-        kept = [each for each in self._known if (tensor := each[0]()) is not None and tensor is not positions]
+        others = [cached for cached in self._cached if (tensor := cached[0]()) is not None and tensor is not positions]
         entry: dict[str | None, Rotate] = {}
-        self._known = [(ref(positions), entry), *kept[: KEPT - 1]]
+        self._cached = [(ref(positions), entry), *others[: MAX_CACHED_POSITIONS - 1]]
         return entry
 
-    def by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
+    def rotation_by(self, layer: int, offset: int, like: torch.Tensor) -> Rotate:
         """Return the function that moves keys `[Hkv, n, d]`, which already have RoPE, to positions higher by `offset`.
 
-        Angles are computed in float64. Products are computed in float32, or in the dtype of `like` if it is wider.
+        Angles are computed in float64. Products are computed in float32, or in the dtype of the tensor `like` if it is
+        wider.
         """
         kind = self._kinds[layer]
         if kind is None:
             return unrotated
         angles = self._inverse(kind).to(torch.float64) * offset
         compute = torch.promote_types(like.dtype, torch.float32)
-        cos, sin = (self._layout.spread(wave.to(compute).to(like.device)) for wave in (angles.cos(), angles.sin()))
+        cos, sin = (
+            self._layout.per_dimension(wave.to(compute).to(like.device)) for wave in (angles.cos(), angles.sin())
+        )
         return Rotation(cos, self._layout.signed(sin), self._layout)
 
     def _inverse(self, kind: str) -> torch.Tensor:
         """Return the inverse frequencies `[w/2]` of the layers of this kind."""
-        found: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
-        return found
+        frequencies: torch.Tensor = getattr(self._module, f"{kind}_inv_freq" if kind else "inv_freq")
+        return frequencies
 
     def _tables(self, kind: str, like: torch.Tensor, positions: torch.Tensor) -> Tables:
-        at = positions[None]
+        position_ids = positions[None]
         # Qwen-VL has three positions per token (time, height, width), which are equal for text.
         if hasattr(self._module, "mrope_section"):
-            at = at.expand(3, 1, -1)
-        found: Any = self._module(like, at, kind) if kind else self._module(like, at)
-        if isinstance(found, torch.Tensor):  # Llama 4's module returns one complex number per pair.
-            return found.real, found.imag
-        tables: Tables = found
+            position_ids = position_ids.expand(3, 1, -1)
+        result: Any = self._module(like, position_ids, kind) if kind else self._module(like, position_ids)
+        if isinstance(result, torch.Tensor):  # Llama 4's module returns one complex number per pair.
+            return result.real, result.imag
+        tables: Tables = result
         return tables
 
 
-def _layout_of(attention: Any, waves: Tables) -> Layout:
-    """Return the layout of the rotation in the source file of `attention`. `waves` are cos and sin, each `[1, T, w/2]`.
+def _layout_of(attention: Any, cos_and_sin: Tables) -> Layout:
+    """Return the layout of the rotation in the source file of `attention`.
 
-    If the file has no `apply_rotary_pos_emb`, the layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else
-    `HalfSplit`. DeepSeek V3 states the layout in its configuration. Load-time verification detects a wrong guess.
+    `cos_and_sin` are tables of one value per pair, each `[1, T, w/2]`. If the file has no `apply_rotary_pos_emb`, the
+    layout is `Interleaved` if it has `apply_rotary_emb` (Llama 4), else `HalfSplit`. DeepSeek V3 states the layout in
+    its configuration. Load-time verification detects a wrong layout.
     """
     file = sys.modules[type(attention).__module__]
     if getattr(getattr(attention, "config", None), "rope_interleave", False):
@@ -230,19 +234,19 @@ def _layout_of(attention: Any, waves: Tables) -> Layout:
     apply = getattr(file, "apply_rotary_pos_emb", None)
     if apply is None:
         return Interleaved if hasattr(file, "apply_rotary_emb") else HalfSplit
-    cos, sin = (wave.float() for wave in waves)
+    cos, sin = (wave.float() for wave in cos_and_sin)
     width = 2 * cos.shape[-1]
-    single = list(signature(apply).parameters)[1] == "cos"  # Gemma 4 rotates queries and keys in separate calls
+    one_tensor = list(signature(apply).parameters)[1] == "cos"  # Gemma 4 rotates queries and keys in separate calls
     x = torch.randn(1, 1, cos.shape[1], width, generator=torch.Generator().manual_seed(0)).to(cos.device)
     for table in (lambda wave: torch.cat((wave, wave), -1), lambda wave: wave.repeat_interleave(2, -1), lambda w: w):
         try:
             tables = table(cos), table(sin)
-            expected = (apply(x, *tables) if single else apply(x, x, *tables)[0])[0]
+            expected = (apply(x, *tables) if one_tensor else apply(x, x, *tables)[0])[0]
         except (RuntimeError, TypeError):
             continue
         for layout in (HalfSplit, Interleaved):
-            found = Rotation(layout.spread(cos), layout.signed(layout.spread(sin)), layout)(x[0])
-            if torch.allclose(found, expected, atol=1e-5):
+            rotated = Rotation(layout.per_dimension(cos), layout.signed(layout.per_dimension(sin)), layout)(x[0])
+            if torch.allclose(rotated, expected, atol=1e-5):
                 return layout
     raise ModelError(
         f"the rotary embedding of {type(attention).__name__} is neither half-split (NeoX) nor interleaved (GPT-J)",
@@ -267,9 +271,9 @@ def fix_rope_scaling(model: Any, max_model_len: int | None) -> None:
     kind = getattr(rotary, "rope_type", None)
     if rotary is None or kind not in _LENGTH_DEPENDENT:
         return
-    stated: int = config.max_position_embeddings
-    trained = int(config.rope_parameters["original_max_position_embeddings"]) if kind == "longrope" else stated
-    if (max_model_len or stated) <= trained:
+    declared: int = config.max_position_embeddings
+    trained = int(config.rope_parameters["original_max_position_embeddings"]) if kind == "longrope" else declared
+    if (max_model_len or declared) <= trained:
         config.max_position_embeddings = trained
     elif kind == "dynamic":
         raise ModelError(

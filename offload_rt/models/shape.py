@@ -18,15 +18,15 @@ from ..config import Quantize
 from ..core import ModelGeometry, RowShape, StateShape
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
-from .checkpoint import build_skeleton, one_error, read_config, resolve_device, resolve_dtype, stated_dtype
+from .checkpoint import as_model_error, build_skeleton, declared_dtype, read_config, resolve_device, resolve_dtype
 from .checkpoint_cache import CheckpointCache
-from .importing import Conversion, conversion_of, ready_source
+from .importing import Conversion, conversion_of, converted_source
 from .linear import backend_of, packing, packing_of, use_backends
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
 from .loading import check_loaded, quantize_checkpoint
 from .multimodal import belongs_to, unused_modules
-from .packed_checkpoint import CannotPackError, hold_formats, stated_formats
+from .packed_checkpoint import CannotPackError, declared_formats, use_packed_formats
 from .plain_shape import plain_shape
 from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
@@ -76,13 +76,17 @@ class ModelShape:
     placement: Placement = ON_DEVICE
     host_bytes: int = 0
 
-    def placed(self, placement: Placement) -> ModelShape:
+    def with_placement(self, placement: Placement) -> ModelShape:
         """Return a copy in which experts and embedding are placed according to `placement`."""
         assert not self.placement and not placement.layers, "layers are placed by a plan"
-        sizes, on_host, slots = self.sizes.on_device(placement), self.sizes.on_host(placement), placement.experts
+        sizes, on_host, resident_experts = (
+            self.sizes.on_device(placement),
+            self.sizes.on_host(placement),
+            placement.experts,
+        )
         weights = self.weight_bytes - on_host
-        if slots is not None and self.sizes.experts is not None:
-            weights += slots * sum(self.sizes.experts.each)
+        if resident_experts is not None and self.sizes.experts is not None:
+            weights += resident_experts * sum(self.sizes.experts.one_expert)
         return replace(self, weight_bytes=weights, sizes=sizes, placement=placement, host_bytes=on_host)
 
 
@@ -104,28 +108,28 @@ def load_shape(
         geometry, sizes, packed = adapter_for(model).geometry, weight_sizes(model), packing_of(model)
         size = weight_bytes(model) + unpacked_bytes(model)
         return ModelShape(geometry, size, sizes, model.dtype, model.device, packed, packed is None)
-    where = resolve_device(device)
+    target = resolve_device(device)
     source = find_source(model, hub)
-    compute = partial(_read_shape, source, where, dtype, max_model_len, quantize)
+    compute = partial(_read_shape, source, target, dtype, max_model_len, quantize)
     if has_external_adapters():
         return compute()
-    arguments = [str(where), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
-    if quantize in ("auto", "none") and (shape := _plain_shape(source, where, dtype)) is not None:
+    arguments = [str(target), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
+    if quantize in ("auto", "none") and (shape := _plain_shape(source, target, dtype)) is not None:
         return shape
     # transformers takes four seconds of processor time for its imports and a skeleton
     return CheckpointCache(source).lookup("shapes", arguments, compute, _parse, _dump)
 
 
-def _plain_shape(source: ModelSource, where: torch.device, dtype: str | torch.dtype) -> ModelShape | None:
+def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.dtype) -> ModelShape | None:
     """Return the shape of a plain decoder, computed without transformers, or None for any other model."""
     plain = plain_shape(source)
-    stated = None if plain is None or plain.dtype is None else getattr(torch, plain.dtype, None)
-    if plain is None or (plain.dtype is not None and not isinstance(stated, torch.dtype)):
+    declared = None if plain is None or plain.dtype is None else getattr(torch, plain.dtype, None)
+    if plain is None or (plain.dtype is not None and not isinstance(declared, torch.dtype)):
         return None
-    chosen = resolve_dtype(dtype, source, stated, where) or torch.float32
+    chosen = resolve_dtype(dtype, source, declared, target) or torch.float32
     sizes = plain.sizes(chosen.itemsize)
     # `sizes` counts each weight of a layer with its alignment, and `weight_bytes` without
-    return ModelShape(plain.geometry, plain.weight_bytes(chosen.itemsize), sizes, chosen, where)
+    return ModelShape(plain.geometry, plain.weight_bytes(chosen.itemsize), sizes, chosen, target)
 
 
 def _code_versions() -> list[object]:
@@ -135,7 +139,7 @@ def _code_versions() -> list[object]:
     """
     package = Path(__file__).parents[1]
     # In a checkout, `kernels` is a link, which `os.walk` does not follow from its parent.
-    folders = [found for top in (package, package / "kernels") for found, *_ in os.walk(top)]
+    folders = [path for top in (package, package / "kernels") for path, *_ in os.walk(top)]
     files = (file for folder in folders for file in os.scandir(folder) if file.name.endswith(".py"))
     versions = [_version(name) for name in ("gguf", "compressed-tensors", "bitsandbytes")]
     return [max(file.stat().st_mtime_ns for file in files), *versions]
@@ -167,30 +171,30 @@ def _parse(text: str) -> ModelShape:
 
 
 def _read_shape(
-    source: ModelSource, where: torch.device, dtype: str | torch.dtype, max_model_len: int | None, quantize: Quantize
+    source: ModelSource, target: torch.device, dtype: str | torch.dtype, max_model_len: int | None, quantize: Quantize
 ) -> ModelShape:
     conversion = conversion_of(source, quantize)
-    if conversion is not None and (ready := ready_source(conversion)) is not None:
-        source, conversion = ready, None
+    if conversion is not None and (converted := converted_source(conversion)) is not None:
+        source, conversion = converted, None
     config = read_config(source)
-    chosen = resolve_dtype(dtype, source, stated_dtype(source, config), where) or torch.float32
+    chosen = resolve_dtype(dtype, source, declared_dtype(source, config), target) or torch.float32
     skeleton = build_skeleton(source, config, chosen)
-    with one_error(f"the checkpoint {source} is not a valid model"):
+    with as_model_error(f"the checkpoint {source} is not a valid model"):
         fix_rope_scaling(skeleton, max_model_len)
-        quantize_checkpoint(skeleton, quantize, where)
-        hold_formats(skeleton, _formats(conversion, skeleton), chosen)
-        use_backends(skeleton, where)
+        quantize_checkpoint(skeleton, quantize, target)
+        use_packed_formats(skeleton, _formats(conversion, skeleton), chosen)
+        use_backends(skeleton, target)
         geometry, sizes = adapter_for(skeleton).geometry, weight_sizes(skeleton)
     packed = packing_of(skeleton)
     if packed == PACKED.method:
-        return ModelShape(geometry, weight_bytes(skeleton) + unpacked_bytes(skeleton), sizes, chosen, where, packed)
+        return ModelShape(geometry, weight_bytes(skeleton) + unpacked_bytes(skeleton), sizes, chosen, target, packed)
     backend = backend_of(config)
-    if backend is None or not backend.stays_packed(where):
-        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, where)
+    if backend is None or not backend.stays_packed(target):
+        return ModelShape(geometry, weight_bytes(skeleton), sizes, chosen, target)
     fixed, layers = _packed_bytes(source, skeleton, chosen)
     fixed += unpacked_bytes(skeleton, all_packed=True)
     sizes = replace(sizes, fixed=fixed, layers=layers, experts=None)
-    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, where, packing(config), backend.can_stream(config))
+    return ModelShape(geometry, fixed + sum(layers), sizes, chosen, target, packing(config), backend.can_stream(config))
 
 
 def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[str, PackedFormat]:
@@ -199,7 +203,7 @@ def _formats(conversion: Conversion | None, skeleton: PreTrainedModel) -> dict[s
     Empty if the checkpoint is not packed and will not be converted to a packed one.
     """
     if packing(skeleton.config) == PACKED.method:
-        return stated_formats(skeleton.config)
+        return declared_formats(skeleton.config)
     if conversion is None:
         return {}
     try:
@@ -215,7 +219,7 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
     files cannot be read.
     """
     named = {_unprefixed(name): tuple(weight.shape) for name, weight in skeleton.named_parameters()}
-    depth = 1 + max(int(found[1]) for name in named if (found := _LAYER.search(name)))
+    depth = 1 + max(int(match[1]) for name in named if (match := _LAYER.search(name)))
     layers, fixed = [0] * depth, sum(buffer.nbytes for buffer in skeleton.buffers())
     unused = unused_modules(skeleton)
     try:
@@ -227,9 +231,9 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
             continue
         plain = kind in ("F64", "F32", "F16", "BF16") and named.get(_unprefixed(name)) == shape
         size = torch.Size(shape).numel() * dtype.itemsize if plain else size
-        found = _LAYER.search(name)
-        if found is not None and int(found[1]) < depth:
-            layers[int(found[1])] += aligned(size)
+        match = _LAYER.search(name)
+        if match is not None and int(match[1]) < depth:
+            layers[int(match[1])] += aligned(size)
         else:
             fixed += size
     return fixed, tuple(layers)
@@ -237,5 +241,5 @@ def _packed_bytes(source: ModelSource, skeleton: nn.Module, dtype: torch.dtype) 
 
 def _unprefixed(name: str) -> str:
     """Return the name of a weight without the prefixes of multimodal models, which differ between files and modules."""
-    found = _LAYER.search(name)
-    return name[found.start() :].removeprefix(".") if found else ".".join(name.split(".")[-2:])
+    match = _LAYER.search(name)
+    return name[match.start() :].removeprefix(".") if match else ".".join(name.split(".")[-2:])

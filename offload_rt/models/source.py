@@ -45,8 +45,8 @@ class Hub:
     def options(self) -> dict[str, Any]:
         folder = None if self.folder is None else str(self.folder)
         options = {"revision": self.revision, "token": self.token, "cache_dir": folder}
-        given = {name: value for name, value in options.items() if value is not None}
-        return {**given, "trust_remote_code": self.trust_remote_code}
+        present = {name: value for name, value in options.items() if value is not None}
+        return {**present, "trust_remote_code": self.trust_remote_code}
 
 
 def hub_of(config: EngineConfig) -> Hub:
@@ -108,7 +108,7 @@ class ModelSource:
     def has_tokenizer(self) -> bool:
         """Whether the checkpoint may have a tokenizer: False only for a local folder without tokenizer files."""
         folder = self.folder
-        return folder is None or self.gguf is not None or any(any(folder.glob(each)) for each in _TOKENIZER_FILES)
+        return folder is None or self.gguf is not None or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
     def check_reachable(self) -> None:
         """Raise ModelError quickly if a hub model is not in the cache and the hub cannot be reached."""
@@ -121,9 +121,9 @@ class ModelSource:
             try_to_load_from_cache(self.name_or_path, file, cache_dir=self.hub.folder, revision=revision), str
         ):
             return
-        cure = "pass the folder of a downloaded model"
+        hint = "pass the folder of a downloaded model"
         if constants.is_offline_mode():
-            raise ModelError(f"{self} is not in the cache, and HF_HUB_OFFLINE forbids a download: {cure}")
+            raise ModelError(f"{self} is not in the cache, and HF_HUB_OFFLINE forbids a download: {hint}")
         try:
             get_hf_file_metadata(
                 hf_hub_url(self.name_or_path, file, revision=revision), timeout=2, token=self.hub.token
@@ -132,7 +132,7 @@ class ModelSource:
             if getattr(error, "response", None) is not None:
                 return  # The hub can be reached; transformers will report the reason.
             raise ModelError(
-                f"{self} is not in the cache, and {constants.ENDPOINT} cannot be reached ({error}): {cure}, or set "
+                f"{self} is not in the cache, and {constants.ENDPOINT} cannot be reached ({error}): {hint}, or set "
                 "HF_ENDPOINT to a mirror"
             ) from error
 
@@ -160,12 +160,12 @@ def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelS
         return ModelSource(str(folder), shipped=True)
     path = Path(name).expanduser()
     try:
-        is_folder, is_there = path.is_dir(), path.exists()
+        is_folder, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r:.80} is not a valid path: {error!s:.80}") from None
     if is_folder:
         return ModelSource(str(path), _only_gguf(path), hub=hub)
-    if is_there:
+    if exists:
         if path.suffix.lower() != ".gguf":
             raise ModelError(
                 f"model {name!r} is a file; expected a GGUF file, or the folder with config.json and *.safetensors"

@@ -28,7 +28,7 @@ from ..errors import ModelError
 from ..utils.native_code import cache_folder
 from ..utils.progress import report
 from .adapter import ModelAdapter
-from .checkpoint import one_error
+from .checkpoint import as_model_error
 from .full_attention import residual_after_attention
 from .multimodal import text_config
 from .weights import attention_layers, decoder_layers
@@ -125,47 +125,47 @@ class _Verification:
         # For hybrid models, the tokens are computed in two pieces, because states must continue from piece to piece.
         half = first // 2 if adapter.geometry.states else 0
         cuts = sorted({0, half, *self._one_by_one, length})
-        self._pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+        self._slices = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def run(self) -> None:
-        seen = self._observe()
-        self._compare_arguments(seen.arguments)
-        embedded = self._through(-1, self._adapter.embed(self._tokens, self._positions))
+        observed = self._observe()
+        self._compare_arguments(observed.arguments)
+        embedded = self._run_stages(-1, self._adapter.embed(self._tokens, self._positions))
         # A layer of the adapter covers a decoder layer with attention and all decoder layers without attention after
         # it.
         starts = attention_layers(decoder_layers(self._model))
-        stops = [*starts[1:], len(seen.hidden) - 1]
-        self._compare("the embedding", torch.zeros_like(embedded), embedded, seen.hidden[starts[0]])
+        stops = [*starts[1:], len(observed.hidden) - 1]
+        self._compare("the embedding", torch.zeros_like(embedded), embedded, observed.hidden[starts[0]])
         for layer, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             report("verifying the model against transformers (once)", layer, len(starts))
-            given = seen.hidden[start]
-            found = self._through(layer, self._layer(layer, given))
-            self._compare(f"layer {layer}", given, found, seen.hidden[stop])
-        logits = self._adapter.logits(seen.hidden[-1][-len(seen.logits) :])
-        self._compare("the head", torch.zeros_like(logits), logits, seen.logits.to(logits.dtype))
+            layer_input = observed.hidden[start]
+            output = self._run_stages(layer, self._layer(layer, layer_input))
+            self._compare(f"layer {layer}", layer_input, output, observed.hidden[stop])
+        logits = self._adapter.logits(observed.hidden[-1][-len(observed.logits) :])
+        self._compare("the head", torch.zeros_like(logits), logits, observed.logits.to(logits.dtype))
 
     def _observe(self) -> _Observed:
-        seen = _Observed()
+        observed = _Observed()
         layers = decoder_layers(self._model)
         parameters = inspect.signature(self._model.forward).parameters
-        known = set(parameters)
+        accepted = set(parameters)
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            known.add("position_ids")  # A subclass may pass all arguments to its base class without naming them.
+            accepted.add("position_ids")  # A subclass may pass all arguments to its base class without naming them.
         options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen.hidden.append(_tensor(args[0] if args else named["hidden_states"]))
+            observed.hidden.append(_tensor(args[0] if args else named["hidden_states"]))
 
         with ExitStack() as stack:
-            stack.enter_context(_recording(text_config(self._model.config), seen.arguments))
+            stack.enter_context(_recording(text_config(self._model.config), observed.arguments))
             stack.callback(layers[0].register_forward_pre_hook(enter, with_kwargs=True).remove)
             for layer in layers:
-                hook = layer.register_forward_hook(lambda *call: seen.hidden.append(_tensor(call[-1])))
+                hook = layer.register_forward_hook(lambda *call: observed.hidden.append(_tensor(call[-1])))
                 stack.callback(hook.remove)
-            with one_error(f"{self._name} cannot be verified, because its forward pass fails for a text"):
-                out = self._model(self._tokens[None], **{n: value for n, value in options.items() if n in known})
-        seen.logits = out.logits[0, -_DECODE_TOKENS:]
-        return seen
+            with as_model_error(f"{self._name} cannot be verified, because its forward pass fails for a text"):
+                out = self._model(self._tokens[None], **{n: value for n, value in options.items() if n in accepted})
+        observed.logits = out.logits[0, -_DECODE_TOKENS:]
+        return observed
 
     def _layer(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output `[T, D]` of an attention layer of the adapter for its input `[T, D]`.
@@ -173,39 +173,39 @@ class _Verification:
         The last tokens are computed one by one, and all earlier tokens together (in two pieces for hybrid models).
         """
         adapter, outs, parts = self._adapter, [], []
-        for s in self._pieces:
+        for s in self._slices:
             q, *rows = adapter.qkv(layer, adapter.attention_input(layer, hidden[s]), self._positions[s])
             parts.append(rows)
-            kv = KVPart(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
+            kv = KVPart(*(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)))
             outs.append(adapter.mlp(layer, residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)))
         return torch.cat(outs)
 
-    def _through(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _run_stages(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Run the decoder layers without attention that follow an attention layer on its output `[T, D]`."""
         for stage in self._adapter.stages(layer):
-            hidden = torch.cat([stage.run(hidden[s]) for s in self._pieces])
+            hidden = torch.cat([stage.run(hidden[s]) for s in self._slices])
         return hidden
 
-    def _compare(self, what: str, given: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    def _compare(self, what: str, layer_input: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ModelError if `actual` and `expected` `[T, D]` differ by more than rounding errors.
 
         `what` names the compared result in the message. The tolerance is relative to the layer's contribution: the
-        difference between `expected` and the layer's input `given`.
+        difference between `expected` and the layer's input `layer_input`.
         """
         wide = torch.promote_types(actual.dtype, torch.float32)
-        actual, expected, given = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, given))
+        actual, expected, layer_input = (torch.nan_to_num(x.to(wide), 0, 0, 0) for x in (actual, expected, layer_input))
         dtype = self._adapter.dtype
-        added, size = (x.norm(dim=-1) for x in (expected - given, expected))
+        added, size = (x.norm(dim=-1) for x in (expected - layer_input, expected))
         allowed = _TOLERANCES[dtype] * added + 4 * torch.finfo(dtype).eps * size
-        off = (actual - expected).norm(dim=-1) / allowed.clamp_min(torch.finfo(wide).tiny)
+        errors = (actual - expected).norm(dim=-1) / allowed.clamp_min(torch.finfo(wide).tiny)
         share = _EXPERTS_SHARE if self._adapter.geometry.experts else 1.0
-        split = len(off) - min(len(self._one_by_one), len(off))
-        for part, where in ((off[:split], "prefill"), (off[split:], "decode")):
+        split = len(errors) - min(len(self._one_by_one), len(errors))
+        for part, phase in ((errors[:split], "prefill"), (errors[split:], "decode")):
             if len(part) and not float(part.quantile(share)) <= 1:
-                difference = float((actual - expected).norm() / (expected - given).norm().clamp_min(1e-30))
+                difference = float((actual - expected).norm() / (expected - layer_input).norm().clamp_min(1e-30))
                 raise ModelError(
                     f"{self._name} failed load-time verification: {what} differs from transformers' result by "
-                    f"{difference:.2g} of its size in {where}; this version does not support the model",
+                    f"{difference:.2g} of its size in {phase}; this version does not support the model",
                     reason="verification",
                 )
 
@@ -215,28 +215,28 @@ class _Verification:
         # The model does not call its attention through transformers' attention interface.
         if len(arguments) != geometry.layers:
             return
-        for layer, given in enumerate(arguments):
-            strange = sorted(name for name, value in given.items() if name not in _HARMLESS and _has_effect(value))
-            window, cap, sinks = given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
-            own = self._adapter.sinks[layer]
+        for layer, kwargs in enumerate(arguments):
+            unsupported = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and _has_effect(value))
+            window, cap, sinks = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+            adapter_sinks = self._adapter.sinks[layer]
             if window is not None and window != geometry.windows[layer]:
-                strange.append(f"sliding_window={window}")
+                unsupported.append(f"sliding_window={window}")
             if (cap or None) != geometry.softcap:
-                strange.append(f"softcap={cap}")
-            if not _equal_sinks(sinks, own):
-                strange.append("s_aux")
-            if strange:
+                unsupported.append(f"softcap={cap}")
+            if not _equal_sinks(sinks, adapter_sinks):
+                unsupported.append("s_aux")
+            if unsupported:
                 raise ModelError(
-                    f"{self._name} calls its attention with {', '.join(strange)} in layer {layer}, which this version "
-                    "does not support",
+                    f"{self._name} calls its attention with {', '.join(unsupported)} in layer {layer}, which this "
+                    "version does not support",
                     reason="attention_argument",
                 )
 
 
-def _equal_sinks(given: torch.Tensor | None, own: torch.Tensor | None) -> bool:
-    if given is None or own is None:
-        return given is own
-    return torch.equal(given.to(own), own)
+def _equal_sinks(recorded: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    if recorded is None or expected is None:
+        return recorded is expected
+    return torch.equal(recorded.to(expected), expected)
 
 
 def _has_effect(value: Any) -> bool:
@@ -245,8 +245,8 @@ def _has_effect(value: Any) -> bool:
 
 def _tensor(out: Any) -> torch.Tensor:
     """Return a copy of the hidden states `[T, D]` of one sequence, from the input or output of a layer."""
-    found: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
-    return found
+    hidden: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
+    return hidden
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .linear import absorbable_weight, held_bytes, places_of, tensors_of
+from .linear import absorbable_weight, nbytes_of, tensor_locations, tensors_of
 from .multimodal import text_decoder
 
 ALIGNMENT = 64
@@ -45,9 +45,9 @@ class ExpertSizes:
     """Sizes of the experts of a model in bytes. Layers without experts have the sizes 0."""
 
     count: int  # experts in each mixture-of-experts layer
-    chosen: int  # experts that the router chooses per token
-    each: tuple[int, ...]  # one expert of each layer
-    whole: tuple[int, ...]  # all experts of each layer, aligned
+    top_k: int  # experts that the router chooses per token
+    one_expert: tuple[int, ...]  # one expert of each layer
+    all_experts: tuple[int, ...]  # all experts of each layer, aligned
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,16 @@ class WeightSizes:
         """
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
-            fixed += placement.experts * sum(self.experts.each)
-            layers = tuple(size - whole for size, whole in zip(layers, self.experts.whole, strict=True))
+            fixed += placement.experts * sum(self.experts.one_expert)
+            layers = tuple(
+                size - all_experts for size, all_experts in zip(layers, self.experts.all_experts, strict=True)
+            )
         return replace(self, fixed=fixed, layers=layers)
 
     def on_host(self, placement: Placement) -> int:
         """Return the size in bytes of the experts and the embedding that `placement` keeps in host memory."""
         experts = None if placement.experts is None else self.experts
-        stacked = 0 if experts is None else experts.count * sum(experts.each)
+        stacked = 0 if experts is None else experts.count * sum(experts.one_expert)
         return stacked + (self.embedding if placement.embedding else 0)
 
 
@@ -97,8 +99,8 @@ class HostEmbedding(nn.Module):
         super().__init__()
         self.inner = embedding
         self.bytes = 0  # copied to the device so far
-        own: torch.Tensor = embedding.weight  # type: ignore[assignment]  # of packed weights, too
-        self.weight = own.new_empty((0, *own.shape[1:]), device=device)
+        weight: torch.Tensor = embedding.weight  # type: ignore[assignment]  # of packed weights, too
+        self.weight = weight.new_empty((0, *weight.shape[1:]), device=device)
 
     device_bytes = 0
 
@@ -126,14 +128,14 @@ def attention_layers(layers: list[nn.Module]) -> list[int]:
 
     If no layer has a module with a known name, return all indices.
     """
-    found = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
-    return found or list(range(len(layers)))
+    indices = [i for i, layer in enumerate(layers) if attention_of(layer) is not None]
+    return indices or list(range(len(layers)))
 
 
 def attention_of(layer: nn.Module) -> Any:
     named = (getattr(layer, name, None) for name in _ATTENTION)
     # Kimi Linear also calls its recurrent layers `self_attn`.
-    found = next((each for each in named if each is not None and not hasattr(each, "conv1d")), None)
+    found = next((module for module in named if module is not None and not hasattr(module, "conv1d")), None)
     mixer = getattr(layer, "mixer", None)  # Nemotron-H: an attention, a recurrent layer or an MLP
     return found if found is not None or not hasattr(mixer, "q_proj") else mixer
 
@@ -145,21 +147,21 @@ def experts_of(layer: nn.Module) -> Any:
     """
     for name, module in layer.named_modules():
         count, weights = getattr(module, "num_experts", None), list(module.parameters())
-        own = len(list(module.parameters(recurse=False)))
-        stacked = own == len(weights) > 0 and all(len(weight) == count for weight in weights)
+        direct = len(list(module.parameters(recurse=False)))
+        stacked = direct == len(weights) > 0 and all(len(weight) == count for weight in weights)
         if name.rpartition(".")[2] == "experts" and stacked and hasattr(module, "has_gate"):
             return module
     return None
 
 
-def lone_embedding(model: Any) -> nn.Module | None:
+def untied_embedding(model: Any) -> nn.Module | None:
     """Return the token embedding, or None if the head uses the same weight.
 
     Every step reads the whole matrix of the head, so a tied embedding must stay on the device.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    own = {id(weight) for weight in embedding.parameters()}
-    tied = head is None or any(id(weight) in own for weight in head.parameters())
+    embedding_ids = {id(weight) for weight in embedding.parameters()}
+    tied = head is None or any(id(weight) in embedding_ids for weight in head.parameters())
     return None if tied else embedding
 
 
@@ -174,20 +176,20 @@ def layer_bytes(layer: nn.Module) -> int:
 
 def weight_bytes(model: nn.Module) -> int:
     """Return the size in bytes of all parameters and buffers. Tied weights count once."""
-    return sum(held_bytes(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+    return sum(nbytes_of(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
     """Return the weight sizes of a model, which may be on the meta device."""
-    layers, embedding = decoder_layers(model), lone_embedding(model)
-    own = {id(weight) for layer in layers for weight in layer.parameters()}
-    fixed = sum(held_bytes(weight) for weight in model.parameters() if id(weight) not in own)
+    layers, embedding = decoder_layers(model), untied_embedding(model)
+    layer_ids = {id(weight) for layer in layers for weight in layer.parameters()}
+    fixed = sum(nbytes_of(weight) for weight in model.parameters() if id(weight) not in layer_ids)
     return WeightSizes(
         fixed + sum(buffer.nbytes for buffer in model.buffers()) + unpacked_bytes(model),
         tuple(layer_bytes(layer) for layer in layers),
         max(_widest_side(layer) for layer in layers),
         _expert_sizes(layers),
-        0 if embedding is None else sum(held_bytes(weight) for weight in embedding.parameters()),
+        0 if embedding is None else sum(nbytes_of(weight) for weight in embedding.parameters()),
     )
 
 
@@ -199,27 +201,27 @@ def unpacked_bytes(model: Any, *, all_packed: bool = False) -> int:
     dtype = model.get_input_embeddings().weight.dtype
     expansions = [getattr(attention_of(layer), "kv_b_proj", None) for layer in decoder_layers(model)]
     return sum(
-        each.in_features * each.out_features * dtype.itemsize
-        for each in expansions
-        if each is not None and (all_packed or absorbable_weight(each, dtype) is None)
+        expansion.in_features * expansion.out_features * dtype.itemsize
+        for expansion in expansions
+        if expansion is not None and (all_packed or absorbable_weight(expansion, dtype) is None)
     )
 
 
 def _expert_sizes(layers: list[nn.Module]) -> ExpertSizes | None:
-    found = [experts_of(layer) for layer in layers]
-    counts = {int(experts.num_experts) for experts in found if experts is not None}
+    modules = [experts_of(layer) for layer in layers]
+    counts = {int(experts.num_experts) for experts in modules if experts is not None}
     if len(counts) != 1:
         return None
-    each = (0 if e is None else sum(weight[0].nbytes for weight in e.parameters()) for e in found)
-    whole = (0 if e is None else layer_bytes(e) for e in found)
-    return ExpertSizes(counts.pop(), max(map(_chosen_by_a_token, layers)), tuple(each), tuple(whole))
+    one_expert = (0 if e is None else sum(weight[0].nbytes for weight in e.parameters()) for e in modules)
+    all_experts = (0 if e is None else layer_bytes(e) for e in modules)
+    return ExpertSizes(counts.pop(), max(map(_experts_per_token, layers)), tuple(one_expert), tuple(all_experts))
 
 
-def _chosen_by_a_token(layer: nn.Module) -> int:
-    stated = (getattr(module, "top_k", None) for module in layer.modules())
+def _experts_per_token(layer: nn.Module) -> int:
+    declared = (getattr(module, "top_k", None) for module in layer.modules())
     router: Any = getattr(layer, "router", None)  # Gemma 4's router reads the number from its configuration
     found = [
-        k for k in (*stated, getattr(getattr(router, "config", None), "top_k_experts", None)) if isinstance(k, int)
+        k for k in (*declared, getattr(getattr(router, "config", None), "top_k_experts", None)) if isinstance(k, int)
     ]
     return max(found, default=1)
 
@@ -229,30 +231,32 @@ def _widest_side(layer: nn.Module) -> int:
 
     For experts, it is the sum of the inputs and outputs of all experts that a token uses.
     """
-    sides, chosen = [0], _chosen_by_a_token(layer)
+    sides, top_k = [0], _experts_per_token(layer)
     for module in layer.modules():
-        stated = [getattr(module, name, None) for name in ("in_features", "out_features")]
-        if all(isinstance(size, int) for size in stated):
-            sides += [size for size in stated if isinstance(size, int)]
+        features = [getattr(module, name, None) for name in ("in_features", "out_features")]
+        if all(isinstance(size, int) for size in features):
+            sides += [size for size in features if isinstance(size, int)]
         else:
-            own = list(module.parameters(recurse=False))
-            sides += [size for w in own if w.dim() == 2 for size in w.shape]
-            sides += [chosen * sum(w.shape[1:]) for w in own if w.dim() == 3]
+            parameters = list(module.parameters(recurse=False))
+            sides += [size for w in parameters if w.dim() == 2 for size in w.shape]
+            sides += [top_k * sum(w.shape[1:]) for w in parameters if w.dim() == 3]
     return max(sides)
 
 
 def place_weights(model: nn.Module, device: torch.device, placement: Placement) -> None:
     """Move weights and buffers from host memory to `device` one by one. Weights in `placement` stay in host memory."""
     layers = decoder_layers(model)
-    embedding = lone_embedding(model) if placement.embedding else None
-    stay: list[nn.Module] = [layers[layer] for layer in placement.layers]
-    stay += [] if embedding is None else [embedding]
-    stay += [] if placement.experts is None else [each for layer in layers if (each := experts_of(layer)) is not None]
-    staying = {id(weight) for module in stay for weight in module.parameters()}
+    embedding = untied_embedding(model) if placement.embedding else None
+    host_modules: list[nn.Module] = [layers[layer] for layer in placement.layers]
+    host_modules += [] if embedding is None else [embedding]
+    host_modules += (
+        [] if placement.experts is None else [experts for layer in layers if (experts := experts_of(layer)) is not None]
+    )
+    host_ids = {id(weight) for module in host_modules for weight in module.parameters()}
     for weight in model.parameters():
-        if id(weight) not in staying:
-            for location in places_of(weight):
-                location.put(location.tensor.to(device))
+        if id(weight) not in host_ids:
+            for location in tensor_locations(weight):
+                location.assign(location.tensor.to(device))
     for module in model.modules():
         if module is embedding:  # the buffers of the embedding stay in host memory too
             continue

@@ -26,7 +26,7 @@ from ..models.weights import Placement
 from ..policies.registry import memory_demand
 from ..transfer.weights.streamed import BUFFERS
 from ..utils.units import format_size
-from .host_memory import divided_host_memory
+from .host_memory import divide_host_memory
 from .memory_model import DeviceCosts
 
 
@@ -114,11 +114,17 @@ def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
     """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid policy options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
-    rounded, best = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
+    kv_quantised, slice_tokens = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
     graphs = config.replays(shape.device.type)
-    drafts = None if config.exact is None else config.exact.tokens
+    draft_tokens = None if config.exact is None else config.exact.tokens
     return DeviceCosts(
-        shape, demand, best, rounded=rounded, working_set=config.working_set, graphs=graphs, drafts=drafts
+        shape,
+        demand,
+        slice_tokens,
+        kv_quantised=kv_quantised,
+        working_set=config.working_set,
+        graphs=graphs,
+        draft_tokens=draft_tokens,
     )
 
 
@@ -129,18 +135,29 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     """
     assert config.device_memory is not None
     geometry = shape.geometry
-    pool = divided_host_memory(config, geometry, shape.dtype).kv
+    pool = divide_host_memory(config, geometry, shape.dtype).kv
     if config.disk is not None:
         pool = disk_limit(config.disk, config.disk_limit, pool)
     capacity = max(1, min(geometry.max_positions, pool // geometry.kv_bytes(1, shape.dtype)))
     limit, context = config.device_memory, config.max_model_len or capacity
-    *larger, least = prefill_slices(config, shape.device)
-    costs = replace(costs_for(config, shape), slice=least)
-    several = [replace(costs, shape=shape.placed(placement)) for placement in _placements(config, shape)]
-    resident = (found for found in _plans_within(limit, several, context) if not (found.streamed or found.keys_on_host))
-    plan = next(resident, None) or plan_device(limit, several[-1], context)
-    sliced = [replace(plan.costs, slice=size, keys_on_host=False) for size in larger]
-    plan = next((found for found in _plans_within(limit, sliced, context) if found.same_weights_as(plan)), plan)
+    *larger_slices, smallest_slice = prefill_slices(config, shape.device)
+    costs = replace(costs_for(config, shape), slice_tokens=smallest_slice)
+    candidates = [replace(costs, shape=shape.with_placement(placement)) for placement in _placements(config, shape)]
+    resident_plans = (
+        candidate_plan
+        for candidate_plan in _plans_within(limit, candidates, context)
+        if not (candidate_plan.streamed or candidate_plan.keys_on_host)
+    )
+    plan = next(resident_plans, None) or plan_device(limit, candidates[-1], context)
+    with_larger_slices = [replace(plan.costs, slice_tokens=size, keys_on_host=False) for size in larger_slices]
+    plan = next(
+        (
+            candidate_plan
+            for candidate_plan in _plans_within(limit, with_larger_slices, context)
+            if candidate_plan.same_weights_as(plan)
+        ),
+        plan,
+    )
     if plan.streamed and not shape.streams:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights and {plan.context:,} tokens, and "
@@ -161,8 +178,8 @@ def requested_placement(config: EngineConfig, shape: ModelShape) -> Placement:
             "embedding_on_host, but this model's head is its embedding (tied), and every token reads all of it on the "
             "device: leave it out"
         )
-    kept = None if slots is None or sizes.experts is None or slots >= sizes.experts.count else slots
-    return Placement(experts=kept, embedding=config.embedding_on_host)
+    resident_experts = None if slots is None or sizes.experts is None or slots >= sizes.experts.count else slots
+    return Placement(experts=resident_experts, embedding=config.embedding_on_host)
 
 
 def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
@@ -174,9 +191,9 @@ def _placements(config: EngineConfig, shape: ModelShape) -> Iterator[Placement]:
             yield replace(requested, experts=slots)
 
 
-def _plans_within(limit: int, several: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
-    """Yield the plans of at most `limit` bytes, at most one for each of `several` costs."""
-    for costs in several:
+def _plans_within(limit: int, candidates: Sequence[DeviceCosts], context: int) -> Iterator[DevicePlan]:
+    """Yield the plan for each of the `candidates` that fits `limit` bytes."""
+    for costs in candidates:
         with suppress(MemoryLimitError):
             yield plan_device(limit, costs, context)
 
@@ -189,11 +206,11 @@ def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[in
     twice.
     """
     attention = geometry.attention_at or tuple(range(layers))
-    chosen, left = list[int](), count
+    chosen, remaining = list[int](), count
     for kind in ([layer for layer in range(layers) if layer not in attention], attention):
-        taken = min(left, len(kind))
-        chosen += [kind[(2 * i + 1) * len(kind) // (2 * taken)] for i in range(taken)]
-        left -= taken
+        selected = min(remaining, len(kind))
+        chosen += [kind[(2 * i + 1) * len(kind) // (2 * selected)] for i in range(selected)]
+        remaining -= selected
     return tuple(sorted(chosen))
 
 
@@ -203,24 +220,24 @@ def _round_to_blocks(context: int) -> int:
 
 def _weights(costs: DeviceCosts, streamed: Sequence[int]) -> int:
     sizes = costs.shape.sizes
-    staying = sum(size for layer, size in enumerate(sizes.layers) if layer not in streamed)
-    return sizes.fixed + staying + (BUFFERS * max(sizes.layers[layer] for layer in streamed) if streamed else 0)
+    resident = sum(size for layer, size in enumerate(sizes.layers) if layer not in streamed)
+    return sizes.fixed + resident + (BUFFERS * max(sizes.layers[layer] for layer in streamed) if streamed else 0)
 
 
 def _too_small_message(limit: int, costs: DeviceCosts, context: int) -> str:
     layers = len(costs.shape.sizes.layers)
     counts = {0, layers} if layers > BUFFERS else {0}
-    least = min(_weights(costs, _evenly_spaced(count, layers, costs.shape.geometry)) for count in counts)
-    rest = costs.total([_round_to_blocks(context)])
-    where = ", scoring keys on the host" if costs.keys_on_host else ""
+    min_weights = min(_weights(costs, _evenly_spaced(count, layers, costs.shape.geometry)) for count in counts)
+    other_bytes = costs.total([_round_to_blocks(context)])
+    keys_note = ", scoring keys on the host" if costs.keys_on_host else ""
     message = (
         f"device_memory={format_size(limit)} cannot hold {context:,} tokens: even with as few weights on the device as "
-        f"possible ({format_size(least)}: embeddings, head and {BUFFERS} layers at a time){where}, the tokens take "
-        f"{format_size(rest)}; {format_size(least + rest - limit)} are missing"
+        f"possible ({format_size(min_weights)}: embeddings, head and {BUFFERS} layers at a time){keys_note}, the "
+        f"tokens take {format_size(other_bytes)}; {format_size(min_weights + other_bytes - limit)} are missing"
     )
-    fits = _longest_fitting(limit - least, costs, context)
-    if fits:
-        return f"{message}. Up to {fits:,} tokens would fit: pass max_model_len, or raise device_memory"
+    longest = _longest_fitting(limit - min_weights, costs, context)
+    if longest:
+        return f"{message}. Up to {longest:,} tokens would fit: pass max_model_len, or raise device_memory"
     return f"{message}. Not even one token fits: raise device_memory"
 
 

@@ -13,10 +13,10 @@ from ..kv_cache.state_pool import slot_bytes
 from ..kv_cache.system_memory import available_memory
 from ..utils.units import format_size
 
-SNAPSHOTS_SHARE = 8
+SNAPSHOT_DIVISOR = 8
 """Snapshots get the host memory divided by this number, unless the configuration sets `snapshot_memory`."""
 
-MOST_SNAPSHOTS = 1 << 14  # Small states would allow many more. 16 Ki snapshots are enough for a thousand texts.
+MAX_SNAPSHOTS = 1 << 14  # Small states would allow many more. 16 Ki snapshots are enough for a thousand texts.
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class HostMemory:
     snapshot_slots: int = 0
 
 
-def divided_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
-    """Return how the host memory is divided. Raises MemoryLimitError if snapshots would get all of it."""
+def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> HostMemory:
+    """Return the division of the host memory. Raises MemoryLimitError if snapshots would get all of it."""
     host = available_memory() // 2 if config.host_memory is None else config.host_memory
     if not (geometry.states and config.enable_prefix_caching and config.kv_cache_dtype == "auto"):
         return HostMemory(host)
-    limit = host // SNAPSHOTS_SHARE if config.snapshot_memory is None else config.snapshot_memory
+    limit = host // SNAPSHOT_DIVISOR if config.snapshot_memory is None else config.snapshot_memory
     if limit >= host:
         raise MemoryLimitError(
             f"snapshot_memory={format_size(limit)} must be less than host_memory={format_size(host)}, of which it is a "
             "part: lower snapshot_memory"
         )
     size = slot_bytes(geometry, dtype)
-    slots = min(limit // size, MOST_SNAPSHOTS)
+    slots = min(limit // size, MAX_SNAPSHOTS)
     return HostMemory(host - slots * size, slots * size, slots)

@@ -19,7 +19,7 @@ from ..kv_cache.kv_format import make_kv_formats, stored_geometry
 from ..kv_cache.layer_groups import LayerGroups
 from ..kv_cache.system_memory import available_memory
 from ..models.linear.packed import PACKED, TILE_WEIGHTS
-from ..models.rotary import KEPT
+from ..models.rotary import MAX_CACHED_POSITIONS
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
 from ..policies.growing import max_slots
@@ -27,7 +27,7 @@ from ..policies.infinigen.scoring import PROMPT_KEYS_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
 from ..utils.units import format_size
-from .host_memory import divided_host_memory
+from .host_memory import divide_host_memory
 
 CUDA_WORKSPACE = 64 * 2**20  # bytes that cuBLAS allocates through torch for two streams, on the largest devices
 
@@ -39,32 +39,36 @@ class DeviceCosts:
     Attributes:
         shape: Dimensions of the model and sizes of its weights.
         demand: Memory demand of the policy.
-        slice: Number of prompt tokens whose queries, attention and MLP are computed together.
-        rounded: Whether the KV cache is quantised, so that fetched KV must be decoded.
+        slice_tokens: Number of prompt tokens whose queries, attention and MLP are computed together.
+        kv_quantised: Whether the KV cache is quantised, so that fetched KV must be decoded.
         keys_on_host: Whether scoring keys are in host memory and tokens are scored by the host.
         working_set: Number of fetched KV entries that stay on the device for each KV head of a layer that selects
             tokens.
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. `total` then includes the memory of a
             second graph.
-        drafts: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
+        draft_tokens: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
     """
 
     shape: ModelShape
     demand: MemoryDemand
-    slice: int
-    rounded: bool = False
+    slice_tokens: int
+    kv_quantised: bool = False
     keys_on_host: bool = False
     working_set: int = 0
     graphs: bool = False
-    drafts: int | None = None
+    draft_tokens: int | None = None
 
     def basis(self) -> int:
         """Return the size in bytes of the bases of scoring keys and the corrections of predicted queries."""
-        return self.demand.guess_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
+        return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
         """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
-        return self.basis() + self._rope_bytes(self.slice) + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
+        return (
+            self.basis()
+            + self._rope_bytes(self.slice_tokens)
+            + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
+        )
 
     def _rope_bytes(self, tokens: int) -> int:
         return 2 * tokens * self.shape.geometry.head_dim * self.shape.dtype.itemsize
@@ -83,7 +87,7 @@ class DeviceCosts:
         """
         if self.keys_on_host:
             return 0
-        if page := self.demand.key_page:
+        if page := self.demand.page_tokens:
             return self.demand.scoring_bytes(self.shape.geometry.layers, -(-context // page) * page)
         return self.demand.scoring_bytes(self.shape.geometry.layers + 1, max_slots(context, TOKENS_PER_BYTE))
 
@@ -107,15 +111,15 @@ class DeviceCosts:
     def states(self, sequences: int) -> int:
         """Return the size in bytes of the recurrent state of `sequences` sequences.
 
-        In lossless mode, this includes copies of the state before draft tokens (`StateMarks`), and inputs of the
+        In lossless mode, this includes copies of the state before draft tokens (`RollbackStates`), and inputs of the
         recurrent layers in a verification pass.
         """
         geometry, itemsize = self.shape.geometry, self.shape.dtype.itemsize
         # The number of slots grows by a quarter at a time (`StateSlots`).
         slots = (sequences + sequences // 4) * geometry.state_bytes(self.shape.dtype)
-        if self.drafts is None:
+        if self.draft_tokens is None:
             return slots
-        return 2 * slots + sequences * (self.drafts + 1) * len(geometry.states) * geometry.hidden * itemsize
+        return 2 * slots + sequences * (self.draft_tokens + 1) * len(geometry.states) * geometry.hidden * itemsize
 
     def fetched(self, context: int, layer: int) -> int:
         """Return the maximum number of tokens that a layer fetches; 0 for sliding layers and beyond the last layer."""
@@ -123,7 +127,7 @@ class DeviceCosts:
             return 0
         if layer in self.demand.dense:
             return context
-        return max(1, int(self.demand.share * context), min(context, self.demand.always_dense_until))
+        return max(1, int(self.demand.fetched_fraction * context), min(context, self.demand.always_dense_until))
 
     def h2d_bytes(self, context: int) -> int:
         """Return the maximum size in bytes of the KV that a step of one sequence copies to the device."""
@@ -146,21 +150,21 @@ class DeviceCosts:
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
-        pair = geometry.full_rows.bytes(self.shape.dtype) + 8 * 8 * geometry.kv_heads
-        copies = 2 if self.rounded else 1
-        worst = 0
+        entry_bytes = geometry.full_rows.bytes(self.shape.dtype) + 8 * 8 * geometry.kv_heads
+        copies = 2 if self.kv_quantised else 1
+        max_entries = 0
         for layer in range(geometry.layers):
-            here = [self.fetched(context, layer) for context in contexts]
-            following = sum(self.fetched(context, layer + 1) for context in contexts)
-            decoded = (copies - 1) * sum(here) if self.shape.device.type != "cpu" else 0
-            copied = max(copies * max(here, default=0), decoded)
-            worst = max(worst, sum(here) + following + copied + self.demand.resident)
-        return worst * pair
+            fetched = [self.fetched(context, layer) for context in contexts]
+            next_fetched = sum(self.fetched(context, layer + 1) for context in contexts)
+            decoded = (copies - 1) * sum(fetched) if self.shape.device.type != "cpu" else 0
+            copied = max(copies * max(fetched, default=0), decoded)
+            max_entries = max(max_entries, sum(fetched) + next_fetched + copied + self.demand.resident)
+        return max_entries * entry_bytes
 
     def prefill(self, context: int) -> int:
         """Return the size in bytes of a prefill's temporary memory, with RoPE tables except those in `fixed`."""
         return self._prefill_layer_bytes(context) + self._rope_bytes(
-            max(0, min(context, KEPT * self.slice) - self.slice)
+            max(0, min(context, MAX_CACHED_POSITIONS * self.slice_tokens) - self.slice_tokens)
         )
 
     def _prefill_layer_bytes(self, context: int) -> int:
@@ -174,20 +178,20 @@ class DeviceCosts:
         attention = 3 * geometry.hidden * compute + heads * (5 * size + 3 * compute)
         # torch has no fused kernel for sinks and soft caps, so scores, weights and a mask of that size are in memory.
         if geometry.sinks or geometry.softcap is not None:
-            at_once = min(context, KEYS_AT_ONCE)
+            key_count = min(context, KEYS_AT_ONCE)
             group = max(geometry.group, geometry.heads // self._largest_rows.kv_heads)
-            attention += at_once * (geometry.heads * (2 * compute + size) + group * (8 + 3))
+            attention += key_count * (geometry.heads * (2 * compute + size) + group * (8 + 3))
             attention += 2 * heads * compute
-        learned = 0
+        policy_bytes = 0
         if self.demand.key_bytes:
-            at_once = min(context, PROMPT_KEYS_AT_ONCE)
-            learned = at_once * geometry.kv_heads * geometry.head_dim * (4 * compute + 4)
-        weighed = 0
-        if self.demand.weights_at_once:
-            queries = min(context, self.slice) * geometry.group
-            weighed = min(self.demand.weights_at_once, queries * context) * (2 * compute + 10)
-        work = max(min(context, self.slice) * max(mlp, attention), learned)
-        return rows + weighed + work + self._logits_bytes(1) + self._unpacked_bytes()
+            key_count = min(context, PROMPT_KEYS_AT_ONCE)
+            policy_bytes = key_count * geometry.kv_heads * geometry.head_dim * (4 * compute + 4)
+        weight_bytes = 0
+        if self.demand.max_prefill_weights:
+            queries = min(context, self.slice_tokens) * geometry.group
+            weight_bytes = min(self.demand.max_prefill_weights, queries * context) * (2 * compute + 10)
+        work = max(min(context, self.slice_tokens) * max(mlp, attention), policy_bytes)
+        return rows + weight_bytes + work + self._logits_bytes(1) + self._unpacked_bytes()
 
     def _unpacked_bytes(self) -> int:
         """Return the size in bytes of a tile of weights that a GPU unpacks for many rows, and of its products."""
@@ -196,33 +200,35 @@ class DeviceCosts:
             return 0
         largest = max(shape.sizes.widest, shape.geometry.vocab) * shape.geometry.hidden
         tile = min(TILE_WEIGHTS, largest)
-        return (tile + self.slice * -(-tile // shape.geometry.hidden)) * shape.dtype.itemsize
+        return (tile + self.slice_tokens * -(-tile // shape.geometry.hidden)) * shape.dtype.itemsize
 
     def calibration(self) -> int:
         """Return the size in bytes that calibration needs at the first start; 0 if there is no calibration."""
         # The float64 sums of a slice need no additional memory, because attention and MLP need more.
-        if not self.demand.guess_bytes + self.demand.basis_bytes:
+        if not self.demand.correction_bytes + self.demand.basis_bytes:
             return 0
-        return replace(self, slice=max(self.slice, SLICE))._prefill_layer_bytes(TOKENS)
+        return replace(self, slice_tokens=max(self.slice_tokens, SLICE))._prefill_layer_bytes(TOKENS)
 
     def decode(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of a decode step's hidden states, logits, scores and attention weights."""
         geometry, compute, contexts = self.shape.geometry, self._widest_itemsize, self._padded(contexts)
-        wide = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
+        elements = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
-        at_once = len(contexts) if self.shape.device.type != "cpu" else 1  # sequences whose scores exist at a time
+        scored_sequences = (
+            len(contexts) if self.shape.device.type != "cpu" else 1
+        )  # sequences whose scores exist at a time
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
             # Scores, selection masks, maxima per group, their sorted values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
             scored += longest * geometry.kv_heads * geometry.head_dim  # masked or unpacked keys
-            scored += int(longest * self.demand.copied_bytes)
-            scored *= at_once
+            scored += int(longest * self.demand.scratch_bytes)
+            scored *= scored_sequences
         scored = max(scored, self.working_set * geometry.kv_heads * 64)  # A working set sorts its slots twice.
         resident = (sum(geometry.resident(layer, 0, self.demand.resident)) for layer in range(geometry.layers))
-        attended = max(self.fetched(longest, layer) + own for layer, own in enumerate(resident))
-        weights = attended * geometry.heads * 4 * compute * at_once
+        attended = max(self.fetched(longest, layer) + resident_tokens for layer, resident_tokens in enumerate(resident))
+        weights = attended * geometry.heads * 4 * compute * scored_sequences
         return (
-            len(contexts) * wide * compute
+            len(contexts) * elements * compute
             + self._logits_bytes(len(contexts))
             + max(scored, weights)
             + self._unpacked_bytes()
@@ -230,10 +236,10 @@ class DeviceCosts:
 
     def total(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
-        lasting = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
-        lasting += self.states(len(contexts))
+        permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
+        permanent += self.states(len(contexts))
         step = self.staging(contexts) + self.decode(contexts)
-        return lasting + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
+        return permanent + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
     @property
     def _widest_itemsize(self) -> int:
@@ -266,8 +272,8 @@ class Requirements:
     @property
     def device(self) -> int:
         """Required device memory in bytes: the larger of the requirements of prefill and decoding."""
-        lasting = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
-        return lasting + max(self.prefill, self.staging + self.decode)
+        permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
+        return permanent + max(self.prefill, self.staging + self.decode)
 
 
 def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int = 1) -> Requirements:
@@ -304,7 +310,7 @@ def disk_plan(config: EngineConfig, shape: ModelShape) -> DiskPlan | None:
     """Return the plan of the KV cache on disk, if there is one. Raise MemoryLimitError if a limit does not fit."""
     if config.disk is None:
         return None
-    host = divided_host_memory(config, shape.geometry, shape.dtype).kv
+    host = divide_host_memory(config, shape.geometry, shape.dtype).kv
     formats = make_kv_formats(config.kv_cache_dtype, shape.dtype, shape.geometry)
     limit = disk_limit(config.disk, config.disk_limit, host)
     layout = FileLayout.fit(limit, stored_geometry(shape.geometry, formats), formats[0])
@@ -322,7 +328,7 @@ class SystemMemory:
     disk_limit: int | None = None  # maximum size of the KV cache on disk; None if it is in memory
 
     @classmethod
-    def here(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
+    def measure(cls, host_memory: int | None, device: torch.device, disk_limit: int | None = None) -> SystemMemory:
         """Return the free memory of this system. If `host_memory` is None, `pool_limit` is half of it."""
         free = available_memory()
         limit = free // 2 if host_memory is None else host_memory
@@ -332,36 +338,36 @@ class SystemMemory:
         return cls(free, limit, name, torch.accelerator.get_memory_info(device)[0], disk_limit)
 
 
-def obstacles(needed: Requirements, machine: SystemMemory, on_host: int = 0) -> list[str]:
-    """Return one sentence for each reason why the requirements do not fit `machine`.
+def obstacles(needed: Requirements, memory: SystemMemory, on_host: int = 0) -> list[str]:
+    """Return one sentence for each reason why the requirements exceed the system's `memory`.
 
     `on_host` is the size in bytes of weights and scoring keys in host memory.
     """
-    found = []
-    in_memory = needed.kv_host
-    if machine.disk_limit is not None:
-        in_memory = machine.pool_limit
-        if needed.kv_host > machine.disk_limit:
-            found.append(
+    reasons = []
+    host_kv = needed.kv_host
+    if memory.disk_limit is not None:
+        host_kv = memory.pool_limit
+        if needed.kv_host > memory.disk_limit:
+            reasons.append(
                 f"The KV cache needs {format_size(needed.kv_host)} and the pool on disk may take "
-                f"{format_size(machine.disk_limit)}: raise --disk-limit or shorten the context."
+                f"{format_size(memory.disk_limit)}: raise --disk-limit or shorten the context."
             )
-    elif needed.kv_host > machine.pool_limit:
-        found.append(
+    elif needed.kv_host > memory.pool_limit:
+        reasons.append(
             f"The KV cache needs {format_size(needed.kv_host)} and the host pool may take "
-            f"{format_size(machine.pool_limit)}: raise --host-memory, shorten the context, or put it on a disk "
+            f"{format_size(memory.pool_limit)}: raise --host-memory, shorten the context, or put it on a disk "
             f"with --disk."
         )
-    own_memory = machine.device_free is not None
-    host = in_memory + needed.snapshots + on_host + (0 if own_memory else needed.device)
-    if host > machine.host_free:
-        found.append(
-            f"Host memory: {format_size(host)} needed{'' if own_memory else ' (this device shares it)'}, "
-            f"{format_size(machine.host_free)} free."
+    has_device_memory = memory.device_free is not None
+    host = host_kv + needed.snapshots + on_host + (0 if has_device_memory else needed.device)
+    if host > memory.host_free:
+        reasons.append(
+            f"Host memory: {format_size(host)} needed{'' if has_device_memory else ' (this device shares it)'}, "
+            f"{format_size(memory.host_free)} free."
         )
-    if machine.device_free is not None and needed.device > machine.device_free:
-        found.append(
-            f"{machine.device}: {format_size(needed.device)} needed, {format_size(machine.device_free)} free; with "
-            f"--device-memory {format_size(machine.device_free).replace(' ', '')} weights that do not fit are streamed."
+    if memory.device_free is not None and needed.device > memory.device_free:
+        reasons.append(
+            f"{memory.device}: {format_size(needed.device)} needed, {format_size(memory.device_free)} free; with "
+            f"--device-memory {format_size(memory.device_free).replace(' ', '')} weights that do not fit are streamed."
         )
-    return found
+    return reasons

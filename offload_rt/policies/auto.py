@@ -59,15 +59,15 @@ class Auto(InfiniGen):
         limit = dense_limit(options, geometry, device, dtype)
         # The KV provenance key contains the limit, not the measured value, so that KV stored on one processor can be
         # used on another.
-        settled = replace(options, dense_until=limit)
-        super().__init__(settled, geometry, artifact, device, dtype, keys_on_host=keys_on_host)
+        resolved_options = replace(options, dense_until=limit)
+        super().__init__(resolved_options, geometry, artifact, device, dtype, keys_on_host=keys_on_host)
         self.dense_until = limit if measured is None else min(limit, measured)
 
     @classmethod
     def build(cls, options: AutoOptions, context: PolicyContext) -> Self:  # type: ignore[override]
         """Build the policy for a model. If option `dense_until` is not set, measure it."""
-        artifact, known = context.artifact(options.skew), options.dense_until is not None
-        measured = None if known or context.measure is None else context.measure(options)
+        artifact, is_set = context.artifact(options.skew), options.dense_until is not None
+        measured = None if is_set or context.measure is None else context.measure(options)
         return cls(
             options, context.geometry, artifact, context.device, context.dtype, keys_on_host=context.keys_on_host,
             measured=measured,

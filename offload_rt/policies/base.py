@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..core import Selection, VisibleTokens
-from .infinigen.scoring_keys import ListedKeys
+from .infinigen.scoring_keys import BatchedKeys
 from .rule import Rule
 
 QuerySource = Literal["attention_input", "normed_input", "residual", "query"] | int
@@ -70,7 +70,7 @@ class PolicyState:
         return 0
 
     @property
-    def scoring_keys(self) -> ListedKeys | None:
+    def scoring_keys(self) -> BatchedKeys | None:
         """The scoring keys that `KeyLists` read in batched selection; None if the policy has no `rule`."""
         return None
 
@@ -225,7 +225,7 @@ class Policy(Protocol):
         """
         ...
 
-    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Correct the predicted attention input `[T, D]` of the layer and return it.
 
         The layer's query is computed from the result.

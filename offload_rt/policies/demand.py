@@ -12,26 +12,26 @@ class MemoryDemand:
     Attributes:
         dense: Layers that attend to all tokens, in ascending order.
         resident: Number of tokens (sinks and recent window) whose KV stays on the device.
-        share: Largest fraction of the context, in [0, 1], that a sparse layer (one that selects tokens) fetches.
-        key_bytes: Size in bytes of selection data per token and sparse layer.
-        key_page: Tokens per page if selection data is allocated in pages; 0 if it is stored in a `GrowingTensor`.
-        copied_bytes: Size in bytes per token of temporary copies of selection data while a layer scores tokens.
+        fetched_fraction: Largest fraction of the context, in [0, 1], that a layer fetches if it selects tokens.
+        key_bytes: Size in bytes of scoring keys or other selection data, per token and layer that selects tokens.
+        page_tokens: Tokens per page if selection data is allocated in pages; 0 if it is stored in a `GrowingTensor`.
+        scratch_bytes: Size in bytes per token of temporary copies of selection data while a layer scores tokens.
         basis_bytes: Size in bytes of matrices shared by all sequences. They are in the same memory as the scoring keys.
-        guess_bytes: Size in bytes of the tensors that correct predicted queries. They are always on the device.
-        weights_at_once: Largest number of attention weights that the policy computes at a time in prefill; 0 if it
+        correction_bytes: Size in bytes of the tensors that correct predicted queries. They are always on the device.
+        max_prefill_weights: Largest number of attention weights that the policy computes at a time in prefill; 0 if it
             computes none.
-        always_dense_until: Longest context, in tokens, for which every layer fetches all KV regardless of `share`.
+        always_dense_until: Longest context, in tokens, for which every layer fetches all KV.
     """
 
     dense: tuple[int, ...]
     resident: int
-    share: float
+    fetched_fraction: float
     key_bytes: float = 0.0
-    key_page: int = 0
-    copied_bytes: float = 0.0
+    page_tokens: int = 0
+    scratch_bytes: float = 0.0
     basis_bytes: int = 0
-    guess_bytes: int = 0
-    weights_at_once: int = 0
+    correction_bytes: int = 0
+    max_prefill_weights: int = 0
     always_dense_until: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:

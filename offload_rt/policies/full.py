@@ -50,13 +50,13 @@ class Full:
 
     @staticmethod
     def memory_demand(options: FullOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        return MemoryDemand(dense=tuple(range(geometry.layers)), resident=1, share=0.0)
+        return MemoryDemand(dense=tuple(range(geometry.layers)), resident=1, fetched_fraction=0.0)
 
     @property
     def dense_layers(self) -> frozenset[int]:
         return frozenset(range(self.layers))
 
-    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         return attention_input
 
     def new_state(self, keys: KeyReader) -> FullState:

@@ -10,9 +10,12 @@ _ROUND = 64
 """Capacities are multiples of this number of slots."""
 
 
-def max_slots(tokens: int, per_slot: int = 1) -> int:
-    """Return an upper bound of a `GrowingTensor`'s capacity, in tokens, if each slot takes up to `per_slot` tokens."""
-    return tokens + tokens // 16 + _ROUND * per_slot
+def max_slots(tokens: int, tokens_per_slot: int = 1) -> int:
+    """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` for `tokens` tokens.
+
+    Each slot takes up to `tokens_per_slot` tokens.
+    """
+    return tokens + tokens // 16 + _ROUND * tokens_per_slot
 
 
 class GrowingTensor:
@@ -47,21 +50,21 @@ class GrowingTensor:
         return self.data
 
     def fork(self) -> GrowingTensor:
-        twin = object.__new__(GrowingTensor)
-        twin.dim, twin.data = self.dim, self.data
-        self._shared = twin._shared = True
-        return twin
+        copy = object.__new__(GrowingTensor)
+        copy.dim, copy.data = self.dim, self.data
+        self._shared = copy._shared = True
+        return copy
 
 
 class LayerTensors:
-    """Token data of one sequence, layer by layer: a `GrowingTensor` and a token count for each opened layer.
+    """Data of one sequence's tokens: a `GrowingTensor` and a number of tokens for each layer.
 
-    Each slot of a tensor contains the data of up to `per_slot` adjacent tokens.
+    Each slot of a tensor contains the data of up to `tokens_per_slot` adjacent tokens.
     """
 
-    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, per_slot: int = 1) -> None:
+    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device, tokens_per_slot: int = 1) -> None:
         """Start without layers. The other arguments are those of each layer's `GrowingTensor`."""
-        self._dim, self._dtype, self._device, self._per_slot = dim, dtype, device, per_slot
+        self._dim, self._dtype, self._device, self._per_slot = dim, dtype, device, tokens_per_slot
         self._tensors: dict[int, GrowingTensor] = {}
         self._lengths: dict[int, int] = {}
 
@@ -94,10 +97,10 @@ class LayerTensors:
         return self._tensors[layer].reserve(-(-self._lengths[layer] // self._per_slot))
 
     def fork(self) -> LayerTensors:
-        twin = LayerTensors(self._dim, self._dtype, self._device, self._per_slot)
-        twin._tensors = {layer: tensor.fork() for layer, tensor in self._tensors.items()}
-        twin._lengths = dict(self._lengths)
-        return twin
+        copy = LayerTensors(self._dim, self._dtype, self._device, self._per_slot)
+        copy._tensors = {layer: tensor.fork() for layer, tensor in self._tensors.items()}
+        copy._lengths = dict(self._lengths)
+        return copy
 
     def check_integrity(self) -> None:
         assert self._tensors.keys() == self._lengths.keys()

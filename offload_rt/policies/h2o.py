@@ -18,7 +18,7 @@ from .demand import MemoryDemand
 from .options import BudgetOptions
 from .scorer import EntryShape, ScorerPolicy, TokenLists
 
-WEIGHED_AT_ONCE = 1 << 22
+MAX_PREFILL_WEIGHTS = 1 << 22
 """Largest number of attention weights of a prompt that are computed at a time, to limit temporary memory."""
 
 NEWEST = 1e30
@@ -28,15 +28,15 @@ NEWEST = 1e30
 class H2O(ScorerPolicy[BudgetOptions]):
     """Policy "h2o". Scores do not depend on the query, so tokens are selected as early as possible.
 
-    The stored entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head.
-    The entry of a dropped token is -inf.
+    The entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head. The
+    entry of a dropped token is -inf.
     """
 
     name = "h2o"
     query_source: QuerySource = "attention_input"
     wants_weights = True
     wants_queries = True
-    drops = True
+    can_exclude = True
 
     @classmethod
     def entry_shape(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> EntryShape:
@@ -45,7 +45,7 @@ class H2O(ScorerPolicy[BudgetOptions]):
     @classmethod
     def memory_demand(cls, options: BudgetOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         """Return the demand, including memory for the attention weights of a prompt."""
-        return replace(super().memory_demand(options, geometry, dtype), weights_at_once=WEIGHED_AT_ONCE)
+        return replace(super().memory_demand(options, geometry, dtype), max_prefill_weights=MAX_PREFILL_WEIGHTS)
 
     def entry(self, layer: int, k: torch.Tensor) -> torch.Tensor:
         """Return entries of 0: new tokens have received no attention."""
@@ -54,15 +54,15 @@ class H2O(ScorerPolicy[BudgetOptions]):
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         """Score tokens by accumulated attention. The most recent ones, up to half of the budget, get score `NEWEST`."""
         half = (keys.contexts.double() * (self.budget / 2) + 1e-9).floor()
-        local = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
-        return keys.entries.squeeze(2).masked_fill(keys.tokens >= keys.stops - local, NEWEST)
+        recent = (half - (keys.contexts - keys.stops)).clamp(min=0).minimum(keys.limits.double())
+        return keys.entries.squeeze(2).masked_fill(keys.tokens >= keys.stops - recent, NEWEST)
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int, entries: torch.Tensor) -> None:
         """Add the attention weights of q `[H, m, d]`, from token `start` on, to the entries of k `[Hkv, n, d]`."""
         stop = start + q.shape[1]
         for head, row in enumerate(entries[:, :, 0]):
             queries = q.view(len(entries), -1, *q.shape[1:])[head]
-            size = max(1, WEIGHED_AT_ONCE // (stop * len(queries)))
+            size = max(1, MAX_PREFILL_WEIGHTS // (stop * len(queries)))
             for begin in range(start, stop, size):
                 end = min(stop, begin + size)
                 part = queries[:, begin - start : end - start]
@@ -77,10 +77,10 @@ class H2O(ScorerPolicy[BudgetOptions]):
         compute = torch.promote_types(q.dtype, torch.float32)
         scores = capped((q.to(compute) * geometry.scales[layer]) @ k.to(compute).T, geometry.softcap)
         token = torch.arange(len(k), device=k.device)
-        ago = torch.arange(start, start + q.shape[1], device=k.device).unsqueeze(1) - token
-        return scores.masked_fill_(ago < 0, -math.inf).softmax(-1).sum((0, 1))
+        distance = torch.arange(start, start + q.shape[1], device=k.device).unsqueeze(1) - token
+        return scores.masked_fill_(distance < 0, -math.inf).softmax(-1).sum((0, 1))
 
     def on_attended(self, layer: int, keys: TokenLists, weights: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add the attention weights to the entries. Drop all candidates that were not attended."""
-        drawn = keys.entries.squeeze(2) + weights
-        return drawn.masked_fill(keys.inside & ~attended, -math.inf).unsqueeze(2)
+        """Add the attention weights to the accumulated attention. Drop all candidates that were not attended to."""
+        received = keys.entries.squeeze(2) + weights
+        return received.masked_fill(keys.inside & ~attended, -math.inf).unsqueeze(2)

@@ -155,9 +155,9 @@ class InfiniGenOptions(PolicyOptions):
         check_choice("scorer", self.scorer, get_args(Scorer))
         check_choice("columns", self.columns, get_args(Columns))
         check_choice("approximate_kv", self.approximate_kv, get_args(ApproximateKVBits))
-        for name, value, own in (("scorer", self.scorer, "auto"), ("columns", self.columns, "calibration")):
+        for name, value, required in (("scorer", self.scorer, "auto"), ("columns", self.columns, "calibration")):
             check(
-                self.approximate_kv == "off" or value == own,
+                self.approximate_kv == "off" or value == required,
                 f"{name}={value!r} needs approximate_kv='off' (or preset='rows'): "
                 f"approximate_kv={self.approximate_kv!r} scores with its own keys",
             )

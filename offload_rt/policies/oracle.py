@@ -44,7 +44,7 @@ class Oracle(ScorerPolicy[BudgetOptions]):
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
         """Score tokens by their largest softmax weight over the query heads that share the KV head."""
-        return keys.group_ranks(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
+        return keys.combine_heads(capped(dot_scores(queries, keys.entries.transpose(1, 2)), self.geometry.softcap))
 
     def new_state(self, keys: KeyReader) -> OracleState:
         return OracleState(self, keys)

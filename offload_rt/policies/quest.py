@@ -30,16 +30,16 @@ class Quest(ScorerPolicy[QuestOptions]):
         return torch.cat((k, -k), -1)
 
     def score(self, layer: int, queries: torch.Tensor, keys: TokenLists) -> torch.Tensor:
-        """Score each token by the rank of its page.
+        """Score each token by an upper bound of the scores of its page.
 
         The keys of a page, including those of tokens that are not candidates, have a minimum `low` and a maximum `high`
-        in each channel. The sum over channels of max(q * low, q * high) is an upper bound of their scores. The rank is
-        the largest softmax weight of this bound, over all pages with candidates, in a query head of the group.
+        in each channel. The sum over channels of max(q * low, q * high) is an upper bound of their scores.
+        `combine_heads` combines the bounds of the query heads in a group.
 
         All tokens of a page have equal scores. If the budget covers only part of the last page, its first tokens are
         selected.
         """
         # max(q * low, q * high) is q * low for q < 0 and (-q) * (-high) for q > 0.
-        least = self.entry(layer, queries).clamp(max=0)
-        bounds = torch.bmm(least, keys.entries.to(queries.dtype).transpose(1, 2))
-        return keys.group_ranks(bounds).repeat_interleave(keys.page, 1)
+        negative_parts = self.entry(layer, queries).clamp(max=0)
+        bounds = torch.bmm(negative_parts, keys.entries.to(queries.dtype).transpose(1, 2))
+        return keys.combine_heads(bounds).repeat_interleave(keys.page, 1)

@@ -53,10 +53,10 @@ class PolicyOptions:
 
         If the class has presets, the key "preset" selects one, and the other keys override its values.
         """
-        given = dict(options)
+        values = dict(options)
         if cls.presets:
-            return cls.preset(given.pop("preset", "default"), **given)
-        return from_mapping(cls, given)
+            return cls.preset(values.pop("preset", "default"), **values)
+        return from_mapping(cls, values)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
@@ -77,9 +77,13 @@ class PolicyOptions:
         Session files contain the digest, so the text of existing options must never change. An option that was added
         later has a `neutral` value in its field definition. It is left out of the text if it has this value.
         """
-        named = [(option_of(each), each.name, self.provenance_value(each.name)) for each in fields(self)]
-        shown = [f"{own.stored_name or name}={value!r}" for own, name, value in named if value != own.neutral]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        values = [(option_of(field), field.name, self.provenance_value(field.name)) for field in fields(self)]
+        texts = [
+            f"{field_option.stored_name or name}={value!r}"
+            for field_option, name, value in values
+            if value != field_option.neutral
+        ]
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def provenance_value(self, name: str) -> Any:
         return getattr(self, name)
@@ -178,15 +182,15 @@ def parse_options(name: str, options: Mapping[str, Any]) -> PolicyOptions:
 
     Errors that depend on the model, such as a layer index that is too large, are not detected.
     """
-    chosen = options_class(name)
-    if options and not fields(chosen):
+    options_type = options_class(name)
+    if options and not fields(options_type):
         raise ConfigError(f"policy {name!r} has no options, but was given {', '.join(sorted(options))}")
-    known = [field.name for field in fields(chosen)]
-    for wrong in sorted(options.keys() - {*known, "preset"}):
-        near = difflib.get_close_matches(wrong, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f" (its options: {', '.join(known)})"
-        raise ConfigError(f"policy {name!r} has no option {wrong!r}{hint}")
-    return chosen.parse(options)
+    names = [field.name for field in fields(options_type)]
+    for unknown in sorted(options.keys() - {*names, "preset"}):
+        similar = difflib.get_close_matches(unknown, names, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else f" (its options: {', '.join(names)})"
+        raise ConfigError(f"policy {name!r} has no option {unknown!r}{hint}")
+    return options_type.parse(options)
 
 
 def memory_demand(

@@ -9,18 +9,18 @@ import torch
 
 from ..core import ModelGeometry, VisibleTokens
 from ..errors import ConfigError
-from ..kernels.selection import floor_share, selection_limit
+from ..kernels.selection import floor_fraction, selection_limit
 
 ANY_SCORE = torch.finfo(torch.float32).max / 2
 """Value of `alpha` that accepts every finite score, but not -inf."""
 
 
-def dense_layers(named: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers `named` and all sliding-window layers. Raises ConfigError if a layer does not exist."""
-    for layer in named:
+def dense_layers(layers: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
+    """Return the layers `layers` and all sliding-window layers. Raises ConfigError if a layer does not exist."""
+    for layer in layers:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
-    return frozenset(named) | frozenset(geometry.sliding)
+    return frozenset(layers) | frozenset(geometry.sliding)
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:
@@ -28,7 +28,7 @@ def budget_tokens(budget: float, visible: VisibleTokens) -> int:
 
     Resident tokens count towards the budget, so the number may be 0.
     """
-    return max(0, min(len(visible.candidates), floor_share(budget, len(visible.all)) - visible.resident))
+    return max(0, min(len(visible.candidates), floor_fraction(budget, len(visible.all)) - visible.resident))
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Rule:
         max_fraction: Largest fraction of the candidates to select.
         budget: Fraction of the visible context to attend to, resident tokens included. If set, it replaces
             `max_fraction`.
-        own_bases: Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured as CUDA
-            graphs.
+        per_sequence_bases: Whether each sequence has its own skewing matrices. If True, decode steps cannot be captured
+            as CUDA graphs.
     """
 
     alpha: float
     max_fraction: float = 1.0
     budget: float | None = None
-    own_bases: bool = False
+    per_sequence_bases: bool = False
 
     def limit(self, visible: VisibleTokens) -> int:
         """Return the largest number of candidates to select."""
@@ -55,14 +55,14 @@ class Rule:
             return budget_tokens(self.budget, visible)
         return selection_limit(len(visible.candidates), self.max_fraction)
 
-    def most(self, tokens: int) -> int:
+    def max_limit(self, tokens: int) -> int:
         """Return an upper bound of `limit` for contexts of up to `tokens` tokens."""
         return selection_limit(tokens, self.max_fraction if self.budget is None else self.budget)
 
 
 @dataclass(frozen=True)
-class Spans:
-    """Candidates of each sequence in a batch, in P = B * Hkv lists, one per sequence and KV head.
+class CandidateSpans:
+    """The candidates of a batch: a token range for each of P = B * Hkv lists, one per sequence and KV head.
 
     Attributes:
         starts: First candidate of each list, int32 `[P]` on the device.
@@ -81,8 +81,8 @@ class Spans:
     cap: int
 
     @staticmethod
-    def numbers(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
+    def bounds(visible: Sequence[VisibleTokens], kv_heads: int, rule: Rule) -> list[list[int]]:
         """Return the values of `starts`, `stops`, `limits` and `contexts` for sequences that see `visible`."""
-        candidates = [seen.candidates for seen in visible for _ in range(kv_heads)]
-        limits, contexts = [rule.limit(seen) for seen in visible], [seen.all.stop for seen in visible]
+        candidates = [tokens.candidates for tokens in visible for _ in range(kv_heads)]
+        limits, contexts = [rule.limit(tokens) for tokens in visible], [tokens.all.stop for tokens in visible]
         return [[c.start for c in candidates], [c.stop for c in candidates], limits, contexts]

@@ -25,14 +25,14 @@ from .demand import MemoryDemand
 from .growing import LayerTensors
 from .options import BudgetOptions
 from .registry import PolicyContext
-from .rule import ANY_SCORE, Rule, Spans, budget_tokens, dense_layers
+from .rule import ANY_SCORE, CandidateSpans, Rule, budget_tokens, dense_layers
 
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Shape of stored entries: `width` elements of `dtype` per KV head for each page of `page` adjacent tokens.
+    """Shape of an entry: the data that a policy stores to score the tokens of a page (`page` adjacent tokens).
 
-    The entry of a page is the element-wise minimum over the entries of its tokens.
+    An entry has `width` elements of `dtype` per KV head. It is the element-wise minimum over the entries of its tokens.
     """
 
     width: int
@@ -42,7 +42,7 @@ class EntryShape:
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Stored entries and candidates of P lists, one per sequence and KV head.
+    """The entries and the candidates of P lists, one per sequence and KV head.
 
     Attributes:
         entries: Stored entries `[P, m, w]`. Entry j covers the `page` tokens from token `first + j * page` on.
@@ -54,7 +54,7 @@ class TokenLists:
     entries: torch.Tensor
     first: int
     page: int
-    spans: Spans
+    spans: CandidateSpans
 
     @property
     def starts(self) -> torch.Tensor:
@@ -91,19 +91,19 @@ class TokenLists:
         """Whether each of n tokens is a candidate in each of P lists, bool `[P, n]`."""
         return (self.tokens >= self.starts) & (self.tokens < self.stops)
 
-    def group_ranks(self, scores: torch.Tensor) -> torch.Tensor:
-        """Reduce scores `[P, G, m]` of m entries in P lists to one rank per entry, `[P, m]`.
+    def combine_heads(self, scores: torch.Tensor) -> torch.Tensor:
+        """Combine the scores `[P, G, m]` of G query heads for m entries into one score per entry, `[P, m]`.
 
-        The rank is the largest log-softmax over the G query heads. The softmax is over all entries with candidates.
-        With one query head, the scores are returned unchanged, because the softmax would not change their order.
+        It is the largest log-softmax over the query heads. The softmax is over all entries with candidates. With one
+        query head, the scores are returned unchanged, because the softmax would not change their order.
         """
         if scores.shape[1] == 1:
             return scores[:, 0]
         starts, stops = self.spans.starts, self.spans.stops
         if self.first:
             starts, stops = starts - self.first, stops - self.first
-        found = dispatch.mask_scores(scores.contiguous(), starts, stops, self.page)
-        return group_scores(found.scores, found.lse.unsqueeze(2))
+        masked = dispatch.mask_scores(scores.contiguous(), starts, stops, self.page)
+        return group_scores(masked.scores, masked.lse.unsqueeze(2))
 
 
 Chosen = TypeVar("Chosen", bound=BudgetOptions)
@@ -122,10 +122,10 @@ class ScorerPolicy(Generic[Chosen]):
     evictable = False
     wants_queries = False
     dense_until = 0
-    drops = False
-    """Whether `score` returns -inf for candidates that must not be selected.
+    can_exclude = False
+    """Whether `score` may return -inf, which excludes a candidate from the selection.
 
-    The number of such candidates must be equal in all KV heads of a sequence.
+    The number of excluded candidates must be equal in all KV heads of a sequence.
     """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
@@ -157,9 +157,9 @@ class ScorerPolicy(Generic[Chosen]):
         copied = keys + keys / shape.dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
         resident = options.sinks + options.recent
-        return MemoryDemand(dense, resident, options.budget, key_bytes=keys, copied_bytes=copied)
+        return MemoryDemand(dense, resident, options.budget, key_bytes=keys, scratch_bytes=copied)
 
-    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+    def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
         """Return the predicted attention input `[T, D]` unchanged."""
         return attention_input
 
@@ -212,7 +212,7 @@ class ScorerPolicy(Generic[Chosen]):
         _, batch, d = wide.shape
         return wide.view(self.geometry.kv_heads, -1, batch, d).permute(2, 0, 1, 3).flatten(0, 1)
 
-    def lists(self, storages: PointerTable, spans: Spans) -> TokenLists:
+    def lists(self, storages: PointerTable, spans: CandidateSpans) -> TokenLists:
         """Return the stored entries of a batch for the slots [0, `spans.tokens`)."""
         page = self.entries.page
         entries = dispatch.read_lists(storages, -(-spans.tokens // page), spans.contexts, page)
@@ -220,11 +220,11 @@ class ScorerPolicy(Generic[Chosen]):
 
 
 class ScorerState(PolicyState):
-    """Stored entries of one sequence, `[Hkv, slots, w]` per layer. Implements `ListedKeys`."""
+    """Entries that a `ScorerPolicy` stores for a sequence, `[Hkv, slots, w]` per layer. Implements `BatchedKeys`."""
 
     def __init__(self, policy: ScorerPolicy[Any], keys: KeyReader) -> None:
         self._policy, self._keys = policy, keys
-        self._entries = LayerTensors(1, policy.entries.dtype, policy.device, per_slot=policy.entries.page)
+        self._entries = LayerTensors(1, policy.entries.dtype, policy.device, tokens_per_slot=policy.entries.page)
 
     @property
     def device_bytes(self) -> int:
@@ -236,8 +236,8 @@ class ScorerState(PolicyState):
 
     def on_queries(self, layer: int, q: torch.Tensor, k: torch.Tensor, start: int) -> None:
         if self._policy.wants_queries and layer not in self._policy.dense_layers:
-            known, stop = self._entries.length(layer), start + q.shape[1]
-            self._store(layer, k[:, known:stop], known)
+            stored, stop = self._entries.length(layer), start + q.shape[1]
+            self._store(layer, k[:, stored:stop], stored)
             self._policy.on_queries(layer, q, k, start, self._entries.reserve(layer, stop)[:, :stop])
 
     def on_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
@@ -248,19 +248,19 @@ class ScorerState(PolicyState):
     def _store(self, layer: int, k: torch.Tensor, start: int) -> None:
         page, stop = self._policy.entries.page, start + k.shape[1]
         self._entries.open(layer, k.shape[0], 0, self._policy.entries.width)
-        known = self._entries.length(layer)
-        assert start <= known, f"layer {layer} has {known} keys, not {start}"
+        stored = self._entries.length(layer)
+        assert start <= stored, f"layer {layer} has {stored} keys, not {start}"
         # Without `on_queries`, later entries belong to rejected draft tokens and are replaced. In a page that has
         # earlier tokens too, they stay part of the minimum.
-        first = known if self._policy.wants_queries else start
-        entering = self._policy.entry(layer, k[:, first - start :])
+        first = stored if self._policy.wants_queries else start
+        entries = self._policy.entry(layer, k[:, first - start :])
         data = self._entries.reserve(layer, stop)
         if page == 1:
-            data[:, first:stop] = entering
+            data[:, first:stop] = entries
             return
         data[:, -(-first // page) : -(-stop // page)] = torch.inf
         pages = torch.arange(first, stop, device=k.device) // page
-        data.scatter_reduce_(1, pages.view(1, -1, 1).expand_as(entering), entering.to(data.dtype), "amin")
+        data.scatter_reduce_(1, pages.view(1, -1, 1).expand_as(entries), entries.to(data.dtype), "amin")
 
     def select(self, layer: int, q: torch.Tensor, visible: VisibleTokens) -> Selection:
         """Select the candidates with the highest scores for query q `[H, d]`, within the budget."""
@@ -272,7 +272,7 @@ class ScorerState(PolicyState):
         scores = policy.score(layer, policy.scaled(layer, q.unsqueeze(1)), keys)
         first = candidates.start - keys.first
         scores = scores[:, first : first + len(candidates)]
-        if policy.drops:
+        if policy.can_exclude:
             n = min(n, int((scores > -torch.inf).sum(1).min()))
         return Selection(top_tokens(scores, n) + candidates.start)
 
@@ -287,12 +287,12 @@ class ScorerState(PolicyState):
 
     def _lists(self, layer: int, visible: VisibleTokens, tokens: range, limit: int) -> TokenLists:
         """Return the entries of all pages that contain `tokens`, with at most `limit` candidates to select."""
-        policy, heads, seen = self._policy, self._policy.geometry.kv_heads, visible.candidates
+        policy, heads, candidates = self._policy, self._policy.geometry.kv_heads, visible.candidates
         page = policy.entries.page
         pages = range(tokens.start // page, -(-tokens.stop // page))
-        numbers = torch.tensor([*[seen.start] * heads, *[seen.stop] * heads, limit, visible.all.stop])
-        starts, stops, limits, contexts = to_device(numbers, policy.device).split([heads, heads, 1, 1])
-        spans = Spans(starts, stops, limits, contexts, visible.all.stop, limit)
+        bounds = torch.tensor([*[candidates.start] * heads, *[candidates.stop] * heads, limit, visible.all.stop])
+        starts, stops, limits, contexts = to_device(bounds, policy.device).split([heads, heads, 1, 1])
+        spans = CandidateSpans(starts, stops, limits, contexts, visible.all.stop, limit)
         return TokenLists(self._entries_of_pages(layer, pages), pages.start * page, page, spans)
 
     def _entries_of_pages(self, layer: int, pages: range) -> torch.Tensor:
@@ -307,26 +307,28 @@ class ScorerState(PolicyState):
     def append_batch(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, basis: None, storages: PointerTable, slots: torch.Tensor
     ) -> None:
-        entering = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
-        dispatch.append_entries(entering, storages, slots, self._policy.entries.page)
+        entries = self._policy.entry(layer, k.unsqueeze(1)).squeeze(1).to(storages.dtype)
+        dispatch.append_entries(entries, storages, slots, self._policy.entries.page)
 
-    def score_batch(self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: Spans) -> Scores:
+    def score_batch(
+        self, layer: int, q: torch.Tensor, basis: None, storages: PointerTable, spans: CandidateSpans
+    ) -> Scores:
         policy = self._policy
         scores = policy.score(layer, policy.scaled(layer, q), policy.lists(storages, spans))
         wide = scores[:, : spans.tokens].to(torch.promote_types(scores.dtype, torch.float32))
         return dispatch.mask_scores(wide.unsqueeze(1).contiguous(), spans.starts, spans.stops)
 
-    def attended(
-        self, layer: int, storages: PointerTable, spans: Spans, weights: torch.Tensor, attended: torch.Tensor
+    def on_attended_batch(
+        self, layer: int, storages: PointerTable, spans: CandidateSpans, weights: torch.Tensor, attended: torch.Tensor
     ) -> None:
         keys = self._policy.lists(storages, spans)
         entries = self._policy.on_attended(layer, keys, weights, attended)
         dispatch.write_lists(entries.contiguous(), storages, spans.contexts, keys.page)
 
     def fork(self, keys: KeyReader) -> Self:
-        twin = type(self)(self._policy, keys)
-        twin._entries = self._entries.fork()
-        return twin
+        copy = type(self)(self._policy, keys)
+        copy._entries = self._entries.fork()
+        return copy
 
     def check_integrity(self) -> None:
         self._entries.check_integrity()

@@ -214,7 +214,7 @@ class StoredRequest(SampledRequest):
         position = prefill.sequence.position
         done = position - self._start
         if position < prefill.stop:
-            done += (prefill.stop - position) * prefill.layer // prefill.layers
+            done += (prefill.stop - position) * prefill.finished_layers // prefill.layers
         if done > 0:
             self.kv.context.compute_rate = (prefill.sequence.trace.prefill_seconds - self._seconds) / done
 

@@ -3,7 +3,7 @@
 Decode: `attend_in_c` if `decode_attention.library` is not None, else `attention_weights` and `KVPart.mix`, with
     `_Scratch.gather` before them for selected KV.
 Scores, selection and approximate KV: `NativeQuery` if `low_bit_sequence.library` is not None, else `LowBitQuery`.
-Prefill: `causal_cpu._attend` if `causal_cpu.takes` the queries, else torch in `causal.py` and `causal_blocks.py`.
+Prefill: `causal_cpu._attend` if `causal_cpu.library_for` the queries, else torch in `causal.py` and `causal_blocks.py`.
 
 All need a head dimension that 32 divides, and float32 or bfloat16 (queries of low-bit KV are always float32). Shared
 prefixes of dense layers (`attend_runs`) and attention weights (`group_weights`, for H2O) have no C code.

@@ -14,8 +14,8 @@ _CACHED = (
 )
 
 
-def forget() -> None:
+def unload() -> None:
     """Clear all caches of loaded code, so that the next call loads it for the current level."""
-    native.forget()
+    native.unload()
     for function in _CACHED:
         function.cache_clear()

@@ -160,7 +160,7 @@ def _step(
             if policy.query_source != "attention_input":  # InfiniGen §4.3
                 hidden = x if policy.query_source == "normed_input" else residual
                 guessed = adapter.attention_input(layer + 1, hidden)
-            guess = adapter.query(layer + 1, policy.correct_guess(layer + 1, guessed), at)[:, 0]
+            guess = adapter.query(layer + 1, policy.correct_prediction(layer + 1, guessed), at)[:, 0]
         x = adapter.mlp(layer, residual)
     return adapter.logits(x)[0]
 

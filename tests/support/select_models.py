@@ -7,7 +7,7 @@ import torch
 from offload_rt.core import ModelGeometry
 from offload_rt.policies.base import PolicyState
 from offload_rt.skewing.artifact import SkewArtifact
-from offload_rt.skewing.guess import Correction
+from offload_rt.skewing.prediction import Correction
 
 CPU = torch.device("cpu")
 

@@ -28,5 +28,5 @@ def make(name: str = "llama", *, blocks: int = 200, staged: bool = False, **opti
     model = tiny_model(name, dtype=torch.float32, **depth(name, LAYERS))
     llm = LLM(model, **({"policy": "full", "dtype": "float32", "host_memory": blocks * BLOCK_BYTES} | options))
     runner = llm.runner
-    runner.prefixes = SharedPrefixes(ROW, pays_from=1)
+    runner.prefixes = SharedPrefixes(ROW, min_saved=1)
     return with_staging(llm) if staged else llm

@@ -108,10 +108,10 @@ class SpeculativeDecoder:
         """
         drafts = [self._begin(request) for request in running]
         self._rejected.clear()
-        if self._runner.marks is not None:
+        if self._runner.rollbacks is not None:
             for draft in drafts:
                 if draft.tokens or draft.decoded:
-                    self._runner.marks.set(draft.sequence, record=True)
+                    self._runner.rollbacks.set(draft.sequence, record=True)
         self._decode([draft for draft in drafts if draft.decoded])
         self._verify(drafts)
         return drafts
@@ -127,7 +127,7 @@ class SpeculativeDecoder:
             for sequence in request.sequences:
                 accept(runner, sequence)
                 sequence.trace.accepted += row > 0
-                sequence.trace.alone_seconds += draft.plain_seconds
+                sequence.trace.seconds_without_drafts += draft.plain_seconds
                 if row == len(draft.tokens) and runner.snapshots is not None:
                     runner.snapshots.after_step(sequence)
             rows = slice(row, row + 1) if draft.tokens else slice(None)
@@ -136,7 +136,7 @@ class SpeculativeDecoder:
                 break
             if draft.sequence.tokens[-1] != draft.tokens[row]:
                 runner.reload(draft.sequence)  # the resident window still contains KV of draft tokens
-                if runner.marks is not None:
+                if runner.rollbacks is not None:
                     draft.sequence.interrupted = True  # until `end_round` has taken back the rejected tokens
                     self._rejected.append(draft)
                 break

@@ -57,8 +57,8 @@ class DraftModel:
         try:
             drafter = self._caught_up(sequence)
             drafter.draft_start = min(drafter.position, sequence.position)
-            if self._runner.marks is not None:
-                self._runner.marks.set(drafter, record=False)
+            if self._runner.rollbacks is not None:
+                self._runner.rollbacks.set(drafter, record=False)
             ahead = len(sequence.tokens) + drafts - drafter.position
             self._runner.retry_after_reclaim(lambda: self._runner.reserve(drafter, ahead))
         except (PoolFullError, InputError):
@@ -81,7 +81,7 @@ class DraftModel:
         seconds = time.perf_counter() - began
         for sequence, (drafter, _) in zip(sequences, batch, strict=True):
             sequence.trace.decode_seconds += seconds
-            sequence.trace.take_transferred_bytes(drafter.trace)
+            sequence.trace.absorb_transferred_bytes(drafter.trace)
         return logits
 
     def _caught_up(self, sequence: Sequence) -> Sequence:
@@ -96,7 +96,7 @@ class DraftModel:
         if newest - drafter.position > CATCH_UP:
             self._runner.retry_after_reclaim(lambda: self._runner.pool.reserve(drafter.blocks, newest))
             self._runner.prefill(drafter, newest)
-            sequence.trace.take_transferred_bytes(drafter.trace)
+            sequence.trace.absorb_transferred_bytes(drafter.trace)
         return drafter
 
     def _same_tokens(self, sequence: Sequence) -> Sequence:
@@ -111,9 +111,9 @@ class DraftModel:
             pairs = enumerate(zip(drafter.tokens, sequence.tokens, strict=False))
             known = next(i for i, (mine, theirs) in pairs if mine != theirs)
         if known < drafter.position:
-            if drafter.mark is not None:  # recurrent state can return only to its mark
-                assert drafter.mark.tokens <= known
-                known = drafter.mark.tokens
+            if drafter.rollback is not None:  # recurrent state can return only to its copy
+                assert drafter.rollback.tokens <= known
+                known = drafter.rollback.tokens
             rewind(self._runner, drafter, known)
             self._runner.reload(drafter)
         drafter.tokens[known:] = sequence.tokens[known:]

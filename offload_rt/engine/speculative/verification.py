@@ -58,22 +58,22 @@ def accept(runner: Runner, sequence: Sequence) -> None:
 def rewind(runner: Runner, sequence: Sequence, position: int) -> None:
     """Discard the decoded tokens of `sequence` from `position` on. Their slots stay reserved.
 
-    The recurrent state of a hybrid model returns to the copy that `StateMarks.set` has made at `position`.
+    The recurrent state of a hybrid model returns to the copy that `RollbackStates.set` has made at `position`.
     """
     runner.transfer.storage.settle(sequence.blocks)
-    if runner.marks is not None:
-        assert sequence.mark is not None and sequence.mark.tokens == position
-        runner.marks.restore(sequence)
+    if runner.rollbacks is not None:
+        assert sequence.rollback is not None and sequence.rollback.tokens == position
+        runner.rollbacks.restore(sequence)
     sequence.position = position
     runner.pool.rewind(sequence.blocks, position)
 
 
 def replay(runner: Runner, sequences: Seq[Sequence]) -> None:
     """Remove rejected tokens of a verification pass, from `position` on, from the recurrent states."""
-    assert runner.marks is not None
+    assert runner.rollbacks is not None
     used, device = runner.weight_use, runner.adapter.device
     with on_device(device), engine_threads(device), torch.inference_mode():
-        runner.marks.replay(sequences)
+        runner.rollbacks.replay(sequences)
     for sequence in sequences:
         sequence.interrupted = False
         sequence.check_state()

@@ -28,7 +28,7 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
             continue
-        backend = next((backend for backend in BACKENDS if backend.takes(module, device)), None)
+        backend = next((backend for backend in BACKENDS if backend.supports(module, device)), None)
         if backend is not None:
             backend.pack(module)
             module.__class__ = backend.layer_class
@@ -40,8 +40,8 @@ def computed_in_c(model: nn.Module) -> Iterator[None]:
 
     The weights do not change. Afterwards, the layers have their former classes again.
     """
-    plain = [each for each in model.modules() if type(each) is nn.Linear and type(each.weight) is nn.Parameter]
-    changed = [layer for layer in plain if DENSE.takes(layer, layer.weight.device)]
+    layers = [module for module in model.modules() if type(module) is nn.Linear and type(module.weight) is nn.Parameter]
+    changed = [layer for layer in layers if DENSE.supports(layer, layer.weight.device)]
     for layer in changed:
         layer.__class__ = DENSE.layer_class
     try:
@@ -99,16 +99,16 @@ def refuse_packed(model: Any, why: str) -> None:
         )
 
 
-def places_of(weight: torch.Tensor) -> Iterator[TensorLocation]:
-    """Yield where the plain tensors of a weight are, such as the codes and scales of a packed weight."""
-    found = (places for backend in BACKENDS if (places := backend.places(weight)) is not None)
-    return next(found, iter((TensorLocation(weight, "data"),)))
+def tensor_locations(weight: torch.Tensor) -> Iterator[TensorLocation]:
+    """Yield the location of each plain tensor of a weight, such as the codes and scales of a packed weight."""
+    matches = (locations for backend in BACKENDS if (locations := backend.tensor_locations(weight)) is not None)
+    return next(matches, iter((TensorLocation(weight, "data"),)))
 
 
 def tensors_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that a weight consists of, such as codes and scales of a packed weight."""
-    return (place.tensor for place in places_of(weight))
+    """Yield the plain tensors of a weight, such as the codes and scales of a packed weight."""
+    return (location.tensor for location in tensor_locations(weight))
 
 
-def held_bytes(weight: torch.Tensor) -> int:
+def nbytes_of(weight: torch.Tensor) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(weight))

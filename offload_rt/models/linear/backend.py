@@ -16,24 +16,24 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A plain tensor that is part of a weight: attribute `name` of the object `holder`."""
+    """A plain tensor that is part of a weight: attribute `name` of the object `owner`."""
 
-    holder: Any
+    owner: Any
     name: str
 
     @property
     def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = getattr(self.holder, self.name)
-        return found
+        tensor: torch.Tensor = getattr(self.owner, self.name)
+        return tensor
 
-    def put(self, tensor: torch.Tensor) -> None:
-        setattr(self.holder, self.name, tensor)
+    def assign(self, tensor: torch.Tensor) -> None:
+        setattr(self.owner, self.name, tensor)
 
 
 def quantization_option(config: Any, name: str) -> Any:
     """Return an entry of `config.quantization_config`, or None if it does not exist."""
-    given = getattr(config, "quantization_config", None)  # a dictionary before loading, and an object afterwards
-    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+    options = getattr(config, "quantization_config", None)  # a dictionary before loading, and an object afterwards
+    return options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
 
 
 class BackendLinear(nn.Linear):
@@ -44,10 +44,10 @@ class LinearBackend:
     """A weight format of linear layers. This base class is the format of plain weights, which torch computes.
 
     To add a format, override the methods that differ in a new file, and add an instance to `BACKENDS`. A format that
-    computes its own products overrides `takes` and `pack`, and sets `layer_class`. All its tensors must be parameters
-    of the layer, because sizes, placement, streaming and fingerprints cover all parameters. A format that transformers
-    loads into its own modules sets `method` and overrides `stays_packed`, `can_stream`, `prepare` and `places` if
-    needed.
+    computes its own products overrides `supports` and `pack`, and sets `layer_class`. All its tensors must be
+    parameters of the layer, because sizes, placement, streaming and fingerprints cover all parameters. A format that
+    transformers loads into its own modules sets `method`. If needed, it overrides `stays_packed`, `can_stream`,
+    `prepare` and `tensor_locations`.
     """
 
     layer_class: type[BackendLinear] = BackendLinear
@@ -56,12 +56,12 @@ class LinearBackend:
     method = ""
     """Value of `quant_method` in the configurations of checkpoints with this format; "" if there are none."""
 
-    def takes(self, layer: nn.Linear, device: torch.device) -> bool:
+    def supports(self, layer: nn.Linear, device: torch.device) -> bool:
         """Return whether this backend can compute the plain linear layer `layer` on `device`."""
         return False
 
     def pack(self, layer: nn.Linear) -> None:
-        """Convert the weight of `layer` to this format in place. On the meta device, only sizes are used."""
+        """Convert the weight of `layer` to this format in place. On the meta device, only shapes are converted."""
 
     def stays_packed(self, device: torch.device) -> bool:
         """Return whether the weights of a checkpoint stay packed, or are dequantised when they are loaded."""
@@ -71,16 +71,16 @@ class LinearBackend:
         """Return whether the layers can be copied one by one between host and device memory."""
         return False
 
-    def prepare(self, model: Any, dtype: torch.dtype | None, moved: bool) -> None:
+    def prepare(self, model: Any, dtype: torch.dtype | None, offloaded: bool) -> None:
         """Adjust a model in this format after loading.
 
         Args:
             model: The transformers model.
             dtype: Requested dtype of the weights that are not packed. None keeps the dtype of the file.
-            moved: Whether weights will be copied between host and device memory.
+            offloaded: Whether weights will be copied between host and device memory.
         """
 
-    def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
+    def tensor_locations(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
         """Return the locations of the tensors that `weight` consists of, or None if it has another format."""
         return None
 
@@ -94,7 +94,7 @@ class BitsAndBytes(LinearBackend):
         # Modules with int8 weights keep a second copy of them.
         return bool(quantization_option(config, "load_in_4bit"))
 
-    def prepare(self, model: Any, dtype: torch.dtype | None, moved: bool) -> None:
+    def prepare(self, model: Any, dtype: torch.dtype | None, offloaded: bool) -> None:
         if dtype is not None:  # transformers keeps the file's dtype for weights that are not packed
             for weight in model.parameters():
                 if weight.is_floating_point():
@@ -102,20 +102,20 @@ class BitsAndBytes(LinearBackend):
         # For a CPU, bitsandbytes repacks weights at their first use. A weight that moves between memories must keep its
         # layout, because it is read on another device or from a buffer. The CPU code of bitsandbytes rounds inputs to
         # bfloat16, which is wrong for float32 models.
-        for module in model.modules() if moved or model.dtype == torch.float32 else ():
+        for module in model.modules() if offloaded or model.dtype == torch.float32 else ():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
 
-    def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
+    def tensor_locations(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
         state = getattr(weight, "quant_state", None)
-        return None if state is None else iter((TensorLocation(weight, "data"), *self._places_in(state)))
+        return None if state is None else iter((TensorLocation(weight, "data"), *self._locations_in(state)))
 
-    def _places_in(self, state: Any) -> Iterator[TensorLocation]:
+    def _locations_in(self, state: Any) -> Iterator[TensorLocation]:
         for name, value in vars(state).items():
             if isinstance(value, torch.Tensor):
                 yield TensorLocation(state, name)
             elif hasattr(value, "absmax"):  # nested quantisation: the scales are packed as well
-                yield from self._places_in(value)
+                yield from self._locations_in(value)
 
 
 class TorchAO(LinearBackend):
@@ -123,7 +123,7 @@ class TorchAO(LinearBackend):
 
     method = "torchao"
 
-    def places(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
+    def tensor_locations(self, weight: torch.Tensor) -> Iterator[TensorLocation] | None:
         return self._inner(weight) if hasattr(weight, "__tensor_flatten__") else None
 
     def _inner(self, weight: Any) -> Iterator[TensorLocation]:

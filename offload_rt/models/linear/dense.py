@@ -1,7 +1,7 @@
-"""Float32 and bfloat16 weights on a CPU, without quantisation.
+"""Linear layers with float32 or bfloat16 weights on a CPU, without quantisation.
 
-C code (`row_products.c`) multiplies few input rows, at the speed of reading the weights. For bfloat16 on processors
-without bfloat16 instructions, larger products are computed in tiles.
+For few input rows, C code (`row_products.c`) multiplies as fast as the weights can be read from memory. For bfloat16 on
+processors without bfloat16 instructions, larger products are computed in tiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_ROWS = 12
 PART_BYTES = 1 << 18
 """Number of bytes of a weight that a thread multiplies at a time, which takes about 20 microseconds."""
 
-WORTH_THREADS = 1 << 20
+MIN_THREADED_WORK = 1 << 20
 """Size in bytes of a weight from which several threads are used."""
 
 TILE_BYTES = 1 << 22
@@ -64,18 +64,20 @@ class DenseLinear(BackendLinear):
             return super().forward(input)
         x, bias, (outs, ins) = input.contiguous(), self.bias, weight.shape
         out = x.new_empty(*x.shape[:-1], outs)
-        size = max(1, PART_BYTES // (ins * weight.element_size()))
-        bias_at = None if bias is None else bias.data_ptr()
-        call = _Call(x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), x.numel() // ins, outs, ins, size)
-        threads = team.threads() if weight.nbytes >= WORTH_THREADS else 1
-        team.runner()(code.linear, ctypes.byref(call), -(-outs // size), threads)
+        part_outs = max(1, PART_BYTES // (ins * weight.element_size()))
+        bias_address = None if bias is None else bias.data_ptr()
+        call = _Call(
+            x.data_ptr(), weight.data_ptr(), bias_address, out.data_ptr(), x.numel() // ins, outs, ins, part_outs
+        )
+        threads = team.threads() if weight.nbytes >= MIN_THREADED_WORK else 1
+        team.runner()(code.linear, ctypes.byref(call), -(-outs // part_outs), threads)
         return out
 
 
 class DenseCPU(LinearBackend):
     layer_class = DenseLinear
 
-    def takes(self, layer: nn.Linear, device: torch.device) -> bool:
+    def supports(self, layer: nn.Linear, device: torch.device) -> bool:
         weight = layer.weight
         if not device.type == weight.device.type == "cpu" or weight.shape[1] % 32 or not weight.is_contiguous():
             return False
@@ -94,19 +96,19 @@ def product_by_tiles(
     weight in `dtype`.
     """
     # Without bfloat16 instructions, torch multiplies bfloat16 slowly, so tiles of the weight are converted to float32.
-    widens = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()
-    dtype, ins = torch.float32 if widens else x.dtype, x.shape[-1]
+    converts = x.dtype == torch.bfloat16 and not torch_multiplies_bfloat16()
+    dtype, ins = torch.float32 if converts else x.dtype, x.shape[-1]
     rows = x.reshape(-1, ins).to(dtype)
     out = x.new_empty(len(rows), outs)
-    most = max(1, TILE_BYTES // (4 * ins))
-    parts = max(-(-outs // most), min(team.threads(), outs))
-    height = -(-outs // parts)
+    max_height = max(1, TILE_BYTES // (4 * ins))
+    tile_count = max(-(-outs // max_height), min(team.threads(), outs))
+    height = -(-outs // tile_count)
 
-    def compute(part: int) -> None:
-        tile = slice(part * height, (part + 1) * height)
+    def compute(index: int) -> None:
+        tile = slice(index * height, (index + 1) * height)
         out[:, tile] = F.linear(rows, weights(tile, dtype), None if bias is None else bias[tile].to(dtype))
 
-    team.share(compute, -(-outs // height))
+    team.run_parts(compute, -(-outs // height))
     return out.view(*x.shape[:-1], outs)
 
 

@@ -17,10 +17,10 @@ from .dense import product_by_tiles
 TILE_WEIGHTS = 1 << 24
 """Maximum number of weights that are unpacked at a time on a GPU, for products of many rows."""
 
-FEW_EXPERTS = 64
-"""Experts of up to this number of pairs of a token and an expert are computed by one launch per projection on a GPU.
+MAX_BATCHED_PAIRS = 64
+"""Maximum number of (token, expert) pairs for which a GPU computes a projection of all experts in one launch.
 
-Steps in CUDA graphs always are."""
+Steps in CUDA graphs always use one launch."""
 
 
 class PackedLinear(BackendLinear):
@@ -110,7 +110,8 @@ def unpack_rows(
 class PackedEmbedding(nn.Embedding):
     """Embedding with packed weights. It unpacks only the rows of the requested tokens.
 
-    Existing embeddings are changed in place. Classes that scale the result (Gemma) keep doing so.
+    `use_packed_weights` changes existing embeddings to this class in place. Classes that scale the result (Gemma) still
+    do.
     """
 
     form: PackedFormat
@@ -126,7 +127,9 @@ class PackedEmbedding(nn.Embedding):
         return unpack_rows(self.packed, self.form, self.dtype, input.flatten()).view(*input.shape, self.form.ins)
 
 
-def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None) -> None:
+def use_packed_weights(
+    module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows: torch.Tensor | None = None
+) -> None:
     """Change `module` in place so that it computes with packed weights.
 
     If `form.permuted`, it also gets a tensor `order`, int32 `[ins]`: packed input i is input `order[i]` of the layer.
@@ -153,8 +156,8 @@ def hold_packed(module: nn.Module, form: PackedFormat, dtype: torch.dtype, rows:
     module.__class__ = PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
 
 
-def can_hold_packed(module: nn.Module) -> bool:
-    """Return whether `hold_packed` supports `module`."""
+def can_use_packed_weights(module: nn.Module) -> bool:
+    """Return whether `use_packed_weights` supports `module`."""
     return type(module) is nn.Linear or isinstance(module, nn.Embedding)
 
 
@@ -162,7 +165,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 """Weights of stacked experts that can be packed, each `[experts, in, out]`."""
 
 
-class PackedStack(nn.Module):
+class PackedProjection(nn.Module):
     """The packed weights of a projection of all experts: `packed`, uint8 `[experts, out, form.row_bytes]`."""
 
     def __init__(self, form: PackedFormat, packed: torch.Tensor) -> None:
@@ -183,10 +186,10 @@ class PackedStack(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Experts of gpt-oss with packed projections. Existing modules get a subclass of this class in place."""
+    """Experts of gpt-oss with packed projections. `use_packed_experts` changes existing modules in place."""
 
-    gate_up_proj: PackedStack
-    down_proj: PackedStack
+    gate_up_proj: PackedProjection
+    down_proj: PackedProjection
     gate_up_proj_bias: nn.Parameter
     down_proj_bias: nn.Parameter
 
@@ -197,35 +200,35 @@ class PackedExperts(nn.Module):
 
         `router_indices` and `routing_weights` are `[T, k]`.
         """
-        own: Any = self
+        module: Any = self  # has `_apply_gate` of the original class
         # The loop below reads the chosen experts on the host, which a captured step cannot do.
-        pairs, at_once = router_indices.numel(), uses_triton(hidden_states) and not torch.is_grad_enabled()
-        if pairs and at_once and (pairs <= FEW_EXPERTS or torch.cuda.is_current_stream_capturing()):
+        pairs, batched = router_indices.numel(), uses_triton(hidden_states) and not torch.is_grad_enabled()
+        if pairs and batched and (pairs <= MAX_BATCHED_PAIRS or torch.cuda.is_current_stream_capturing()):
             experts, tokens = router_indices.flatten(), hidden_states.repeat_interleave(router_indices.shape[1], 0)
             gate_up = self.gate_up_proj.products(tokens, experts, self.gate_up_proj_bias)
-            results = self.down_proj.products(own._apply_gate(gate_up), experts, self.down_proj_bias)
+            results = self.down_proj.products(module._apply_gate(gate_up), experts, self.down_proj_bias)
             return (results.view(*router_indices.shape, -1) * routing_weights[..., None]).sum(1).to(results.dtype)
         out = torch.zeros_like(hidden_states)
         for expert in router_indices.unique().tolist():
-            tokens, place = torch.where(router_indices == expert)
+            tokens, choice = torch.where(router_indices == expert)
             gate_up = self.gate_up_proj.product(hidden_states[tokens], expert, self.gate_up_proj_bias)
-            result = self.down_proj.product(own._apply_gate(gate_up), expert, self.down_proj_bias)
-            out.index_add_(0, tokens, (result * routing_weights[tokens, place, None]).to(out.dtype))
+            result = self.down_proj.product(module._apply_gate(gate_up), expert, self.down_proj_bias)
+            out.index_add_(0, tokens, (result * routing_weights[tokens, choice, None]).to(out.dtype))
         return out
 
 
 def is_stacked(module: nn.Module, name: str) -> bool:
-    """Return whether `name` is a parameter of stacked experts that `hold_packed_stack` supports."""
+    """Return whether `name` is a parameter of stacked experts that `use_packed_experts` supports."""
     weight = module._parameters.get(name)
     return name in PROJECTIONS and weight is not None and weight.dim() == 3 and hasattr(module, "_apply_gate")
 
 
-def hold_packed_stack(experts: nn.Module, name: str, form: PackedFormat) -> None:
+def use_packed_experts(experts: nn.Module, name: str, form: PackedFormat) -> None:
     """Replace a projection of stacked experts by uninitialised packed weights, in place."""
     weight: torch.Tensor = getattr(experts, name)
     packed = weight.new_empty((weight.shape[0], weight.shape[2], form.row_bytes), dtype=torch.uint8)
     delattr(experts, name)
-    setattr(experts, name, PackedStack(form, packed))
+    setattr(experts, name, PackedProjection(form, packed))
     kind = type(experts)
     if not issubclass(kind, PackedExperts):
         experts.__class__ = type(kind.__name__, (PackedExperts, kind), {})

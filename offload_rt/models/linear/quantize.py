@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...kernels.packed_format import PackedFormat
-from .packed import hold_packed
+from .packed import use_packed_weights
 
 GROUP = 32
 _ROUTERS = ("gate", "router")
@@ -18,8 +18,8 @@ _ROUTERS = ("gate", "router")
 _ABSORBED = ("kv_b_proj",)
 """Name suffixes of layers that latent attention multiplies into queries, which needs plain weights."""
 
-_FEW_OUTPUTS = 16
-"""Layers with a higher ratio of inputs to outputs are not quantised. They are small, and an output controls a head."""
+_MAX_INPUTS_PER_OUTPUT = 16
+"""Layers with a higher ratio of inputs to outputs are not quantised. They are small, and each output affects a head."""
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
@@ -39,32 +39,32 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for name, module in model.named_modules():
-        kept = (*_ROUTERS, *_ABSORBED)
-        if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(kept) or (module is head and tied):
+        excluded = (*_ROUTERS, *_ABSORBED)
+        if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(excluded) or (module is head and tied):
             continue
-        if _FEW_OUTPUTS * module.out_features < module.in_features:
+        if _MAX_INPUTS_PER_OUTPUT * module.out_features < module.in_features:
             continue
-        width = 8 if module is head else bits
-        if PackedFormat.fits(module.in_features, width, GROUP):
+        layer_bits = 8 if module is head else bits
+        if PackedFormat.fits(module.in_features, layer_bits, GROUP):
             weight = module.weight.data
-            form = PackedFormat(module.in_features, width, GROUP, width == 4, 0 if width == 4 else 128)
+            form = PackedFormat(module.in_features, layer_bits, GROUP, layer_bits == 4, 0 if layer_bits == 4 else 128)
             # the exponent makes all scaled values less than 2^15, so that few scales are subnormal float16 numbers
             if not weight.is_meta:
                 form = replace(form, exponent=int(torch.frexp(weight.abs().amax().float()).exponent) - 15)
-            hold_packed(module, form, weight.dtype, _quantized(weight, form, device or weight.device))
+            use_packed_weights(module, form, weight.dtype, _quantized(weight, form, device or weight.device))
 
 
 def _quantized(weight: torch.Tensor, form: PackedFormat, device: torch.device) -> torch.Tensor:
     """Quantise a weight to the nearest codes on `device` and return its packed rows, on the device of the weight."""
-    found = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
+    rows = torch.empty(len(weight), form.row_bytes, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
-        return found
+        return rows
     power = torch.tensor(2.0**-form.exponent)
     step = max(1, _WEIGHTS_AT_ONCE // form.ins)
     for start in range(0, len(weight), step):
         groups = (weight[start : start + step].to(device).float() * power).view(-1, form.ins // form.group, form.group)
-        found[start : start + step] = form.pack(*(_int4(groups) if form.has_minima else _int8(groups)))
-    return found
+        rows[start : start + step] = form.pack(*(_int4(groups) if form.has_minima else _int8(groups)))
+    return rows
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,13 +79,15 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best: list[torch.Tensor] = []
-    for part in _SHRINK:
-        minima = (middle - part * half).half().float()
-        scales = (part * half / 7.5).half().float()
+    for fraction in _SHRINK:
+        minima = (middle - fraction * half).half().float()
+        scales = (fraction * half / 7.5).half().float()
         codes = ((groups - minima) / scales.clamp_min(1e-30)).round().clamp(0, 15)
         error = (codes * scales + minima - groups).square().sum(-1, keepdim=True)
-        tried = [codes, scales, minima, error]
+        candidate = [codes, scales, minima, error]
         better = None if not best else error < best[3]
-        best = tried if better is None else [torch.where(better, a, b) for a, b in zip(tried, best, strict=True)]
+        best = (
+            candidate if better is None else [torch.where(better, a, b) for a, b in zip(candidate, best, strict=True)]
+        )
     codes, scales, minima, _ = best
     return codes.to(torch.uint8).flatten(1), scales[..., 0], minima[..., 0]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ...kernels import dispatch
-from ...kernels.selection import floor_share, skew
+from ...kernels.selection import floor_fraction, skew
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class Basis:
     def nbytes(self) -> int:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
-    def columns(self, kept: torch.Tensor) -> Basis:
-        """Return the basis with the columns `kept` of each KV head, int64 `[Hkv, r]`."""
-        index = kept.unsqueeze(1).expand(-1, self.query.shape[1], -1)
+    def columns(self, columns: torch.Tensor) -> Basis:
+        """Return the basis with the columns `columns` of each KV head, int64 `[Hkv, r]`."""
+        index = columns.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
     def skew_query(self, q: torch.Tensor) -> torch.Tensor:
@@ -43,10 +43,10 @@ class Basis:
         A basis that all sequences share is returned unchanged. Otherwise, the matrices are concatenated to `[P, d, r]`,
         one per sequence and KV head.
         """
-        each = [basis for basis in bases if basis is not None]
+        present = [basis for basis in bases if basis is not None]
         if all(basis is bases[0] for basis in bases):
             return bases[0]
-        return cls(torch.cat([b.query for b in each]), torch.cat([b.key for b in each]), each[0].scale)
+        return cls(torch.cat([b.query for b in present]), torch.cat([b.key for b in present]), present[0].scale)
 
     def skew_queries(self, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
         """Skew and scale queries `[H, B, d]` of a batch: contiguous `[P, G, r]`, with P = B * Hkv."""
@@ -97,10 +97,10 @@ class PromptColumns:
     and do not change. The sum includes Q~ of all query heads in the group.
     """
 
-    def __init__(self, bases: dict[int, Basis], kept: int) -> None:
-        """Use the full basis of each layer that selects tokens. `kept` is the number of columns per KV head."""
+    def __init__(self, bases: dict[int, Basis], columns: int) -> None:
+        """Use the full basis of each layer that selects tokens. `columns` is the number of columns per KV head."""
         self._bases = bases
-        self._kept = kept
+        self._kept = columns
         self._sums: dict[int, torch.Tensor] = {}
         self._chosen: dict[int, Basis] = {}
 
@@ -116,7 +116,7 @@ class PromptColumns:
             self._sums[layer] = self._sums.get(layer, 0) + skew(grouped, basis).abs().sum(1)
 
     def basis(self, layer: int, k: torch.Tensor) -> Basis:
-        """Return the basis with the columns chosen for this prompt, in which the keys have the largest sums first.
+        """Return the layer's basis with the columns chosen for this prompt, in descending order of their sums.
 
         If sums are equal, the column with the larger weight in calibration comes first.
         """
@@ -128,11 +128,11 @@ class PromptColumns:
         return self._chosen[layer]
 
     def fork(self) -> PromptColumns:
-        twin = PromptColumns(self._bases, self._kept)
-        twin._sums, twin._chosen = dict(self._sums), dict(self._chosen)
-        return twin
+        copy = PromptColumns(self._bases, self._kept)
+        copy._sums, copy._chosen = dict(self._sums), dict(self._chosen)
+        return copy
 
 
-def kept_columns(partial_ratio: float, head_dim: int) -> int:
+def stored_columns(partial_ratio: float, head_dim: int) -> int:
     """Return the number of stored columns: `partial_ratio` of the head dimension, rounded down, at least 1."""
-    return max(1, floor_share(partial_ratio, head_dim))
+    return max(1, floor_fraction(partial_ratio, head_dim))

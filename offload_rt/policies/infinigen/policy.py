@@ -21,15 +21,15 @@ from ...kernels.pages import PAGE_TOKENS
 from ...kernels.reference import capped
 from ...kernels.selection import extend_selection, select_tokens, selection_limit
 from ...skewing.artifact import SkewArtifact, artifact_bytes
-from ...skewing.guess import SOURCES, source_index
+from ...skewing.prediction import SOURCES, source_index
 from ..base import KeyReader, PolicyState, QuerySource, source_between
 from ..demand import MemoryDemand
 from ..options import InfiniGenOptions
 from ..registry import PolicyContext
-from ..rule import ANY_SCORE, Rule, Spans, dense_layers
-from .bases import Basis, CalibratedColumns, PromptColumns, kept_columns
+from ..rule import ANY_SCORE, CandidateSpans, Rule, dense_layers
+from .approximate_kv import ApproximateBasis, ApproximateKV, approximate_layout, basis_bytes, token_bytes
+from .bases import Basis, CalibratedColumns, PromptColumns, stored_columns
 from .key_lists import KeyLists
-from .low_bit_rows import LowBitRows, RowBasis, basis_bytes, row_bytes, row_layout
 from .scoring import BITS, PartialKeys, QuantisedKeys, Quantiser, key_bytes
 from .scoring_keys import ScoringKeys
 
@@ -37,7 +37,7 @@ from .scoring_keys import ScoringKeys
 class InfiniGenState(PolicyState):
     def __init__(self, policy: InfiniGen, keys: ScoringKeys) -> None:
         self._policy, self._keys = policy, keys
-        self._approximate = keys if isinstance(keys, LowBitRows) else None
+        self._approximate = keys if isinstance(keys, ApproximateKV) else None
         """The approximate KV, whose keys also score tokens; None without approximate KV."""
         self._prepared: LowBitQuery | NativeQuery | None = None
         """The prepared true query of the current layer, from `select` to `merge_approximate`."""
@@ -95,14 +95,14 @@ class InfiniGenState(PolicyState):
         """Select tokens with the code for batches, so that their number stays on the device (`Selection.counts`)."""
         kv_heads, slots = self._policy.geometry.kv_heads, self._keys.length(layer)
         lists = KeyLists(rule, [layer], 1, slots, q.device)
-        moved = lists.hold([self._keys], [slots - 1])
-        assert moved is not None
-        copy_into(moved, lists.tables)
-        numbers = Spans.numbers([visible], kv_heads, rule)
+        new_tables = lists.load([self._keys], [slots - 1])
+        assert new_tables is not None
+        copy_into(new_tables, lists.pointer_tables)
+        bounds = CandidateSpans.bounds([visible], kv_heads, rule)
         starts, stops, limits, contexts = (
-            to_device(torch.tensor(each, dtype=torch.int32), q.device) for each in numbers
+            to_device(torch.tensor(values, dtype=torch.int32), q.device) for values in bounds
         )
-        spans = Spans(starts, stops, limits, contexts, slots, max(1, numbers[2][0]))
+        spans = CandidateSpans(starts, stops, limits, contexts, slots, max(1, bounds[2][0]))
         return Selection(*lists.select(layer, q.unsqueeze(1), spans))
 
     def repair(self, layer: int, q: torch.Tensor, visible: VisibleTokens, selection: Selection) -> Selection | None:
@@ -114,8 +114,8 @@ class InfiniGenState(PolicyState):
         options, candidates = self._policy.options, visible.candidates
         if options.max_missed_mass is None:
             return None
-        most = selection_limit(len(candidates), options.max_fraction) - selection.count
-        if most <= 0:
+        max_tokens = selection_limit(len(candidates), options.max_fraction) - selection.count
+        if max_tokens <= 0:
             return None
         assert self._keys.length(layer) >= visible.all.stop, "on_kv comes before repair"
         estimated = self._keys.scores(layer, q.to(self._policy.keys_device), visible.all)
@@ -124,7 +124,7 @@ class InfiniGenState(PolicyState):
         attended = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
         attended[:, candidates.start - first : candidates.stop - first] = False
         attended.scatter_(1, selection.tokens.to(scores.device) - first, True)
-        extra = extend_selection(scores, attended, options.max_missed_mass, most)
+        extra = extend_selection(scores, attended, options.max_missed_mass, max_tokens)
         return Selection((extra + first).to(q.device)) if extra.shape[1] else None
 
     def merge_approximate(
@@ -143,9 +143,9 @@ class InfiniGenState(PolicyState):
             prepared = self._approximate.query(layer, q.to(self._policy.keys_device), visible.candidates)
         kv_heads, device = self._policy.geometry.kv_heads, self._policy.keys_device
         exact = out.to(device).unflatten(0, (kv_heads, -1)), lse.to(device).unflatten(0, (kv_heads, -1))
-        skip = selection.tokens if selection.counts is None else _padded_tokens(selection.tokens, selection.counts)
-        own, softcap = self._approximate.bases[layer], self._policy.geometry.softcap
-        merged, total = prepared.merge(exact, skip.to(device), (own.mixing, own.unmixing), softcap)
+        excluded = selection.tokens if selection.counts is None else _padded_tokens(selection.tokens, selection.counts)
+        matrices, softcap = self._approximate.bases[layer], self._policy.geometry.softcap
+        merged, total = prepared.merge(exact, excluded.to(device), (matrices.mixing, matrices.unmixing), softcap)
         return merged.flatten(0, 1).to(q.device), total.flatten().to(q.device)
 
     def fork(self, keys: KeyReader) -> InfiniGenState:
@@ -206,10 +206,10 @@ class InfiniGen:
         self.geometry = geometry
         self.keys_device, self.keys_on_host = torch.device("cpu") if keys_on_host else device, keys_on_host
         self.wants_queries = options.keys == "partial" and options.columns == "prompt"
-        asks = keys_on_host or options.max_missed_mass is not None
+        needs_counts = keys_on_host or options.max_missed_mass is not None
         alpha = self.alpha if options.budget is None else ANY_SCORE
-        self.selection = Rule(alpha, options.max_fraction, options.budget, own_bases=self.wants_queries)
-        self.rule = None if device.type != "cuda" or asks else self.selection
+        self.selection = Rule(alpha, options.max_fraction, options.budget, per_sequence_bases=self.wants_queries)
+        self.rule = None if device.type != "cuda" or needs_counts else self.selection
         """Rule of batched selection, or None if each sequence selects separately.
 
         This is so on a CPU, with scoring keys on the host, and with repairs, which need the numbers of selected tokens.
@@ -242,20 +242,20 @@ class InfiniGen:
         return MemoryDemand(
             dense,
             options.sinks + options.recent,
-            share=max(options.max_fraction, options.budget or 0.0),
+            fetched_fraction=max(options.max_fraction, options.budget or 0.0),
             key_bytes=(
-                row_bytes(options.approximate_kv, geometry)
+                token_bytes(options.approximate_kv, geometry)
                 if options.approximate_kv != "off"
                 else float(key_bytes(options.keys, options.partial_ratio, geometry, dtype))
             ),
-            key_page=0 if options.approximate_kv == "off" else PAGE_TOKENS,
+            page_tokens=0 if options.approximate_kv == "off" else PAGE_TOKENS,
             basis_bytes=bases + artifact_bytes(geometry),
-            guess_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
+            correction_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
             always_dense_until=options.always_dense_until,
         )
 
-    def correct_guess(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
-        """Correct a predicted attention input `[T, D]` with a slope and an offset per channel (`skewing.guess`).
+    def correct_prediction(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """Correct a predicted attention input `[T, D]` with a slope and an offset per channel (`skewing.prediction`).
 
         It is unchanged if option `corrected` is off or the layer attends to all tokens.
         """
@@ -268,14 +268,14 @@ class InfiniGen:
         self, artifact: SkewArtifact, device: torch.device, dtype: torch.dtype
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return slope and offset `[D]` of every layer whose predicted attention input is corrected."""
-        found = {}
+        corrections = {}
         for layer in range(self.geometry.layers):
             source = source_between(self.query_source, self.geometry.between(layer))
             if self.options.corrected and source != "query" and layer not in self.dense_layers:
                 s = source_index(source)
                 slope, offset = artifact.slope[s, layer], artifact.offset[s, layer]
-                found[layer] = slope.to(device, dtype), offset.to(device, dtype)
-        return found
+                corrections[layer] = slope.to(device, dtype), offset.to(device, dtype)
+        return corrections
 
     def new_state(self, keys: KeyReader) -> InfiniGenState:
         return InfiniGenState(self, self._new_keys())
@@ -291,24 +291,24 @@ class InfiniGen:
         """Return a function that creates the approximate KV of a sequence. All sequences share the bases."""
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
-            layer: RowBasis.of(artifact, layer, geometry, compute)
+            layer: ApproximateBasis.of(artifact, layer, geometry, compute)
             for layer in range(geometry.layers)
             if layer not in self.dense_layers
         }
-        layout = row_layout(self.options.approximate_kv, geometry)
-        return lambda: LowBitRows(bases, layout, self.keys_device)
+        layout = approximate_layout(self.options.approximate_kv, geometry)
+        return lambda: ApproximateKV(bases, layout, self.keys_device)
 
     def _keys_factory(self, artifact: SkewArtifact, dtype: torch.dtype) -> Callable[[], ScoringKeys]:
         """Return a function that creates the scoring keys of a sequence. All sequences share the bases."""
         options, geometry, device = self.options, self.geometry, self.keys_device
         compute = torch.promote_types(dtype, torch.float32)
-        kept = kept_columns(options.partial_ratio, geometry.head_dim)
+        column_count = stored_columns(options.partial_ratio, geometry.head_dim)
         fixed = options.keys in ("partial", "int8") and options.columns == "calibration"
-        cut = slice(0, kept if fixed else geometry.head_dim)
+        columns = slice(0, column_count if fixed else geometry.head_dim)
         bases = {
             layer: Basis(
-                artifact.query[layer, :, :, cut].to(compute).contiguous(),
-                artifact.key[layer, :, :, cut].to(compute).contiguous(),
+                artifact.query[layer, :, :, columns].to(compute).contiguous(),
+                artifact.key[layer, :, :, columns].to(compute).contiguous(),
                 geometry.scales[layer],
             )
             for layer in range(geometry.layers)
@@ -317,9 +317,9 @@ class InfiniGen:
         if options.keys == "partial":
             if fixed:
                 return lambda: PartialKeys(CalibratedColumns(bases), dtype, device)
-            return lambda: PartialKeys(PromptColumns(bases, kept), dtype, device)
+            return lambda: PartialKeys(PromptColumns(bases, column_count), dtype, device)
         bits = BITS[options.keys]
-        mean, std = artifact.key_mean[..., cut].to(compute), artifact.key_std[..., cut].to(compute)
+        mean, std = artifact.key_mean[..., columns].to(compute), artifact.key_std[..., columns].to(compute)
         quantisers = {layer: Quantiser.fit(basis, mean[layer], std[layer], bits) for layer, basis in bases.items()}
         return lambda: QuantisedKeys(quantisers, bits, device)
 

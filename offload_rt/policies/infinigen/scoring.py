@@ -26,8 +26,8 @@ from ...kernels.selection import (
     unpack,
 )
 from ..growing import LayerTensors
-from ..rule import Spans
-from .bases import Basis, Columns, kept_columns
+from ..rule import CandidateSpans
+from .bases import Basis, Columns, stored_columns
 
 PROMPT_KEYS_AT_ONCE = 4096
 """Number of prompt keys that are skewed and quantised at a time, to limit temporary memory."""
@@ -48,9 +48,9 @@ TOKENS_PER_BYTE = 4
 def key_bytes(scorer: str, partial_ratio: float, geometry: ModelGeometry, dtype: torch.dtype) -> int:
     """Return the size in bytes of one token's scoring key in one layer."""
     if scorer == "partial":
-        head = kept_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
+        head = stored_columns(partial_ratio, geometry.head_dim) * dtype.itemsize
     else:
-        columns = kept_columns(partial_ratio, geometry.head_dim) if scorer == "int8" else geometry.head_dim
+        columns = stored_columns(partial_ratio, geometry.head_dim) if scorer == "int8" else geometry.head_dim
         head = row_width(columns) * BITS[scorer] // 8
     return geometry.kv_heads * head
 
@@ -120,14 +120,16 @@ class PartialKeys:
     ) -> None:
         dispatch.append_partial(k, basis.key, storages, slots)
 
-    def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
+    def score_batch(
+        self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: CandidateSpans
+    ) -> Scores:
         skewed = basis.skew_queries(q, storages.heads)
         return dispatch.partial_scores(skewed, storages, spans.starts, spans.stops, spans.tokens)
 
     def fork(self) -> PartialKeys:
-        twin = object.__new__(PartialKeys)
-        twin._columns, twin._keys, twin._bases = self._columns.fork(), self._keys.fork(), dict(self._bases)
-        return twin
+        copy = object.__new__(PartialKeys)
+        copy._columns, copy._keys, copy._bases = self._columns.fork(), self._keys.fork(), dict(self._bases)
+        return copy
 
     def check_integrity(self) -> None:
         self._keys.check_integrity()
@@ -168,7 +170,7 @@ class QuantisedKeys:
         """Create empty keys. All sequences share `quantisers`, so their size does not count."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
-        self._packed = LayerTensors(1, torch.int8, device, per_slot=self._fields)
+        self._packed = LayerTensors(1, torch.int8, device, tokens_per_slot=self._fields)
 
     @property
     def bytes(self) -> int:
@@ -182,46 +184,49 @@ class QuantisedKeys:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Skew, quantise and pack keys k `[Hkv, m, d]`. Codes of other tokens in the same bytes do not change."""
         self._packed.open(layer, k.shape[0], 0, row_width(self._quantisers[layer].mean.shape[1]))
-        known = self.length(layer)
-        assert start <= known, f"layer {layer} has {known} keys, not {start}"
+        stored = self.length(layer)
+        assert start <= stored, f"layer {layer} has {stored} keys, not {start}"
         data = self.storage(layer, range(start, start + k.shape[1]))
         for rows in k.split(PROMPT_KEYS_AT_ONCE, dim=1):
-            self._write(layer, data, rows, start, max(known, start))
+            self._write(layer, data, rows, start, max(stored, start))
             start += rows.shape[1]
 
-    def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, known: int) -> None:
-        """Write up to `PROMPT_KEYS_AT_ONCE` keys into `data`, whose first `known` tokens have valid codes."""
+    def _write(self, layer: int, data: torch.Tensor, k: torch.Tensor, start: int, stored: int) -> None:
+        """Write up to `PROMPT_KEYS_AT_ONCE` keys into `data`, whose first `stored` tokens have valid codes."""
         quantiser = self._quantisers[layer]
         (kv_heads, added, _), d = k.shape, quantiser.mean.shape[1]
         first, last = start // self._fields, -(-(start + added) // self._fields)
-        begun = start - first * self._fields
-        entering = quantise(skew(k, quantiser.basis.key), quantiser.mean, quantiser.step, self._bits)
+        offset = start - first * self._fields
+        new_codes = quantise(skew(k, quantiser.basis.key), quantiser.mean, quantiser.step, self._bits)
         data = data[:, :, :d]
         if self._fields == 1:
-            data[:, first:last] = pack(entering, self._bits)
+            data[:, first:last] = pack(new_codes, self._bits)
             return
         codes = torch.zeros(kv_heads, (last - first) * self._fields, d, dtype=torch.uint8, device=k.device)
-        if known > first * self._fields:
-            there = min(last, -(-known // self._fields)) - first
-            codes[:, : there * self._fields] = unpack(data[:, first : first + there], self._bits)
-        codes[:, begun : begun + added] = entering
+        if stored > first * self._fields:
+            valid_bytes = min(last, -(-stored // self._fields)) - first
+            codes[:, : valid_bytes * self._fields] = unpack(data[:, first : first + valid_bytes], self._bits)
+        codes[:, offset : offset + added] = new_codes
         data[:, first:last] = pack(codes, self._bits)
 
     def move(self, layer: int, source: int, target: int) -> None:
         data = self.storage(layer, range(target, target + 1))
-        (byte, field), (into, place) = divmod(source, self._fields), divmod(target, self._fields)
-        codes = unpack(data[:, into : into + 1], self._bits)
-        codes[:, place] = unpack(data[:, byte : byte + 1], self._bits)[:, field]
-        data[:, into : into + 1] = pack(codes, self._bits)
+        (source_byte, source_field), (target_byte, target_field) = (
+            divmod(source, self._fields),
+            divmod(target, self._fields),
+        )
+        codes = unpack(data[:, target_byte : target_byte + 1], self._bits)
+        codes[:, target_field] = unpack(data[:, source_byte : source_byte + 1], self._bits)[:, source_field]
+        data[:, target_byte : target_byte + 1] = pack(codes, self._bits)
 
     def scores(self, layer: int, q: torch.Tensor, tokens: range) -> torch.Tensor:
         """Return the scores `[Hkv, G, n]` of `tokens` for query q `[H, d]`, which is quantised first."""
         first, last = tokens.start // self._fields, -(-tokens.stop // self._fields)
-        begin = tokens.start - first * self._fields
-        own = self._quantisers[layer]
-        packed = self._packed.data(layer)[:, first:last, : own.mean.shape[1]]
-        scores = quantised_scores(own.basis.skew_query(q), packed, own.mean, own.step, self._bits)
-        return scores[:, :, begin : begin + len(tokens)]
+        offset = tokens.start - first * self._fields
+        quantiser = self._quantisers[layer]
+        packed = self._packed.data(layer)[:, first:last, : quantiser.mean.shape[1]]
+        scores = quantised_scores(quantiser.basis.skew_query(q), packed, quantiser.mean, quantiser.step, self._bits)
+        return scores[:, :, offset : offset + len(tokens)]
 
     def basis(self, layer: int) -> Basis:
         return self._quantisers[layer].basis
@@ -239,20 +244,22 @@ class QuantisedKeys:
         storages: PointerTable,
         slots: torch.Tensor,
     ) -> None:
-        own = self._quantisers[layer]
-        dispatch.append_quantised(k, basis.key, own.mean, own.step, self._bits, storages, slots)
+        quantiser = self._quantisers[layer]
+        dispatch.append_quantised(k, basis.key, quantiser.mean, quantiser.step, self._bits, storages, slots)
 
-    def score_batch(self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: Spans) -> Scores:
-        own, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
+    def score_batch(
+        self, layer: int, q: torch.Tensor, basis: Basis, storages: PointerTable, spans: CandidateSpans
+    ) -> Scores:
+        quantiser, skewed = self._quantisers[layer], basis.skew_queries(q, storages.heads)
         return dispatch.quantised_scores(
-            skewed, storages, own.mean, own.step, self._bits, spans.starts, spans.stops, spans.tokens
+            skewed, storages, quantiser.mean, quantiser.step, self._bits, spans.starts, spans.stops, spans.tokens
         )
 
     def fork(self) -> QuantisedKeys:
-        twin = object.__new__(QuantisedKeys)
-        twin._quantisers, twin._bits, twin._fields = self._quantisers, self._bits, self._fields
-        twin._packed = self._packed.fork()
-        return twin
+        copy = object.__new__(QuantisedKeys)
+        copy._quantisers, copy._bits, copy._fields = self._quantisers, self._bits, self._fields
+        copy._packed = self._packed.fork()
+        return copy
 
     def check_integrity(self) -> None:
         self._packed.check_integrity()

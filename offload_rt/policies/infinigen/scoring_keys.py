@@ -8,12 +8,12 @@ import torch
 
 from ...kernels.lists import Scores
 from ...kernels.pages import Pages
-from ..rule import Spans
+from ..rule import CandidateSpans
 from .bases import Basis
 
 
-class ListedKeys(Protocol):
-    """Selection data of one sequence that can be scored in a batch."""
+class BatchedKeys(Protocol):
+    """Scoring keys of one sequence that can be scored together with those of other sequences in a batch."""
 
     def basis(self, layer: int) -> Basis | None:
         """Return the basis of keys and queries of a layer that has a key, or None if they are not transformed."""
@@ -50,12 +50,12 @@ class ListedKeys(Protocol):
         """
         ...
 
-    def score_batch(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: Spans) -> Scores:
+    def score_batch(self, layer: int, q: torch.Tensor, basis: Any, storages: Any, spans: CandidateSpans) -> Scores:
         """Return the scores of a batch for queries q `[H, B, d]`; -inf for tokens that are not candidates."""
         ...
 
 
-class ScoringKeys(ListedKeys, Protocol):
+class ScoringKeys(BatchedKeys, Protocol):
     """Scoring keys of one sequence, in all layers that select tokens."""
 
     @property

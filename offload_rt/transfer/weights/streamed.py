@@ -16,7 +16,7 @@ from torch import nn
 
 from ...kv_cache.arena import page_lock, reserve
 from ...models.adapter import ForwardingAdapter, ModelAdapter
-from ...models.linear import places_of
+from ...models.linear import tensor_locations
 from ...models.recurrent import Stage
 from ...models.weights import aligned, layer_bytes
 from ..streams import Event, Stream
@@ -120,7 +120,7 @@ class _Block:
         self.host = torch.frombuffer(memory, dtype=torch.uint8)
         if pin:
             page_lock(self.host, self)
-        self._places = [place for weight in layer.parameters() for place in places_of(weight)]
+        self._places = [place for weight in layer.parameters() for place in tensor_locations(weight)]
         own = [place.tensor for place in self._places]
         self.weights = sum(tensor.nbytes for tensor in own)
         self._at_host = _views(own, self.host)
@@ -132,7 +132,7 @@ class _Block:
     def look_at(self, slot: int | None) -> None:
         """Set the parameters to views of buffer `slot`, or of host memory if it is None."""
         for place, view in zip(self._places, self._at_host if slot is None else self._in_buffers[slot], strict=True):
-            place.put(view)
+            place.assign(view)
 
     def check_integrity(self, slot: int | None) -> None:
         views = self._at_host if slot is None else self._in_buffers[slot]

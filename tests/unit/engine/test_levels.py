@@ -31,7 +31,7 @@ def generated(folder: str | Path, level: str, dtype: str, threads: int) -> list[
     """Return greedy tokens after PROMPT. C code computes everything that it supports."""
     own = getattr(torch, dtype)
     row = torch.empty(1, 32, dtype=own)
-    if None in (causal_cpu.takes(row), decode_attention.library(32, own), dense.library(own)):
+    if None in (causal_cpu.library_for(row), decode_attention.library(32, own), dense.library(own)):
         pytest.skip(f"there is no code for {level}")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -50,7 +50,7 @@ def test_code_is_that_of_the_level(level: str) -> None:
     """Otherwise a test at this level would run the code of an earlier test's level."""
     row = torch.empty(1, 32)
     loaded = [
-        causal_cpu.takes(row),
+        causal_cpu.library_for(row),
         decode_attention.library(32, torch.float32),
         low_bit_sequence.library(32, 2),
         selection._best_scores(),

@@ -78,7 +78,7 @@ def test_steps_with_selection_attend_to_fewer_tokens(options: dict[str, Any], mo
 
     class Observed(selection_cost.Runner):
         def free(self, sequence: Any) -> None:
-            sequence.trace.settle()
+            sequence.trace.flush_pending()
             shares.extend(sum(step) / len(step) for step in sequence.trace.attended)
             super().free(sequence)
 

@@ -97,14 +97,14 @@ def test_causal_attention_by_c_code(
     """Cover K and V packed before and during the computation, gaps between rows, and several threads. If the C code
     takes the shape, compare torch's path as well."""
     q, k, v = (x[:, ::2] for x in random_rows(n, 2, 3, 2 * m, 2 * n, d, dtype))
-    monkeypatch.setattr(causal_cpu, "WORTH_THREADS", 0)
+    monkeypatch.setattr(causal_cpu, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(team, "threads", lambda: threads)
     sinks = torch.linspace(-1, 3, 6) if sunk else None
     ago = torch.arange(n - m, n)[:, None] - torch.arange(n)
     expected = plain(q, k, v, 0.3, (ago >= 0) & (ago < (window or n)), cap, sinks)
     found = [attend_causal(q, k, v, 0.3, window, cap, sinks)]
-    if causal_cpu.takes(q) is not None:
-        monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+    if causal_cpu.library_for(q) is not None:
+        monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
         found.append(attend_causal(q, k, v, 0.3, window, cap, sinks))
     for out in found:
         assert out.dtype == dtype and out.shape == q.shape
@@ -133,13 +133,13 @@ def test_attention_to_blocks(
     expected = plain(q, k, v, 0.3, torch.arange(n - m, n)[:, None] >= torch.arange(n), cap, sinks)
     for library in (True, False):
         if not library:
-            monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
-        elif causal_cpu.takes(q) is None:
+            monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
+        elif causal_cpu.library_for(q) is None:
             continue
         each = BlockedAttention(q, 2, 0.3, cap)
         for first, stop in itertools.pairwise(edges):
             each.add(k[:, first:stop], v[:, first:stop])
-        each.add_own(k[:, edges[-1] :], v[:, edges[-1] :])
+        each.add_causal(k[:, edges[-1] :], v[:, edges[-1] :])
         found.append(each.result(sinks))
     for out in found:
         assert out.dtype == dtype and out.shape == q.shape
@@ -210,7 +210,7 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
     torch.manual_seed(0)
     q, k = (torch.randn(2, 3, 32) * 8).to(dtype), torch.randn(2, 100, 32).to(dtype)
     want = q.double() @ k.double().mT * 0.5
-    monkeypatch.setattr(reference, "WIDENED", 32 * 2 * 32)
+    monkeypatch.setattr(reference, "WIDENED_BYTES", 32 * 2 * 32)
     scores = reference.scaled_scores(q, k, 0.5)
     assert scores.dtype == torch.float32 and want.abs().max() > 20
     torch.testing.assert_close(scores.double(), want, rtol=0, atol=1e-4)
@@ -222,7 +222,7 @@ def test_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_capped_scores_of_half_precision_rows_are_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cover torch's path, which a GPU also uses. Only the rounding of outputs and weights may add errors."""
-    monkeypatch.setattr(causal_cpu, "takes", lambda q: None)
+    monkeypatch.setattr(causal_cpu, "library_for", lambda q: None)
     q, k, v = random_rows(0, 2, 2, 40, 100, 64, dtype)
     q *= 4
     out = attend_causal(q, k, v, 0.125, None, softcap=30.0)

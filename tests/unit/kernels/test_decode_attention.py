@@ -81,7 +81,7 @@ def test_outputs_are_those_of_float64(
 def test_threads_and_other_queries_change_no_bit(
     dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention, "WORTH_THREADS", 0)
+    monkeypatch.setattr(decode_attention, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(decode_attention, "MIN_TOKENS", 64)
     monkeypatch.setattr(team, "threads", lambda: threads)
     q, k, v = inputs(6, 1500, 64, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.levels import forget
+from support.levels import unload
 from support.low_bit import approximate, copied, joined, ragged_lists, stored_rows
 
 from offload_rt.kernels import low_bit, low_bit_lists, low_bit_sequence, native, selection
@@ -156,11 +156,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(low_bit_sequence, "library", lambda *shape: None)
     else:
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, request.param)
-        forget()
+        unload()
         if low_bit_sequence.library(32, 2) is None:
             pytest.skip("no C compiler")
     yield request.param
-    forget()
+    unload()
 
 
 @pytest.mark.parametrize("value_bits", [2, 4])
@@ -265,13 +265,13 @@ def test_levels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     pages, q, mean = stored_rows(layout, 2, 3000), torch.randn(2, 7, 64) / 4, torch.randn(2, 64)
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
-        forget()
+        unload()
         if low_bit_sequence.library(64, 4) is None:
             pytest.skip("no C compiler")
         asked = low_bit_query(q, mean, pages, layout, tokens)
         chosen = asked.select(3.0, selection.selection_limit(len(tokens), 0.2))
         found[level] = (asked.scores, chosen, *approximate(asked, chosen + 7))
-    forget()
+    unload()
     scalar = found.pop("scalar", None)
     for scores, chosen, out, lse in found.values():
         first = next(iter(found.values()))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.compilers import unoptimised
-from support.levels import forget
+from support.levels import unload
 from support.low_bit import approximate, stored_rows
 
 from offload_rt.errors import ConfigError
@@ -24,7 +24,7 @@ from offload_rt.kernels import low_bit, low_bit_sequence, native
 from offload_rt.kernels.low_bit import Layout
 from offload_rt.kernels.low_bit_sequence import low_bit_query
 from offload_rt.kernels.pages import PAGE_BLOCKS
-from offload_rt.policies.infinigen.low_bit_rows import VALUE_BITS
+from offload_rt.policies.infinigen.approximate_kv import VALUE_BITS
 from offload_rt.utils import native_code, native_libraries
 from offload_rt.utils.native_code import cache_folder
 from offload_rt.utils.native_libraries import LIBRARIES, PACKAGE
@@ -39,9 +39,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (compiler := native_code.find_compiler()) is not None:
         monkeypatch.setenv("CC", str(unoptimised(compiler, tmp_path / "quick")))
-    forget()
+    unload()
     yield tmp_path / "offload-rt" / "native"
-    forget()
+    unload()
 
 
 def scores() -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ def test_code_is_compiled_once_for_all_processes(cache: Path, monkeypatch: pytes
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(subprocess, "run", run)
-    forget()
+    unload()
     assert low_bit_sequence.library(32, 2) is not None
 
 
@@ -74,7 +74,7 @@ def test_each_level_has_code_of_its_own(cache: Path, monkeypatch: pytest.MonkeyP
         pytest.skip("no C compiler")
     for level in native_code.available_levels():
         monkeypatch.setenv(native_code.LEVEL_VARIABLE, level)
-        forget()
+        unload()
         assert low_bit_sequence.library(32, 2) is not None and len(list(cache.glob(f"*-{level}-*"))) == 1
 
 
@@ -117,7 +117,7 @@ def test_heads_are_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     if low_bit_sequence.library(32, 2) is None:
         pytest.skip("no C compiler")
     storage, q, mean = stored_rows(LAYOUT, 5, 200), torch.randn(5, 3, 32), torch.randn(5, 32)
-    monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(native, "MIN_SCORES_PER_THREAD", 1)
     found = []
     for threads in (1, 2, 5, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -159,7 +159,7 @@ def test_prebuilt_code_is_used_without_a_compiler(
     assert native_libraries.native_status().origin == "compiled"
     monkeypatch.setattr(native_code, "PREBUILT", cache.rename(tmp_path / "shipped"))
     monkeypatch.setenv("CC", "no-such-compiler")
-    forget()
+    unload()
     assert low_bit_sequence.library(32, 2) is not None and not cache.exists() and not caplog.text
     assert low_bit_sequence.library(64, 2) is None, "this one was not shipped"
 

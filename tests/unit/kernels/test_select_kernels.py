@@ -15,7 +15,7 @@ from offload_rt.kernels.selection import (
     _code_sums_cpu,
     code_sums,
     extend_selection,
-    floor_share,
+    floor_fraction,
     pack,
     select_tokens,
     select_tokens_reference,
@@ -57,7 +57,7 @@ def test_fast_selection_is_the_reference(scores: torch.Tensor, alpha: float, max
 @settings(max_examples=100, deadline=None)
 def test_fast_top_tokens_are_the_reference(scores: torch.Tensor, share: float) -> None:
     values = scores[:, 0]
-    n = floor_share(share, values.shape[1])
+    n = floor_fraction(share, values.shape[1])
     assert as_sets(top_tokens(values, n)) == as_sets(select_tokens_reference(values.unsqueeze(1), math.inf, n))
 
 

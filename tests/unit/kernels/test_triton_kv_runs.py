@@ -58,12 +58,12 @@ def test_attention_over_a_tree_is_float64s(kernel_device: torch.device, d: int, 
 
 
 def test_long_runs_are_cut_into_few_pieces(kernel_device: torch.device) -> None:
-    from offload_rt.kernels.triton_kv_runs import _PIECES, _row, attend_runs
+    from offload_rt.kernels.triton_kv_runs import _PIECES, _table_row, attend_runs
 
     torch.manual_seed(0)
     slots = [0, 0]
     runs = [Run(0, 2, *rows(kernel_device, n, 1, 16, torch.float32)) for n in (20_000, 3)]
-    assert [_row(run, slots)[9] for run in runs] == [0, -(-20_000 // 512)] and slots[0] == slots[1] <= _PIECES + 1
+    assert [_table_row(run, slots)[9] for run in runs] == [0, -(-20_000 // 512)] and slots[0] == slots[1] <= _PIECES + 1
     runs += [Run(b, b + 1, *rows(kernel_device, 5, 1, 16, torch.float32)) for b in range(2)]
     q = torch.randn(1, 2, 16, device=kernel_device)
     out, _ = attend_runs(q, runs, 0.25)

@@ -13,7 +13,7 @@ from support.select_models import as_sets
 
 from offload_rt.kernels import lists
 from offload_rt.kernels.pointer_table import PointerTable
-from offload_rt.kernels.selection import floor_share, select_tokens_reference, selection_limit
+from offload_rt.kernels.selection import floor_fraction, select_tokens_reference, selection_limit
 
 KINDS = ["continuous", "ties", "equal", "minus infinity", "signed zeros", "tiny", "no numbers"]
 
@@ -69,7 +69,7 @@ def test_the_definition_is_infinigens(group: int) -> None:
     chosen, counts = lists.select_tokens(found, starts, stops, 3, 4.0, limit, 512)
     want = select_tokens_reference(found.scores[:, :, 8:500], 4.0, int(limit)) + 8
     assert as_sets(chosen[:, : int(counts[0])]) == as_sets(want)
-    assert floor_share(0.2, 492) == int(limit) > 0
+    assert floor_fraction(0.2, 492) == int(limit) > 0
 
 
 def test_a_cap_holds(kernel_device: torch.device) -> None:

@@ -346,7 +346,7 @@ def test_attention_over_blocks_is_causal_attention(softcap: float | None, sunk: 
     each = BlockedAttention(q, 2, 0.3, softcap)
     for first, stop in ((20, 40), (0, 20)):
         each.add(k[:, first:stop], v[:, first:stop])
-    each.add_own(k[:, 40:], v[:, 40:])
+    each.add_causal(k[:, 40:], v[:, 40:])
     torch.testing.assert_close(each.result(sinks), attend_causal(q, k, v, 0.3, None, softcap, sinks))
 
 

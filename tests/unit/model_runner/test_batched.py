@@ -63,7 +63,7 @@ def test_a_batch_by_the_kernels_is_each_sequence_by_itself(
             got = runner.decode(batch)
         torch.testing.assert_close(got, torch.cat(logits), rtol=1e-4, atol=1e-4)
     for one, other in zip(batch, alone, strict=True):
-        one.trace.settle()
+        one.trace.flush_pending()
         assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
     runner.check_integrity()
 
@@ -216,7 +216,7 @@ def test_layers_that_slide_and_layers_that_select_are_both_batched() -> None:
         torch.testing.assert_close(together.decode(batch), want, rtol=1e-4, atol=1e-4)
     assert together.eager.inputs
     for one, other in zip(batch, each, strict=True):
-        one.trace.settle()
+        one.trace.flush_pending()
         assert one.trace.attended == other.trace.attended and one.trace.bytes_to_device == other.trace.bytes_to_device
         assert one.trace.bytes_to_host == other.trace.bytes_to_host
     together.check_integrity()

@@ -25,8 +25,8 @@ from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Lookup
 from offload_rt.engine.speculative.verification import accept, replay, rewind, verify
 from offload_rt.engine.swap import Swap
+from offload_rt.model_runner.rollback_states import RollbackStates
 from offload_rt.model_runner.sequence import Sequence
-from offload_rt.model_runner.state_marks import StateMarks
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.utils.progress import Progress
@@ -110,8 +110,8 @@ def test_any_drafts_leave_nothing_behind(name: str, data: st.DataObject) -> None
         _round(data, runner, pairs)
         runner.check_integrity()
     for mine, theirs in pairs:
-        for layer in runner.states.seen:  # type: ignore[union-attr]
-            one, other = (runner.states.of_layer(layer, each.state_slot) for each in (mine, theirs))  # type: ignore[union-attr]
+        for layer in runner.states.processed:  # type: ignore[union-attr]
+            one, other = (runner.states.layer_state(layer, each.state_slot) for each in (mine, theirs))  # type: ignore[union-attr]
             for a, b in zip(one, other, strict=True):
                 if a is not None and b is not None:
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -125,7 +125,7 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
     drafts = [data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=5)) for _ in pairs]
     for (sequence, _), drafted in zip(pairs, drafts, strict=True):
         start = sequence.position
-        runner.marks.set(sequence, record=True)
+        runner.rollbacks.set(sequence, record=True)
         sequence.draft_start = start
         for token in drafted:
             runner.decode([sequence])
@@ -240,14 +240,14 @@ def test_a_failed_replay_fails_one_request_or_starts_a_batch_again(
 ) -> None:
     prompts = [prompt_of(30 + 7 * i, seed=i) for i in range(requests)]
     (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
-    real, calls = StateMarks.replay, itertools.count()
+    real, calls = RollbackStates.replay, itertools.count()
 
-    def fail(self: StateMarks, sequences: Any) -> None:
+    def fail(self: RollbackStates, sequences: Any) -> None:
         if next(calls) == 1:
             raise RuntimeError("no memory")
         real(self, sequences)
 
-    monkeypatch.setattr(StateMarks, "replay", fail)
+    monkeypatch.setattr(RollbackStates, "replay", fail)
     if requests == 1:
         with pytest.raises(Exception, match="no memory"):
             llm.generate(prompts, GREEDY)
@@ -266,15 +266,15 @@ def test_a_failed_replay_starts_only_requests_with_rejected_drafts_again(monkeyp
         drafts = right if tokens[: len(prompts[0])] == prompts[0] else wrong
         return drafts.propose(self, tokens, most)
 
-    real, calls = StateMarks.replay, itertools.count()
+    real, calls = RollbackStates.replay, itertools.count()
 
-    def fail(self: StateMarks, sequences: Any) -> None:
+    def fail(self: RollbackStates, sequences: Any) -> None:
         if next(calls) == 1:
             raise RuntimeError("no memory")
         real(self, sequences)
 
     monkeypatch.setattr(Lookup, "propose", propose)
-    monkeypatch.setattr(StateMarks, "replay", fail)
+    monkeypatch.setattr(RollbackStates, "replay", fail)
     _, llm = make("qwen3_5", **LOOKUP)
     engine = Engine(llm.runner, max_num_seqs=2)
     requests = engine.run_all(prompts, [GREEDY] * 2, "", Progress(enabled=False))
@@ -317,10 +317,10 @@ def test_completions_and_beams() -> None:
 def test_planned_state_includes_marks() -> None:
     _, llm = make("granite_hybrid", **SPARSE)
     runner = llm.runner
-    assert runner.states is not None and runner.marks is not None
+    assert runner.states is not None and runner.rollbacks is not None
     shape = load_shape(architecture("granite_hybrid"))
     costs, plain = costs_for(EngineConfig(**SPARSE), shape), costs_for(EngineConfig(policy="full"), shape)
     for count in range(1, 8):
-        runner.marks.set(runner.new_sequence(prompt_of(5), 6), record=True)
-        assert runner.states.bytes + runner.marks._marks.bytes <= costs.states(count)
+        runner.rollbacks.set(runner.new_sequence(prompt_of(5), 6), record=True)
+        assert runner.states.bytes + runner.rollbacks._copies.bytes <= costs.states(count)
         assert costs.states(count) >= 2 * plain.states(count)

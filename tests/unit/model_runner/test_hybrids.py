@@ -178,7 +178,7 @@ def test_planned_state_is_the_state_in_use() -> None:
     assert slots is not None
     costs = costs_for(EngineConfig(policy="full"), load_shape(model))
     for sequences in range(1, 12):
-        slots.take()
+        slots.allocate()
         assert sequences * geometry.state_bytes(torch.float32) <= slots.bytes <= costs.states(sequences)
     assert costs.total([64]) - costs.states(1) == costs_without_states(costs)
 
@@ -202,7 +202,7 @@ class TestFaults:
         model, llm = make("qwen3_5")
         texts(llm, [prompt_of(30)])
         kept = {layer: states.clone() for layer, states in llm.runner.states.recurrent.items()}  # type: ignore[union-attr]
-        own = StateSlots.take
+        own = StateSlots.allocate
 
         def take(self: StateSlots, origin: int | None = None) -> int:
             slot = own(self, origin)
@@ -210,7 +210,7 @@ class TestFaults:
                 self.recurrent[layer][: len(states)] = states
             return slot
 
-        monkeypatch.setattr(StateSlots, "take", take)
+        monkeypatch.setattr(StateSlots, "allocate", take)
         prompt = prompt_of(3, seed=1)
         with pytest.raises(AssertionError):
             assert_greedy(model, prompt, texts(llm, [prompt])[0])
@@ -222,7 +222,7 @@ def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
     geometry = replace(adapter_for(architecture("lfm3")).geometry, states=shapes)
     for fails_at in range(3):
         slots = StateSlots(geometry, torch.float32, torch.device("cpu"))
-        first, calls, real = slots.take(), itertools.count(), torch.empty
+        first, calls, real = slots.allocate(), itertools.count(), torch.empty
 
         def empty(*shape: Any, calls: Any = calls, real: Any = real, at: int = fails_at, **more: Any) -> torch.Tensor:
             if next(calls) == at:
@@ -233,9 +233,9 @@ def test_slots_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", empty)
             with pytest.raises(MemoryError):
-                slots.take()
+                slots.allocate()
         assert slots.used == 1
-        assert slots.take(first) != first and slots.used == 2
+        assert slots.allocate(first) != first and slots.used == 2
         assert slots.conv[0].eq(7).all() and all(len(seen) == len(slots.conv[0]) for seen in slots.seen.values())
 
 

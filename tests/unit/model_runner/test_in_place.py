@@ -84,7 +84,7 @@ def answered(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
 def shared_prefixes(case: Case) -> Answers:
     """A batch with shared prefixes, some from the tree, in slabs of a few blocks."""
     llm, stem = case.make(), tiny_prompt(200)
-    llm.runner.prefixes = SharedPrefixes(1, pays_from=1)
+    llm.runner.prefixes = SharedPrefixes(1, min_saved=1)
     yield from answered(llm, [stem + tiny_prompt(20 + i, seed=i) for i in range(3)])
     yield from answered(llm, [stem[: 64 * i] + tiny_prompt(70, seed=9 + i) for i in range(4)] + [stem])
 

@@ -111,7 +111,7 @@ def test_half_precision_is_merged_in_float32() -> None:
 
 
 def test_the_tree_is_built_again_only_when_a_lease_changes() -> None:
-    shared = SharedPrefixes(1, pays_from=BLOCK_SIZE // 2)
+    shared = SharedPrefixes(1, min_saved=BLOCK_SIZE // 2)
     block_tables = [BlockTable([0, 1, 2]), BlockTable([0, 1, 3])]
     first = shared.find(block_tables)
     assert first.runs == (SharedRun(0, 2, range(2 * BLOCK_SIZE)),)

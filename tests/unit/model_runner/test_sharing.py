@@ -17,7 +17,7 @@ from support.tiny_models import depth, tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, PoolFullError, SamplingParams
 from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.engine import Engine
-from offload_rt.model_runner.batch import NEVER_PAYS, SharedPrefixes
+from offload_rt.model_runner.batch import NEVER_SHARE, SharedPrefixes
 
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
 """Run each policy with KV in place and with staged KV. Otherwise each policy runs in one of the two modes."""
@@ -199,9 +199,9 @@ def test_where_nothing_pays_the_step_is_the_one_without_sharing(monkeypatch: pyt
         runner.prefill(sequence, len(sequence.tokens) - 1)
     sequences.append(runner.fork(sequences[0], len(prompts[0]) + 4))
     monkeypatch.setattr("offload_rt.model_runner.per_sequence.attend_runs", None)  # a call raises TypeError
-    for batch, pays_from in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * BLOCK_SIZE * ROW // 4 + 1)):
+    for batch, min_saved in (([0], 1), ([0, 1, 2], 1), ([0, 3, 1], 3 * BLOCK_SIZE * ROW // 4 + 1)):
         logits = []
-        for rule in (NEVER_PAYS, pays_from):
+        for rule in (NEVER_SHARE, min_saved):
             runner.prefixes = SharedPrefixes(ROW, rule)
             forks = [runner.fork(sequences[i], len(prompts[0]) + 4) for i in batch]
             logits.append(runner.decode(forks))

@@ -249,15 +249,15 @@ def test_the_host_waits_for_copies_of_a_snapshot() -> None:
         llm = LLM(architecture("lfm2").to("cuda"), policy="full", host_memory="8MiB", verify="off")
         states, slots = llm.runner.pool.states, llm.runner.states
         assert states is not None and slots is not None
-        source, target = slots.take(), slots.take()
-        recurrent, conv = slots.of_layer(0, source)
+        source, target = slots.allocate(), slots.allocate()
+        recurrent, conv = slots.layer_state(0, source)
         conv.fill_(1.5)
         states.save(0, 0, recurrent, conv)
         saved = states.read(0)
         assert torch.frombuffer(bytearray(saved), dtype=conv.dtype)[: conv.numel()].eq(1.5).all()
-        states.restore(0, 0, *slots.of_layer(0, target))
+        states.restore(0, 0, *slots.layer_state(0, target))
         states.write(0, memoryview(bytearray(len(saved))))
-        assert slots.of_layer(0, target)[1].cpu().eq(1.5).all()
+        assert slots.layer_state(0, target)[1].cpu().eq(1.5).all()
 
 
 class TestFaults:

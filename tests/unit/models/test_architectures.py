@@ -24,7 +24,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.core import KVPart
 from offload_rt.errors import ModelError
 from offload_rt.kernels import causal
-from offload_rt.kernels.decode_attention import attend, give_to_sinks
+from offload_rt.kernels.decode_attention import apply_sinks, attend
 from offload_rt.models import loading, verification
 from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
@@ -218,12 +218,12 @@ class TestCapsAndSinks:
         first = 0 if window is None else 23 - window
         cuts = [slice(first, 18), slice(18, 21), slice(21, 23)]
         parts = [KVPart(k[:, cut], v[:, cut]) for cut in cuts]
-        newest = give_to_sinks(*attend(q[:, -1], parts, 0.5, cap), sinks)
+        newest = apply_sinks(*attend(q[:, -1], parts, 0.5, cap), sinks)
         torch.testing.assert_close(newest, expected[:, -1], rtol=0, atol=1e-12)
         if cap is not None:  # KV after the counts must be ignored
             behind = torch.full((2, 3, 8), 9.0, dtype=torch.float64)
             padded = KVPart(*(torch.cat((x[:, cuts[0]], behind), 1) for x in (k, v)), torch.full((2,), 18 - first))
-            again = give_to_sinks(*attend(q[:, -1], [padded, *parts[1:]], 0.5, cap), sinks)
+            again = apply_sinks(*attend(q[:, -1], [padded, *parts[1:]], 0.5, cap), sinks)
             torch.testing.assert_close(again, expected[:, -1], rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
@@ -332,7 +332,7 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     "no shared MLP": ("granite_hybrid", lambda a: setattr(a._layers[0], "_shared_mlp", None), "layer 0"),
     "no mixer beside the attention": ("falcon_h1", lambda a: setattr(a._layers[1], "_mixer", None), "layer 1"),
     "no multiplier of keys": ("falcon_h1", lambda a: setattr(a._projections[0], "_key_multiplier", 1.0), "layer 0"),
-    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_between", [range(0)] * 3), "the embedding"),
+    "a recurrent layer skipped": ("bamba", lambda a: setattr(a, "_layers_between", [range(0)] * 3), "the embedding"),
     "one after the other": ("gpt_neox", lambda a: setattr(a._layers[1], "_parallel", False), "layer 1"),
 }  # fmt: skip
 """For each fault: the model, the change to its adapter, and the part named in the error."""

@@ -22,7 +22,7 @@ from offload_rt.models.shape import load_shape
 from offload_rt.outputs import CompletionOutput
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.planning.memory_model import requirements
-from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+from offload_rt.policies.infinigen.approximate_kv import ApproximateKV
 
 RANK, ROTATED, LAYERS = 24, 8, 3
 WIDTH = (RANK + ROTATED) * torch.float32.itemsize
@@ -129,7 +129,7 @@ def test_device_memory_has_one_vector_per_token() -> None:
 def test_approximate_values_leave_the_rotated_part_out() -> None:
     """It would enlarge the quantisation steps of the values."""
     keys = make("tail").runner.new_sequence(PREFIX, len(PREFIX)).state.scoring_keys
-    assert isinstance(keys, LowBitRows) and len(keys.bases) == LAYERS
+    assert isinstance(keys, ApproximateKV) and len(keys.bases) == LAYERS
     rows = torch.randn(1, 9, RANK + ROTATED, generator=torch.Generator().manual_seed(1))
     for own in keys.bases.values():
         restored = rows @ own.mixing @ own.unmixing

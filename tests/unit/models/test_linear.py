@@ -57,7 +57,7 @@ def test_many_bfloat16_rows_are_multiplied_in_float32(bias: bool, level: str, mo
 @pytest.mark.parametrize("outs", [2, 70])
 def test_threads_share_the_weight(outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results must not depend on the number of threads."""
-    monkeypatch.setattr(dense, "WORTH_THREADS", 0)
+    monkeypatch.setattr(dense, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(dense, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)
     layer, x, found = nn.Linear(96, outs, bias=False).to(dtype), torch.randn(9, 96).to(dtype), []

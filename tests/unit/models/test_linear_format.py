@@ -34,7 +34,7 @@ class RowInt8(LinearBackend):
 
     layer_class = RowInt8Linear
 
-    def takes(self, layer: nn.Linear, device: torch.device) -> bool:
+    def supports(self, layer: nn.Linear, device: torch.device) -> bool:
         return True
 
     def pack(self, layer: nn.Linear) -> None:

@@ -13,7 +13,7 @@ from support.tiny_models import assert_greedy, tiny_model, tiny_prompt
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, AsyncLLM, ModelError, SamplingParams, offload
-from offload_rt.models.fingerprint import LiveWeights, fingerprint
+from offload_rt.models.fingerprint import WeightChangeDetector, fingerprint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 PROMPT = tiny_prompt(150)
@@ -62,7 +62,7 @@ def test_no_prompt_is_answered_from_kv_of_old_weights(change: Callable[[PreTrain
 def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
     """Gemma 4 multiplies the output of each layer by a buffer. Rotary frequencies follow from the configuration."""
     model = architecture("gemma4")
-    before, live = fingerprint(model), LiveWeights(model)
+    before, live = fingerprint(model), WeightChangeDetector(model)
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):
             buffer.mul_(1)

@@ -282,7 +282,7 @@ class TestLoading:
         assert load_model(tmp_path, device="cpu", dtype=torch.float64).adapter.dtype == torch.float64
         cuda = torch.device("cuda")
         source, config = ModelSource("anywhere"), tiny_model("llama", dtype=torch.bfloat16).config
-        stated = checkpoint.stated_dtype(source, config)
+        stated = checkpoint.declared_dtype(source, config)
         assert checkpoint.resolve_dtype("auto", source, stated, cuda) == torch.bfloat16
         with pytest.raises(ConfigError, match=r"dtype='bfloat61' is unknown; did you mean 'bfloat16'\?"):
             load_model(tmp_path, dtype="bfloat61")

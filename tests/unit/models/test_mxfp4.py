@@ -16,7 +16,7 @@ from support.tiny_models import edit_config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offload_rt import LLM, ModelError, SamplingParams
-from offload_rt.models.linear.packed import PROJECTIONS, PackedExperts, PackedStack
+from offload_rt.models.linear.packed import PROJECTIONS, PackedExperts, PackedProjection
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 
@@ -75,9 +75,9 @@ def test_tokens_on_a_simulated_device_are_those_of_a_cpu(tmp_path: Path, monkeyp
     """The prefill computes expert by expert, and a decode step computes all chosen experts at once."""
     pytest.importorskip("triton", reason="triton is not installed")
     folder, at_once = write_folders(tmp_path)[1], []
-    products = PackedStack.products
+    products = PackedProjection.products
     monkeypatch.setattr(
-        PackedStack, "products", lambda stack, x, *rest: at_once.append(len(x)) or products(stack, x, *rest)
+        PackedProjection, "products", lambda stack, x, *rest: at_once.append(len(x)) or products(stack, x, *rest)
     )
     options: dict[str, Any] = {"dtype": "float32", "policy": "full", "host_memory": "4MiB", "verify": "off"}
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -93,7 +93,7 @@ def test_tokens_on_a_simulated_device_are_those_of_a_cpu(tmp_path: Path, monkeyp
 def test_a_captured_step_does_not_read_the_chosen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop over experts, which reads them on the host, would end the capture."""
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr("offload_rt.models.linear.packed.FEW_EXPERTS", 1)
+    monkeypatch.setattr("offload_rt.models.linear.packed.MAX_BATCHED_PAIRS", 1)
     folder, few = write_folders(tmp_path)[1], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {
         "dtype": "float32", "policy": "infinigen", "policy_options": LOW_BITS | {"source": "attention_input"},

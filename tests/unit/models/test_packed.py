@@ -22,7 +22,7 @@ from offload_rt import LLM, EngineConfig, MemoryLimitError, ModelError, Sampling
 from offload_rt.cli import main
 from offload_rt.models.checkpoint import build_skeleton, read_config
 from offload_rt.models.fingerprint import fingerprint
-from offload_rt.models.linear import BitsAndBytes, backend_of, held_bytes, places_of, tensors_of
+from offload_rt.models.linear import BitsAndBytes, backend_of, nbytes_of, tensor_locations, tensors_of
 from offload_rt.models.loading import load_model
 from offload_rt.models.shape import load_shape
 from offload_rt.models.source import find_source
@@ -90,7 +90,7 @@ def test_memory_is_planned_with_packed_bytes(packed: Path) -> None:
     numbers = sum(
         m.in_features * m.out_features for layer in loaded.layers for m in layer.modules() if hasattr(m, "in_features")
     )
-    assert sum(map(held_bytes, matrices)) <= WAYS[packed.name][1] * numbers
+    assert sum(map(nbytes_of, matrices)) <= WAYS[packed.name][1] * numbers
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=128)
     least = shape.weight_bytes + plan_for(config, shape).costs.total([128])
     assert not plan_for(replace(config, device_memory=least), shape).streamed
@@ -144,7 +144,7 @@ def test_packed_layers_stream(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     nf4(Path(plain)).save_pretrained(packed)
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
-    BitsAndBytes().prepare(model, None, moved=True)
+    BitsAndBytes().prepare(model, None, offloaded=True)
     shape = load_shape(packed, dtype="float32")
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=192, host_memory="16MiB", dtype="float32")
     limit = shape.sizes.fixed + 4 * max(shape.sizes.layers) + plan_for(config, shape).costs.total([192])
@@ -164,7 +164,7 @@ def test_packed_layers_stream(tmp_path: Path) -> None:
         assert stream.bytes - crossed == 2 * sum(map(layer_bytes, layers)) <= 2 * runner.plan.streamed_bytes
         numbers = sum(m.in_features * m.out_features for layer in layers for m in layer.modules() if is_linear(m))
         assert sum(map(layer_bytes, layers)) < 0.7 * numbers
-        scales = [place.tensor for weight in layers[0].parameters() for place in places_of(weight)]
+        scales = [place.tensor for weight in layers[0].parameters() for place in tensor_locations(weight)]
         assert sum(scale.nbytes for scale in scales) > sum(weight.nbytes for weight in layers[0].parameters())
 
 
@@ -232,7 +232,7 @@ def test_int4_weights_of_torchao_run_on_a_cpu(tmp_path: Path) -> None:
     four = TorchAoConfig(inference_workflow.PrototypeInt4WeightOnlyConfig(group_size=32))
     model: Any = AutoModelForCausalLM.from_pretrained(plain, quantization_config=four, dtype=torch.float32)
     numbers = sum(m.in_features * m.out_features for m in model.model.layers.modules() if is_linear(m))
-    assert sum(held_bytes(w) for w in model.model.layers.parameters()) < 0.8 * numbers
+    assert sum(nbytes_of(w) for w in model.model.layers.parameters()) < 0.8 * numbers
     for policy, options in (("full", {}), ("infinigen", {"budget": 1.0, "approximate_kv": "off", **WINDOW})):
         llm = LLM(model, policy=policy, policy_options=options, host_memory="16MiB", verify="always")
         assert_greedy(model, PROMPT, [event.token_id for event in llm.stream(PROMPT, GREEDY)])

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload_rt.kernels import packed_products, team
 from offload_rt.kernels.packed_format import PackedFormat
-from offload_rt.models.linear.packed import hold_packed
+from offload_rt.models.linear.packed import use_packed_weights
 
 needs_code = pytest.mark.skipif(packed_products.compiled_for(torch.float32) is None, reason="there is no compiled code")
 
@@ -41,7 +41,7 @@ def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: to
     """A row's result does not depend on the number of rows, up to the rows that torch multiplies."""
     rows, weights = random_rows(form, 21)
     layer = nn.Linear(form.ins, 21, bias=bias).to(dtype)
-    hold_packed(layer, form, dtype, rows)
+    use_packed_weights(layer, form, dtype, rows)
     x = torch.randn(packed_products.MAX_ROWS + 1, form.ins * 2, dtype=dtype)[..., ::2]
     expected = x.double() @ weights.T + (layer.bias.double() if bias else 0)
     size = (x.double().norm(dim=1)[:, None] * weights.norm(dim=1)).double()
@@ -58,14 +58,14 @@ def test_products_are_those_of_float64(form: PackedFormat, bias: bool, dtype: to
 def test_gradients_of_inputs_pass_through() -> None:
     rows, weights = random_rows(FORMATS[0], 3)
     layer, x = nn.Linear(192, 3), torch.randn(2, 192, requires_grad=True)
-    hold_packed(layer, FORMATS[0], torch.float32, rows)
+    use_packed_weights(layer, FORMATS[0], torch.float32, rows)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, weights.sum(0).float().expand(2, 192))
 
 
 @needs_code
 def test_threads_share_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_products, "WORTH_THREADS", 0)
+    monkeypatch.setattr(packed_products, "MIN_THREADED_WORK", 0)
     monkeypatch.setattr(packed_products, "PART_BYTES", 1000)
     monkeypatch.setattr(team, "threads", lambda: threads)
     (rows, _), x, found = random_rows(FORMATS[0], 70), torch.randn(9, 192), []

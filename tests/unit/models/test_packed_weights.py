@@ -142,7 +142,7 @@ def test_an_architecture_that_cannot_be_packed_is_dequantised(tmp_path: Path, mo
         tried.append(given)
         raise CannotPackError
 
-    monkeypatch.setattr(gguf_import, "_Layout", refuse)
+    monkeypatch.setattr(gguf_import, "_TensorMap", refuse)
     assert load_shape(path, device="cpu") == load_shape(path, device="cpu", quantize="none") and len(tried) == 1
     assert [load_model(path, device="cpu").layers is not None for _ in range(2)] and len(tried) == 2
 
@@ -268,12 +268,12 @@ def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
 def test_an_embedding_that_scales_its_results_still_does() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-    from offload_rt.models.linear.packed import hold_packed
+    from offload_rt.models.linear.packed import use_packed_weights
 
     form = PackedFormat(64, 8, 32, False, 128)
     embedding: Any = Gemma3TextScaledWordEmbedding(9, 64, 0, embed_scale=3.0)
     rows = form.pack(torch.randint(256, (9, 64), dtype=torch.uint8), torch.rand(9, 2))
-    hold_packed(embedding, form, torch.float32, rows)
+    use_packed_weights(embedding, form, torch.float32, rows)
     assert isinstance(embedding, PackedEmbedding) and isinstance(embedding, Gemma3TextScaledWordEmbedding)
     tokens = torch.tensor([[1, 5], [8, 1]])
     torch.testing.assert_close(embedding(tokens), 3 * form.unpack(rows, torch.float32)[tokens])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from offload_rt import LLM, ModelError, SamplingParams
 from offload_rt.models import registry
 from offload_rt.models.loading import load_model
-from offload_rt.models.rotary import KEPT
+from offload_rt.models.rotary import MAX_CACHED_POSITIONS
 from offload_rt.models.shape import load_shape
 
 TRAINED = 64
@@ -71,17 +71,17 @@ def test_tables_are_kept_for_a_few_tensors_of_positions(monkeypatch: pytest.Monk
     rotary = load_model(tiny_model("llama")).adapter._rotary
     computed, tables = [], rotary._tables
     monkeypatch.setattr(rotary, "_tables", lambda *given: computed.append(given[2]) or tables(*given))
-    chunks = [torch.arange(4) + 4 * i for i in range(KEPT)]
+    chunks = [torch.arange(4) + 4 * i for i in range(MAX_CACHED_POSITIONS)]
     x = torch.randn(2, 4, 32)
-    turned = [[rotary.at(layer, chunk, x)(x) for chunk in chunks] for layer in range(3)]
-    assert len(computed) == KEPT and all(a.equal(b) for a, b in zip(turned[0], turned[2], strict=True))
+    turned = [[rotary.rotation_to(layer, chunk, x)(x) for chunk in chunks] for layer in range(3)]
+    assert len(computed) == MAX_CACHED_POSITIONS and all(a.equal(b) for a, b in zip(turned[0], turned[2], strict=True))
     chunks[0].add_(1)
-    assert not rotary.at(0, chunks[0], x)(x).equal(turned[0][0]) and len(computed) == KEPT + 1
-    rotary.at(1, torch.arange(4), x)
-    assert len(rotary._known) == KEPT
+    assert not rotary.rotation_to(0, chunks[0], x)(x).equal(turned[0][0]) and len(computed) == MAX_CACHED_POSITIONS + 1
+    rotary.rotation_to(1, torch.arange(4), x)
+    assert len(rotary._cached) == MAX_CACHED_POSITIONS
     del computed[:], chunks[1:]
-    rotary.at(1, torch.arange(4), x)
-    assert len(rotary._known) == 2, "tables of freed positions are dropped"
+    rotary.rotation_to(1, torch.arange(4), x)
+    assert len(rotary._cached) == 2, "tables of freed positions are dropped"
 
 
 def test_short_texts(checkpoint: Path) -> None:

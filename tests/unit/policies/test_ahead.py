@@ -22,12 +22,12 @@ from offload_rt.planning import device_plan
 from offload_rt.planning.device_plan import costs_for
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
-from offload_rt.skewing import guess_quality
+from offload_rt.skewing import prediction_quality
 from offload_rt.skewing.artifact import artifact_bytes
 from offload_rt.skewing.calibrate import calibrate, measure
 from offload_rt.skewing.fold import skew_model
-from offload_rt.skewing.guess import Correction, source_index
-from offload_rt.skewing.guess_quality import GuessQuality
+from offload_rt.skewing.prediction import Correction, source_index
+from offload_rt.skewing.prediction_quality import PredictionQuality
 
 LAYERS: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -65,7 +65,7 @@ def test_queries_are_predicted_from_the_input_of_that_layer(ahead: int, monkeypa
         guesses.append(x[0])
         return x
 
-    monkeypatch.setattr(llm.runner.policy, "correct_guess", note)
+    monkeypatch.setattr(llm.runner.policy, "correct_prediction", note)
     prompt = prompt_of(30)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0))
     text = [*prompt, *output.outputs[0].token_ids]
@@ -114,7 +114,7 @@ def test_the_policy_corrects_with_the_source_of_the_layer(ahead: int | None, sou
     options = {"source": "attention_input"} if ahead is None else {"ahead": ahead}
     policy = InfiniGen(InfiniGenOptions(**options), adapter.geometry, made, CPU, torch.float32)
     x, s = torch.randn(2, 32), source_index(source)
-    torch.testing.assert_close(policy.correct_guess(1, x), x * made.slope[s, 1] + made.offset[s, 1])
+    torch.testing.assert_close(policy.correct_prediction(1, x), x * made.slope[s, 1] + made.offset[s, 1])
     plain = InfiniGen(InfiniGenOptions(), adapter.geometry, made, CPU, torch.float32)
     assert policy.provenance_key != plain.provenance_key
     sizes = sum(tensor.nbytes for tensor in (made.query, made.key, made.slope, made.offset))
@@ -146,10 +146,10 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
     shape, n = adapter.geometry, 200
     truth = torch.randn(n, shape.hidden, generator=torch.Generator().manual_seed(0))
     guess = truth + 0.5 * torch.randn(n, shape.hidden, generator=torch.Generator().manual_seed(1))
-    quality = GuessQuality(adapter, Correction.none(shape.layers))
+    quality = PredictionQuality(adapter, Correction.none(shape.layers))
     for part in (slice(0, 150), slice(150, n)):
         quality.add(1, {"residual": truth[part], "normed_input": guess[part]}, truth[part])
-    shares = quality.shares()
+    shares = quality.relative_mass()
     assert shares["residual"] == 1
     positions = torch.arange(n)
     q, k, _ = adapter.qkv(1, truth, positions)
@@ -171,7 +171,7 @@ def test_quality_is_the_mass_of_the_selected_tokens() -> None:
 
 def test_predictions_are_measured_with_the_defaults_of_the_policy() -> None:
     options = InfiniGenOptions()
-    measured = (guess_quality.SINKS, guess_quality.RECENT, guess_quality.FRACTION)
+    measured = (prediction_quality.SINKS, prediction_quality.RECENT, prediction_quality.FRACTION)
     assert measured == (options.sinks, options.recent, options.max_fraction)
 
 
@@ -206,5 +206,5 @@ def test_streamed_layers_are_copied_once_per_step(source: str, tmp_path: Path) -
 def test_the_report_states_each_distance(tmp_path: Path) -> None:
     architecture("qwen3_5", **LAYERS).save_pretrained(tmp_path / "model")
     report = skew_model(str(tmp_path / "model"), tmp_path / "out", calibration_tokens=64)
-    assert {*report.guesses} == {"attention_input", "normed_input", "residual", 3, 2, 1}
-    assert all(0 < share <= 1 for share in report.guesses.values())
+    assert {*report.predictions} == {"attention_input", "normed_input", "residual", 3, 2, 1}
+    assert all(0 < share <= 1 for share in report.predictions.values())

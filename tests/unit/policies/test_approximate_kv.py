@@ -13,7 +13,7 @@ from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.core import Selection, VisibleTokens
 from offload_rt.kernels.reference import merge_lse
-from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+from offload_rt.policies.infinigen.approximate_kv import ApproximateKV
 from offload_rt.policies.infinigen.policy import InfiniGenState
 from offload_rt.policies.options import InfiniGenOptions
 
@@ -72,16 +72,16 @@ def test_an_estimate_without_rounding_is_full(
     """For any selection, exact and approximate KV together give full attention."""
     # Only models with full-attention layers: all layers of Mistral slide and select nothing.
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    write = LowBitRows.write
+    write = ApproximateKV.write
 
-    def spy(self: LowBitRows, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def spy(self: ApproximateKV, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         before = [rows[:, :start] for rows in kept.get(layer, ())] or [k[:, :0], v[:, :0]]
         kept[layer] = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
         write(self, layer, k, v, start)
 
     options = {"approximate_kv": "int2", "budget": budget, "dense_layers": (), "recent": 8, "source": source}
     llm, prompt = make_llm(name, options), tiny_prompt(150)
-    monkeypatch.setattr(LowBitRows, "write", spy)
+    monkeypatch.setattr(ApproximateKV, "write", spy)
     scales = llm.runner.adapter.geometry.scales
     monkeypatch.setattr(InfiniGenState, "merge_approximate", merge_exactly(kept, scales))
     [found] = completed(llm.generate([prompt], GREEDY))

@@ -37,7 +37,7 @@ def test_it_is_full_before_and_infinigen_after() -> None:
     """While attention is full, the policy's selection code is not called."""
     prompt, calls = tiny_prompt(120), []
     llm = runtime("auto", dense_until=1000, **SMALL)
-    llm.runner.policy.correct_guess = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
+    llm.runner.policy.correct_prediction = lambda layer, x: calls.append(layer) or x  # type: ignore[method-assign]
     [whole], [full] = texts(llm, [prompt]), texts(runtime("full"), [prompt])
     assert whole.token_ids == full.token_ids and whole.stats.exact_fraction == 1 and not calls
     [after], [infinigen] = (

@@ -16,7 +16,7 @@ from offload_rt.policies.options import InfiniGenOptions
 from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.calibrate import measure
-from offload_rt.skewing.guess import SOURCES, Correction, GuessSums
+from offload_rt.skewing.prediction import SOURCES, Correction, CorrectionSums
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -71,7 +71,7 @@ def test_fit_is_least_squares_over_what_transformers_computes(name: str, monkeyp
 
 
 def test_channels_that_do_not_vary_keep_their_slope() -> None:
-    sums, guess = GuessSums(2, 3), torch.tensor([[1.0, 5.0, 0.0], [2.0, 5.0, 0.0], [4.0, 5.0, 0.0]])
+    sums, guess = CorrectionSums(2, 3), torch.tensor([[1.0, 5.0, 0.0], [2.0, 5.0, 0.0], [4.0, 5.0, 0.0]])
     truth = torch.tensor([[3.0, 1.0, 0.5], [5.0, 2.0, 0.5], [9.0, 6.0, 0.5]])
     sums.add(1, dict.fromkeys(SOURCES, guess), truth)
     found = sums.fit()
@@ -93,11 +93,11 @@ def test_policy_corrects_with_its_source(source: str) -> None:
     shape = geometry(layers=3)
     policy, made = corrected_policy(shape, source=source)
     x, s = torch.randn(2, shape.hidden, dtype=torch.float64), SOURCES.index(source)
-    assert torch.equal(policy.correct_guess(0, x), x), "layer 0 is dense"
+    assert torch.equal(policy.correct_prediction(0, x), x), "layer 0 is dense"
     expected = x * made.slope[s, 2].double() + made.offset[s, 2].double()
-    torch.testing.assert_close(policy.correct_guess(2, x), expected)
+    torch.testing.assert_close(policy.correct_prediction(2, x), expected)
     plain, _ = corrected_policy(shape, source=source, corrected=False)
-    assert torch.equal(plain.correct_guess(2, x), x)
+    assert torch.equal(plain.correct_prediction(2, x), x)
     assert plain.provenance_key != policy.provenance_key
 
 

@@ -13,7 +13,7 @@ from offload_rt.kernels.selection import select_tokens
 from offload_rt.policies.infinigen.key_lists import KeyLists
 from offload_rt.policies.infinigen.policy import InfiniGen
 from offload_rt.policies.options import InfiniGenOptions
-from offload_rt.policies.rule import Rule, Spans
+from offload_rt.policies.rule import CandidateSpans, Rule
 
 LENGTHS = (150, 70)
 RULE = Rule(alpha=4.0, max_fraction=0.2)
@@ -42,11 +42,11 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
     lists = KeyLists(RULE, range(shape.layers), len(LENGTHS), 160, CPU)
     for step in range(5):
         places = [length + step for length in LENGTHS]
-        moved = lists.hold([state.scoring_keys for state in batched], places)
+        moved = lists.load([state.scoring_keys for state in batched], places)
         assert (moved is None) == (step > 0), "capacity leaves room for the steps"
         visible = [VisibleTokens.of(place + 1, sinks=4, recent=8, window=None) for place in places]
-        numbers = [torch.tensor(each) for each in Spans.numbers(visible, shape.kv_heads, RULE)]
-        spans = Spans(*numbers, max(places) + 1, max(numbers[2].tolist()))
+        numbers = [torch.tensor(each) for each in CandidateSpans.bounds(visible, shape.kv_heads, RULE)]
+        spans = CandidateSpans(*numbers, max(places) + 1, max(numbers[2].tolist()))
         for layer in range(shape.layers):
             for state, (_, k), place in zip(alone, streams, places, strict=True):
                 pass_keys(state, layer, k[layer, :, place : place + 1], place)
@@ -65,4 +65,4 @@ def test_a_batch_appends_and_selects_as_each_sequence_does(group: int, options: 
     for state in batched:
         state.check_integrity()
     lists.release()
-    assert lists.hold([state.scoring_keys for state in alone], [1, 1]) is not None
+    assert lists.load([state.scoring_keys for state in alone], [1, 1]) is not None

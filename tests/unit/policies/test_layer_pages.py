@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.kernels.pages import BLOCK, PAGE_BLOCKS, PAGE_TOKENS
-from offload_rt.policies.infinigen.low_bit_rows import LayerPages
+from offload_rt.policies.infinigen.approximate_kv import LayerPages
 
 LAYERS, HEADS = (3, 5), 2
 PAGE_BYTES = len(LAYERS) * HEADS * PAGE_BLOCKS * BLOCK
@@ -83,7 +83,7 @@ def test_a_fork_copies_the_page_that_it_writes_to() -> None:
     twin.reserve(5, range(1))
     assert twin.pages(3).tensors[0] is not other[0] and twin.pages(3).tensors[1] is other[1]
     del twin
-    assert first.nbytes == 3 * PAGE_BYTES and len(first._pages[1].holders) == 1
+    assert first.nbytes == 3 * PAGE_BYTES and len(first._pages[1].users) == 1
     last = other[2]
     first.reserve(3, range(2 * PAGE_TOKENS + 70))
     assert first.pages(3).tensors[2] is last, "a page that is not shared is not copied"

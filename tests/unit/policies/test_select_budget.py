@@ -176,7 +176,7 @@ def filled_h2o(shape: ModelGeometry, budget: float, q: torch.Tensor, k: torch.Te
 def test_h2o_keeps_heavy_hitters_and_drops_for_ever(
     group: int, softcap: float | None, budget: float, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(h2o, "WEIGHED_AT_ONCE", 700)  # several blocks of queries per prefill chunk
+    monkeypatch.setattr(h2o, "MAX_PREFILL_WEIGHTS", 700)  # several blocks of queries per prefill chunk
     shape = replace(geometry(group=group), softcap=softcap)
     q, k = tokens(shape, TOTAL)
     state = filled_h2o(shape, budget, q.to(device), k.to(device))

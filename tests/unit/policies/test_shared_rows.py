@@ -14,7 +14,7 @@ from offload_rt.core import BLOCK_SIZE
 from offload_rt.engine.runner import Runner
 from offload_rt.kernels.pages import PAGE_TOKENS
 from offload_rt.model_runner.sequence import Sequence
-from offload_rt.policies.infinigen.low_bit_rows import LowBitRows
+from offload_rt.policies.infinigen.approximate_kv import ApproximateKV
 
 COMMON = PAGE_TOKENS + 2 * BLOCK_SIZE
 
@@ -36,16 +36,16 @@ def started(runner: Runner, prompt: list[int]) -> Sequence:
     return sequence
 
 
-def kept(sequence: Sequence) -> LowBitRows:
+def kept(sequence: Sequence) -> ApproximateKV:
     found = sequence.state.scoring_keys
-    assert isinstance(found, LowBitRows)
+    assert isinstance(found, ApproximateKV)
     return found
 
 
 def blocks_of(sequence: Sequence) -> torch.Tensor:
     """Return the low-bit KV of a prompt's full blocks, `[layers, Hkv, blocks, block_bytes]`."""
     rows = kept(sequence)
-    pages = [rows._rows.pages(layer) for layer in range(2)]
+    pages = [rows._pages_of_layers.pages(layer) for layer in range(2)]
     whole = torch.stack([torch.cat([page[own.layer] for page in own.tensors], 1) for own in pages])
     return whole[:, :, : sequence.position // BLOCK_SIZE]
 
@@ -54,13 +54,13 @@ def blocks_of(sequence: Sequence) -> torch.Tensor:
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the first slot of every write of keys."""
     starts: list[int] = []
-    write = LowBitRows.write
+    write = ApproximateKV.write
 
-    def spied(self: LowBitRows, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def spied(self: ApproximateKV, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         starts.append(start)
         write(self, layer, k, v, start)
 
-    monkeypatch.setattr(LowBitRows, "write", spied)
+    monkeypatch.setattr(ApproximateKV, "write", spied)
     return starts
 
 
@@ -68,10 +68,10 @@ def test_a_shared_prefix_has_its_rows_once(learned: list[int]) -> None:
     """Later sequences compute only their own low-bit KV."""
     runner, others = runner_of(), runner_of(enable_prefix_caching=False)
     sequences = [started(runner, prompt) for prompt in prompts()]
-    assert learned == [0, 0, *[COMMON] * 4] and all(one.learned == one.unlearned == 0 for one in sequences)
+    assert learned == [0, 0, *[COMMON] * 4] and all(one.observed == one.unobserved == 0 for one in sequences)
     alone = [started(others, prompt) for prompt in prompts()]
     assert all(blocks_of(one).equal(blocks_of(other)) for one, other in zip(sequences, alone, strict=True))
-    pages = [kept(one)._rows.pages(0).tensors for one in sequences]
+    pages = [kept(one)._pages_of_layers.pages(0).tensors for one in sequences]
     assert all(own[0] is pages[0][0] and own[1] is not pages[0][1] for own in pages[1:])
     page = pages[0][0].nbytes
     assert sum(one.state.device_bytes for one in sequences) == pytest.approx(4 * page, abs=3)
@@ -91,11 +91,11 @@ def test_only_what_a_prefill_made_is_taken(learned: list[int]) -> None:
     first = begun(runner, 3 * BLOCK_SIZE + 10)
     assert first.tokens[: 3 * BLOCK_SIZE] == prompt[: 3 * BLOCK_SIZE]
     second = runner.new_sequence(prompt, 300, reuse=len(prompt))
-    first.unlearned = 1
+    first.unobserved = 1
     del learned[:]
     third = runner.new_sequence(prompt, 300, reuse=len(prompt))
     runner.prefill(second, 200)
-    first.unlearned = 0
+    first.unobserved = 0
     first.exact = BLOCK_SIZE + 1
     runner.free(second)
     runner.prefill(third, 200)

@@ -73,7 +73,7 @@ class EveryNth(ScorerPolicy[EveryNthOptions]):
 
     @classmethod
     def memory_demand(cls, options: EveryNthOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
-        return replace(super().memory_demand(options, geometry, dtype), share=1 / options.stride)
+        return replace(super().memory_demand(options, geometry, dtype), fetched_fraction=1 / options.stride)
 
     def new_state(self, keys: KeyReader) -> EveryNthState:  # type: ignore[override]
         return EveryNthState(self)

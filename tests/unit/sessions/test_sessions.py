@@ -192,7 +192,7 @@ def test_an_interrupted_prefill_changes_nothing(tmp_path: Path, monkeypatch: pyt
     real = llm.runner.advance_prefill
 
     def stop(prefill: Any) -> None:
-        if prefill.layer == 2:
+        if prefill.finished_layers == 2:
             raise KeyboardInterrupt
         real(prefill)
 

@@ -29,7 +29,7 @@ from offload_rt.skewing import calibrate as calibrate_module
 from offload_rt.skewing.artifact import SkewArtifact
 from offload_rt.skewing.calibrate import cache_path, cached_artifact, calibrate, default_tokens, measure, text_tokens
 from offload_rt.skewing.fold import fold, skew_model
-from offload_rt.skewing.guess import Correction
+from offload_rt.skewing.prediction import Correction
 from offload_rt.skewing.rotation import (
     BASES,
     Moments,

@@ -111,7 +111,7 @@ def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: 
         logits += [one.decode(batch) for _ in range(4)]
         one.check_integrity()
         for sequence in batch:
-            sequence.trace.settle()
+            sequence.trace.flush_pending()
         runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
     assert [graph.replays for graph in made] == [2, 3]
     for want, got in zip(runs[0][0], runs[1][0], strict=True):
@@ -128,14 +128,14 @@ def test_a_replayed_step_of_sequences_that_share_blocks_is_the_eager_one(
     runs, options = [], {"dense_layers": (0,)}
     for runner, made in ((make(True, **options), []), graphed(**options)):
         if joined:
-            runner.prefixes = SharedPrefixes(256, pays_from=1)
+            runner.prefixes = SharedPrefixes(256, min_saved=1)
         first = begun(runner, 70)
         batch = [first, runner.fork(first, 110), begun(runner, 66, seed=3)]
         batch[1].tokens[70] = 5  # otherwise the sequences select the same tokens
         logits = [runner.decode(batch) for _ in range(4)]
         runner.check_integrity()
         for sequence in batch:
-            sequence.trace.settle()
+            sequence.trace.flush_pending()
         runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
         assert [graph.replays for graph in made] == ([3] if made else [])
     for want, got in zip(runs[0][0], runs[1][0], strict=True):
@@ -238,7 +238,7 @@ def test_at_most_four_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     monkeypatch.setattr(cuda_graphs, "_Captured", lambda graph, batch, inputs: graph)
-    steps: Any = GraphSteps(make().eager, Repeating, most=4)
+    steps: Any = GraphSteps(make().eager, Repeating, max_graphs=4)
     inputs = [Inputs() for _ in range(6)]
     for captured, one in enumerate(inputs, start=1):
         steps._capture(None, one)

@@ -137,7 +137,7 @@ def least(row: Row, folder: Path) -> int:
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
     rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
     graphs = "cuda_graphs" in row.settings
-    costs = DeviceCosts(shape, demand, 512, rounded=rounded, working_set=working, graphs=graphs)
+    costs = DeviceCosts(shape, demand, 512, kv_quantised=rounded, working_set=working, graphs=graphs)
     layers = BUFFERS if row.streamed else LAYERS
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
 

@@ -98,7 +98,7 @@ def calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def costs_of(folder: Path, policy: str, options: dict[str, Any], *, rounded: bool = False) -> DeviceCosts:
     shape = load_shape(folder, device="cpu")
     demand = memory_demand(policy, options, shape.geometry, shape.dtype)
-    return DeviceCosts(shape, demand, 512, rounded=rounded)
+    return DeviceCosts(shape, demand, 512, kv_quantised=rounded)
 
 
 def streaming_limit(costs: DeviceCosts, contexts: list[int], resident: int = 4) -> int:
@@ -346,7 +346,7 @@ def test_demand_follows_the_options() -> None:
     geometry = load_shape(tiny_model("llama")).geometry  # 3 layers, 2 KV heads of 32
     options = InfiniGenOptions.preset("rows", dense_layers=(0, 1), budget=0.3)
     demand = memory_demand("infinigen", options, geometry, torch.bfloat16)
-    assert (demand.dense, demand.resident, demand.share, demand.key_bytes) == (
+    assert (demand.dense, demand.resident, demand.fetched_fraction, demand.key_bytes) == (
         (0, 1),
         68,
         0.3,
@@ -460,7 +460,7 @@ def test_the_plan_of_an_8b_model_by_hand(preset: str, layers: int, row: int) -> 
     for limit, slices in ((24_000_000_000, 2048), (exact, 512)):
         config = EngineConfig(policy_options={"preset": preset}, device_memory=limit, max_model_len=131_072)
         chosen = plan_for(replace(config, host_memory=1 << 36), shape)
-        assert chosen.costs.slice == slices and chosen.streamed == plan_device(limit, costs, 131_072).streamed
+        assert chosen.costs.slice_tokens == slices and chosen.streamed == plan_device(limit, costs, 131_072).streamed
     keys = layers * 8 * row * 131_072
     assert keys <= costs.scoring(131_072) <= 1.1 * keys
     with pytest.raises(MemoryLimitError, match="scoring keys on the host"):

@@ -186,7 +186,7 @@ def test_obstacles(machine: SystemMemory, words: list[str]) -> None:
 
 
 def test_machine_here() -> None:
-    machine = SystemMemory.here(None, torch.device("cpu"))
+    machine = SystemMemory.measure(None, torch.device("cpu"))
     assert machine.device is None
     assert machine.pool_limit == machine.host_free // 2
-    assert SystemMemory.here(5, torch.device("cpu")).pool_limit == 5
+    assert SystemMemory.measure(5, torch.device("cpu")).pool_limit == 5

@@ -21,7 +21,7 @@ from offload_rt import LLM, EngineConfig, SamplingParams
 from offload_rt.kernels import triton_packed
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models.linear import packed
-from offload_rt.models.linear.packed import hold_packed
+from offload_rt.models.linear.packed import use_packed_weights
 from offload_rt.models.shape import load_shape
 from offload_rt.planning.device_plan import plan_for
 
@@ -117,7 +117,7 @@ def test_a_product_does_not_wait_for_the_device() -> None:
     x = torch.randn(3, 192)
     with simulated(Lazy()) as sim, torch.inference_mode():
         layer = nn.Linear(192, 9)
-        hold_packed(layer, form, torch.float32, rows)
+        use_packed_weights(layer, form, torch.float32, rows)
         bias = layer.bias.detach().clone()
         layer, own = layer.to("cuda"), x.to("cuda")
         before = len(sim.syncs)

@@ -200,7 +200,7 @@ def test_a_plan_keeps_as_many_experts_as_fit(folder: Any) -> None:
     config = EngineConfig(policy="full", device_memory="1GiB", max_model_len=64, host_memory="4MiB")
     whole = plan_for(config, shape)
     assert whole.placement == Placement()
-    rest, step = whole.costs.total([64]), sum(shape.sizes.experts.each)
+    rest, step = whole.costs.total([64]), sum(shape.sizes.experts.one_expert)
     for slots in (3, 2, 1):
         limit = shape.sizes.fixed + sum(shape.sizes.layers) - (EXPERTS - slots) * step + rest
         llm = runtime(folder("mixtral"), device_memory=limit, max_model_len=64)

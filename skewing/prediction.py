@@ -49,21 +49,21 @@ class Correction:
         return cls(torch.ones(shape), torch.zeros(shape))
 
 
-class GuessSums:
-    """Sums from which `Correction` is fitted, over tokens, for each source, layer and channel (float64 on the CPU)."""
+class CorrectionSums:
+    """Sums over tokens from which a `Correction` is fitted, for each source, layer and channel (float64 on the CPU)."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
         # Sums of g, t, g^2 and g t, and the number of tokens.
         self._sums = torch.zeros(5, len(SOURCES) + between, layers, hidden, dtype=torch.float64)
         self._sums[4] = torch.finfo(torch.float64).tiny  # avoids a division by zero before the first token
 
-    def add(self, layer: int, guesses: Mapping[Source | int, torch.Tensor], truth: torch.Tensor) -> None:
-        """Add the predicted inputs `[m, D]` of a layer from each source, and its true inputs `truth` `[m, D]`."""
-        t = truth.double()
-        for source, guess in guesses.items():
-            g = guess.double()
-            found = torch.stack((g.sum(0), t.sum(0), (g * g).sum(0), (g * t).sum(0), torch.full_like(g[0], len(g))))
-            self._sums[:, source_index(source), layer] += found.cpu()
+    def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
+        """Add a layer's predicted inputs `[m, D]` by source, and its true inputs `true_input` `[m, D]`."""
+        t = true_input.double()
+        for source, predicted in predictions.items():
+            g = predicted.double()
+            sums = torch.stack((g.sum(0), t.sum(0), (g * g).sum(0), (g * t).sum(0), torch.full_like(g[0], len(g))))
+            self._sums[:, source_index(source), layer] += sums.cpu()
 
     def fit(self) -> Correction:
         """Fit the correction by least squares: in each channel, a line that maps predicted to true inputs.
@@ -71,14 +71,14 @@ class GuessSums:
         Channels with constant predictions get slope 1.
         """
         g, t, square, product, count = self._sums
-        mean, truth = g / count, t / count
-        variance, covariance = square / count - mean**2, product / count - mean * truth
+        mean, true_mean = g / count, t / count
+        variance, covariance = square / count - mean**2, product / count - mean * true_mean
         varies = variance > 1e-9 * (square / count).clamp_min(torch.finfo(torch.float64).tiny)
         slope = torch.where(varies, covariance / variance.where(varies, torch.ones(())), torch.ones(()))
-        return Correction(slope.float(), (truth - slope * mean).float())
+        return Correction(slope.float(), (true_mean - slope * mean).float())
 
 
-def guessed_input(
+def predicted_input(
     adapter: ModelAdapter,
     layer: int,
     source: Source,
