@@ -59,25 +59,3 @@ def formats() -> str:
     keys = [key for key in models[0] if "KV stored as" in key[2] or key[2] == "2%, 4-bit approximate KV"]
     rows = [[key[2], *(change(model[key]) for model in models)] for key in keys]
     return table(("setting", NAMES["qwen"], NAMES["smollm2"]), rows)
-
-
-ROWS = "infinigen preset=rows budget=0.05"
-CHANGED = {
-    ROWS: '`preset="rows"`',
-    "oracle budget=0.05": "true top tokens (`oracle`)",
-    f"{ROWS} scorer=int4": "4-bit scoring keys of all columns",
-    f"{ROWS} approximate_kv=int4": "approximate KV added, 4-bit values",
-    f"{ROWS} approximate_kv=int2": "approximate KV added, 2-bit values",
-    "infinigen preset=paper budget=0.05": '`preset="paper"`',
-}
-"""Variants of the ablation that the page shows, with their descriptions."""
-
-
-def ablation() -> str:
-    """Perplexity with one part of the selection replaced."""
-    models = [{row["variant"]: row for row in load(f"{model}/ablation")} for model in ("qwen", "smollm2")]
-    rows = []
-    for variant, label in CHANGED.items():
-        pair = [model[variant] for model in models]
-        rows.append([label, *(change(row) for row in pair)])
-    return table(("changed", NAMES["qwen"], NAMES["smollm2"]), rows)

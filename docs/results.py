@@ -12,9 +12,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_tables import gpu, gpu_sessions, h200_trained, step_times
-from quality_tables import ablation, divergence, formats, perplexity, ruler
+from quality_tables import divergence, formats, perplexity, ruler
 from result_rows import DEFAULT, NOVEL, ROOT, change, load, most_windows
-from speed_tables import DYNAMIC, choosing, disk, drafts, instructions, lengths, others, packed_weights, selecting
+from speed_tables import DYNAMIC, disk, drafts, lengths, others, packed_weights, selecting
 from tables import fill, table
 
 PAGE = ROOT / "docs" / "pages" / "results.md"
@@ -37,23 +37,22 @@ def readme() -> str:
 
     full, unknown = "0 (full attention)", ["not measured"] * 2
     rows = [
-        ["offload-rt, default", "26% of the KV cache: approximate KV", "2% of the KV cache (2)", change(quality),
+        ["offload-rt, default", "26%: approximate KV", "2%", change(quality),
          *device("infinigen, int4 tail"), cpu("infinigen")],
         ['offload-rt, `policy="full"`', "none", "all", full, *device("full"), cpu("full")],
         ["transformers, `StaticCache`", "all", "none", full, *device("StaticCache"), "not measured"],
         ["transformers, `DynamicCache`", "all", "none", full, *device("DynamicCache"), cpu(DYNAMIC)],
         ["transformers, offloaded cache", "one layer", "all", full, *device("OffloadedCache"), "not measured"],
-        ["llama.cpp, 16-bit KV", "all", "none", full, *unknown, f"{llama:.0f} (8,000 tokens)"],
-        ["vLLM", "all", "none", full, *unknown, "not measured"],
+        ["llama.cpp, 16-bit KV", "all", "none", full, *unknown, f"{llama:.0f}, 8,000 tokens"],
     ]  # fmt: skip
-    head = ["KV on the device", "KV transferred per token", "perplexity change (1)"]
-    head += ["H100, 32,768 tokens (2)", "H100, 131,072 tokens (2)", "CPU, 8,192 tokens (3)"]
+    head = ["KV on the device", "KV copied per token", "perplexity change (1)"]
+    head += ["ms: H100, 32,768 tokens (2)", "ms: H100, 131,072 tokens (2)", "ms: CPU, 8,192 tokens (3)"]
     return table(("", *head), rows)
 
 
 TABLES: Sequence[Callable[[], str]] = (
-    perplexity, divergence, ruler, formats, ablation,
-    others, packed_weights, lengths, instructions, choosing, selecting, drafts, disk,
+    perplexity, divergence, ruler, formats,
+    others, packed_weights, lengths, selecting, drafts, disk,
     gpu, h200_trained, gpu_sessions,
 )  # fmt: skip
 

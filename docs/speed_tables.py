@@ -1,4 +1,4 @@
-"""Tables of the results page on speed: CPU, threads, drafts, disk and GPU."""
+"""Tables of the results page on speed: CPU, threads, drafts and disk."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from tables import table
 DYNAMIC = "transformers, DynamicCache"
 
 
+OMITTED = ("llama.cpp, 8-bit KV", "llama.cpp, 4-bit KV")
+"""Measured runtimes that the table of other runtimes does not show. Both are slower than 16-bit KV."""
+
+
 def others() -> str:
     """Prompt time and time per token of other runtimes on Qwen at 2,048 tokens."""
     ours, theirs = load("qwen/rows_in_c/real_speed"), load("qwen/rivals/real_speed")
     names = {row["runtime"] for row in ours}
-    rows = [row for row in theirs if row["runtime"] not in names]
+    rows = [row for row in theirs if row["runtime"] not in names and row["runtime"] not in OMITTED]
     rows += [row for row in ours if "float32" not in row["runtime"]]
     cells = [[_runtime(row["runtime"]), f"{row['prefill']:.1f}", f"{row['step']:.0f}"] for row in rows]
     return table(("runtime", "prompt, s", "ms per token"), cells)
@@ -35,13 +39,14 @@ PACKED = {
 
 
 def packed_weights() -> str:
-    """Time and memory of a 1.5B model with packed weights, beside 16-bit weights."""
+    """Time and memory of a 1.5B model with packed weights, compared with 16-bit weights."""
+    short, long = ({row["runtime"]: row for row in load(f"qwen15/packed/real_speed_{name}")} for name in ("2k", "8k"))
     rows = []
-    for name in ("2k", "8k"):
-        for row in load(f"qwen15/packed/real_speed_{name}"):
-            numbers = f"{row['prefill']:.0f}", f"{row['step']:.0f}", f"{row['peak'] / 1024:.1f}"
-            rows.append([f"{row['context']:,}", *PACKED[row["runtime"]], *numbers])
-    return table(("context", "runtime", "weights", "prompt, s", "ms per token", "memory, GiB"), rows)
+    for name, cells in PACKED.items():
+        times = [f"{by[name][time]:.0f}" for by in (short, long) for time in ("prefill", "step")]
+        rows.append([*cells, *times, f"{long[name]['peak'] / 1024:.1f}"])
+    head = [f"{context}: {time}" for context in ("2,048", "8,192") for time in ("prompt, s", "ms per token")]
+    return table(("runtime", "weights", *head, "8,192: memory, GiB"), rows)
 
 
 LENGTHS = {
@@ -72,55 +77,30 @@ def lengths() -> str:
     return table(("processor", "model", "context", *head), rows)
 
 
-def instructions() -> str:
-    """Time of a decode step with random weights, with all instructions of the Xeon and with AVX2 only."""
-    found: dict[tuple[str, int], list[str]] = {}
-    for level in ("avx512_bf16", "avx2", "avx2_float32"):
-        times: dict[tuple[str, int], dict[str, float]] = {}
-        for row in load(f"cpu/intel/steps/{level}/decode_step"):
-            times.setdefault((row["shape"], row["context"]), {})[row["name"]] = row["median"]
-        for case, by in times.items():
-            found.setdefault(case, []).extend(f"{step:.0f}" for step in by.values())
-    rows = [[NAMES[shape.removesuffix("-0.5b")], f"{tokens:,}", *cells] for (shape, tokens), cells in found.items()]
-    head = ["all instructions: `DynamicCache`", "`full`", "`infinigen`"]
-    head += ["AVX2: `DynamicCache`", "`full`", "`infinigen`", "AVX2, float32: `full`", "`infinigen`"]
-    return table(("model", "context", *head), rows)
-
-
-def choosing() -> str:
-    """Wall time per token of `auto` beside the two policies between which it chooses."""
-    rows = []
-    for model in ("smollm2", "qwen"):
-        for context in (2000, 8000, 16000):
-            by = {row["policy"]: row["median"] for row in load(f"cpu/intel/auto/{model}_{context}/threads")}
-            ratio = by["auto"] / min(by["full"], by["infinigen"])
-            cells = [f"{by[policy]:.0f}" for policy in ("full", "infinigen", "auto")]
-            rows.append([NAMES[model], f"{context:,}", *cells, f"{ratio:.2f}"])
-    return table(("model", "context", "`full`", "`infinigen`", "`auto`", "`auto` relative to the faster one"), rows)
+THREADS = {
+    "EPYC": [f"cpu/threads/{name}_selecting" for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k")],
+    "Xeon": [
+        *(f"cpu/intel/auto/{model}_{context}" for model in ("smollm2", "qwen") for context in (2000, 8000, 16000)),
+        *(f"cpu/intel/threads_{model}" for model in ("smollm2", "qwen")),
+    ],
+}
+"""Folders of the table of full attention and selection, by processor."""
 
 
 def selecting() -> str:
-    """Wall time per token of full attention and selection with one and two threads, also beside a busy process."""
+    """Wall time per token of full attention, selection and `auto`. The idle machine ran no other process."""
     rows = []
-    for name in ("smollm2_16k", "smollm2_32k", "qwen_8k", "qwen_16k"):
-        rows += _threads("EPYC", f"cpu/threads/{name}_selecting/threads")
-    for name in ("threads_smollm2", "offload_smollm2", "threads_qwen", "offload_qwen"):
-        processor = "Xeon, `offload`" if name.startswith("offload") else "Xeon"
-        rows += _threads(processor, f"cpu/intel/{name}/threads")
-    head = ["1 thread: `full`", "`infinigen`", "2 threads: `full`", "`infinigen`"]
-    return table(("processor", "model", "context", "other process", *head), rows)
-
-
-def _threads(processor: str, name: str) -> list[list[str]]:
-    about = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["about"]
-    found: dict[float, dict[tuple[int, str], str]] = {}
-    for row in load(name):
-        found.setdefault(row["busy"], {})[row["threads"], row["policy"]] = f"{row['median']:.0f}"
-    return [
-        [processor, NAMES[about["model"]], f"{about['context']:,}", f"{busy:.0%}",
-         *(by.get((threads, policy), "") for threads in (1, 2) for policy in ("full", "infinigen"))]
-        for busy, by in found.items() if busy != 0.5
-    ]  # fmt: skip
+    for processor, folders in THREADS.items():
+        for folder in folders:
+            about = json.loads((RESULTS / folder / "threads.json").read_text(encoding="utf-8"))["about"]
+            by: dict[int, dict[str, str]] = {}
+            for row in load(f"{folder}/threads"):
+                if not row["busy"]:
+                    by.setdefault(row["threads"], {})[row["policy"]] = f"{row['median']:.0f}"
+            for threads, times in by.items():
+                cells = [times.get(policy, "") for policy in ("full", "infinigen", "auto")]
+                rows.append([processor, str(threads), NAMES[about["model"]], f"{about['context']:,}", *cells])
+    return table(("processor", "threads", "model", "context", "`full`", "`infinigen`", "`auto`"), rows)
 
 
 def drafts() -> str:

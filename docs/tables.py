@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join((lines[0], "|---" * len(head) + "|", *lines[1:]))
 
 
 def fill(text: str, tables: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ def _paper_flags(parser: argparse.ArgumentParser) -> None:
 
 @measure("paper", "counterparts of the paper's tables and figures (`make paper`)", _paper_flags)
 def paper(args: argparse.Namespace) -> int:
-    """Reproduce the tables and figures of InfiniGen for models given by name or folder. Results go to
+    """Reproduce Table 2 and Figures 11 to 13, 17 and 19 of InfiniGen for models given by name or folder. Results go to
     eval/results/MODEL."""
     from ...utils.config_fields import check_choice
     from ..suites.paper import STEPS, run_paper

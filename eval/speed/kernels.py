@@ -46,6 +46,9 @@ WARM_UP = 3
 CACHES = 1 << 28
 """Number of bytes to write between calls, to empty the device's cache. It is larger than any device's cache."""
 
+SHORTEST = 1e-6
+"""Shortest time of a copy in ms. Coarse clocks of virtual machines measure 0."""
+
 REPLAYED = 8
 """Number of calls in a CUDA graph."""
 
@@ -168,7 +171,7 @@ def bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]
     other, side = torch.zeros_like(there), InlineStream() if device.type == "cpu" else DeviceStream(device)
 
     def rate(call: Callable[[], Any], count: int) -> float:
-        return 1e3 * count / milliseconds(call, device, repeats)[1]
+        return 1e3 * count / max(SHORTEST, milliseconds(call, device, repeats)[1])
 
     def both() -> None:
         with side.behind_compute():

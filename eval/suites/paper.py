@@ -1,4 +1,4 @@
-"""Reproduce the tables and figures of the InfiniGen paper with the reference models: `make paper`.
+"""Reproduce Table 2 and Figures 11 to 13, 17 and 19 of the InfiniGen paper with the reference models: `make paper`.
 
     offload-rt eval paper --out eval/results --book BOOK [--processes 2] [--quick]
 
@@ -27,7 +27,6 @@ from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.plots import lines, picture
 from ..core.report import Report, Row, RowStore
 from ..core.variants import Variant, grid, text_digest
-from ..quality.attention_analysis import run_analysis
 from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, about, cut_windows, measure_all, run_perplexity
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
@@ -105,12 +104,6 @@ class Paper:
             step(self)
             took = time.monotonic() - began
             self.evaluation.say(f"{self.title}: {(step.__doc__ or name).splitlines()[0]} Took {took:.0f} s.")
-
-    def attention(self) -> None:
-        """Table 1 and Figure 5: similarity of layer inputs, and number of tokens that get 90 % of the attention."""
-        context = self.size.context
-        config = PerplexityConfig(context, max(1, self.size.windows // 12), decode_from=context // 4)
-        run_analysis(self.evaluation, config)
 
     def perplexity(self) -> None:
         """Figures 12 and 19a: perplexity by attended fraction and along the text, also with a quantized KV cache."""
@@ -276,7 +269,6 @@ STEPS: dict[str, Callable[[Paper], None]] = {
     "pool_limit": Paper.pool_limit,
     "sensitivity": Paper.sensitivity,
     "lengths": Paper.lengths,
-    "attention": Paper.attention,
     "tasks": Paper.tasks,
 }
 """Steps of the reproduction by name, the longest first."""

@@ -74,7 +74,7 @@ class PoolMember(ABC):
     def __init__(self, order: PoolOrder) -> None:
         self.order = order
         self._thread, self._last_step, self._in_step = 0, -PATIENCE, False
-        self._claim: int | None = None
+        self._reserved_for: int | None = None
         self._gave_way_at: int | None = None
         self._seen: int | None = None
 
@@ -98,24 +98,24 @@ class PoolMember(ABC):
         """Lowest arrival number of this engine's requests, or None."""
 
     @property
-    def claims(self) -> bool:
+    def reserves_pool(self) -> bool:
         """Whether the pool is reserved for this engine's oldest request.
 
         No other engine then admits requests until it ends.
         """
-        return self._claim is not None and self.oldest is not None and self.oldest <= self._claim
+        return self._reserved_for is not None and self.oldest is not None and self.oldest <= self._reserved_for
 
     def wait_for_others(self) -> bool:
         """Return whether another engine may free memory. If so, the next `wait` waits for it.
 
-        If this engine has the oldest request, the pool is reserved for it (`claims`).
+        If this engine has the oldest request, the pool is reserved for it (`reserves_pool`).
         """
         others = self._active_others()
         older = self._older(others)
         if not older and not any(other.uses_memory for other in others):
             return False
         if not older:
-            self._claim = self.oldest
+            self._reserved_for = self.oldest
         self._seen = self.order.times_freed
         return True
 
@@ -130,7 +130,7 @@ class PoolMember(ABC):
         """
         older = self._older(self._active_others())
         waits = older and self._gave_way_at == self.order.requests_ended
-        if waits or any(other.claims for other in older):
+        if waits or any(other.reserves_pool for other in older):
             self._seen = None if self.uses_memory else self.order.times_freed
             return False
         self._gave_way_at = None

@@ -187,11 +187,11 @@ class Scheduler(PoolMember):
         """
         if not self.wait_for_others():
             self.fail(request, self.describe(error))
-        elif keep and self.claims:
+        elif keep and self.reserves_pool:
             self.stalled = self._full = True
         else:
             self.preempt(request)
-            if not self.claims:
+            if not self.reserves_pool:
                 self.give_way()
 
     def retry_later(self, request: Request, error: PoolFullError) -> None:

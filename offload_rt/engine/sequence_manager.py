@@ -255,7 +255,7 @@ class SequenceManager:
         self.transfer.storage.close(sequence.blocks)
         self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
 
-    def relearn(self, sequence: Sequence) -> None:
+    def reset_policy_state(self, sequence: Sequence) -> None:
         """Copy resident KV to the device again, and reset the policy state, which the next prefill rebuilds."""
         self.reload(sequence)
         sequence.state, sequence.observed = self.policy.new_state(sequence.keys), 0

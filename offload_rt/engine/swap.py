@@ -7,7 +7,6 @@ file system, so the operating system deletes it when the process ends.
 from __future__ import annotations
 
 import itertools
-import shutil
 import time
 import weakref
 from collections import Counter
@@ -20,7 +19,6 @@ import torch
 from ..core import BLOCK_SIZE, BlockTable
 from ..kv_cache.prefix_tree import EXACT
 from ..model_runner.sequence import Sequence
-from ..storage.folder import spaces
 from ..storage.loader import BlockLoader, DamagedBlockError, PlacedBlock
 from ..storage.naming import NamedBlock, SessionProvenance, name_blocks, window_blocks
 from ..storage.options import StoreOptions
@@ -78,8 +76,6 @@ class Swap:
         layers, pool = runner.pool.groups.layers, runner.pool
         slot = layers * layer_bytes(pool, BLOCK_SIZE)
         self._disk = SwapFile(own_folder, namespace, layers, slot, None if options is None else options.limit)
-        for space in spaces(own_folder):  # version 0.1 used named files, which remained if the process was killed
-            shutil.rmtree(space, ignore_errors=True)
         self._saver = Saver(self._disk, runner.pool, runner.transfer.storage)
         self._users: Counter[bytes] = Counter()
         self._ids = itertools.count()

@@ -81,13 +81,17 @@ class LayerGroups:
         """Maximum number of 64-token blocks that a sliding window overlaps."""
         return (self.window + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 if self.sliding else 0
 
-    def window_indices(self, start: int, stop: int, floor: int = 0) -> set[int]:
+    def window_indices(self, start: int, stop: int, floor: int = 0, *, next_window: bool = False) -> set[int]:
         """Return the block indices for which a sequence needs window blocks while it computes the tokens [start, stop).
 
         These are the blocks that the first token attends to, and the new blocks that the token at `stop` attends to.
+        With `next_window`, the blocks of the next complete window are included.
         """
         before = range(self.first_seen(start, floor) // BLOCK_SIZE, -(-start // BLOCK_SIZE))
-        return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, -(-stop // BLOCK_SIZE))}
+        end = -(-stop // BLOCK_SIZE)
+        if next_window:
+            end = max(end, self.first_seen(stop - 1, floor) // BLOCK_SIZE + self.window_blocks)
+        return {*before, *range(max(start, self.first_seen(stop, floor)) // BLOCK_SIZE, end)}
 
     def prefill_ends(self, start: int, stop: int, floor: int = 0, *, slice_tokens: int = BLOCK_SIZE) -> Iterator[int]:
         """Yield tokens at which the first part of a prefill of [start, stop) may end, beginning with `stop`.

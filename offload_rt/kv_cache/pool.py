@@ -6,41 +6,175 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core import BLOCK_SIZE, BlockTable, KVPart
-from .block_supply import BlockSupply
-from .stored_rows import blocks_for
+from ..config import KVFormatName
+from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry
+from ..errors import PoolFullError
+from .arena import Arena
+from .block_allocator import BlockAllocator
+from .disk.file_arena import FileArena
+from .disk.file_layout import DiskTier
+from .kv_format import make_kv_formats, stored_geometry
+from .layer_groups import LayerGroups
+from .layout import SLAB_TOKENS, ArenaLayout
+from .prefix_cache import PrefixCache
+from .process_lock import ProcessLock
+from .state_pool import StatePool
+from .stored_rows import StoredRows, blocks_for
+from .system_memory import memory_limit, pool_full
+
+MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
+
+# If all layers use sliding windows, blocks of group 0 store no KV and are only ids. The pool then adds `IDS_AT_ONCE`
+# ids at a time. When there are `MOST_IDS` ids (4 Mi tokens), it evicts blocks from the prefix tree before it adds ids.
+IDS_AT_ONCE, MOST_IDS = 1 << 10, 1 << 16
 
 
-class HostPool(BlockSupply):
+class HostPool(StoredRows):
     """The KV cache of all sequences, in blocks of 64 tokens, with a fixed limit in bytes.
 
     Each sequence has a `BlockTable`. `reserve` allocates slots that only this sequence may write, `write` fills them
-    layer by layer, and `commit` marks tokens as complete in all layers. `runs` returns KV. `row_base` returns its
-    location. Blocks are reference-counted. If the last block of a sequence is partly filled and shared, `reserve`
-    copies it before the sequence writes to it. Full blocks are not written again, except by token eviction, which first
-    makes a block exclusive (`claim`).
+    layer by layer, and `commit` marks tokens as complete in all layers. `StoredRows` has the methods that read KV.
+    Blocks are reference-counted. If the last block of a sequence is partly filled and shared, `reserve` copies it
+    before the sequence writes to it. Full blocks are not written again, except by token eviction, which first makes a
+    block exclusive (`make_exclusive`).
 
     `publish` adds full blocks to the prefix tree. They stay there after their sequence ends, so that a later sequence
-    with the same prefix can reuse them. If memory is needed, blocks that only the tree uses are evicted first, in
-    least-recently-used order from the leaves.
+    with the same prefix can reuse them. If no block is free, the pool activates the next slab of the arena, or evicts
+    blocks that only the tree uses, in least-recently-used order from the leaves.
 
     Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `slide` allocates the blocks
     inside a sequence's windows and frees the others. Window blocks of published blocks are cached while memory is
     available (`window_blocks.py`).
 
-    Concurrency: the pool uses no streams and never waits. If several threads use it, they must hold `lock`. `release`,
-    `truncate`, `reserve`, `slide`, `publish` and `claim` may free, copy or exchange blocks. Before calling one of them,
-    the caller must wait for all asynchronous transfers that use these blocks. Alternatively, an event on the write-back
-    stream may order these transfers before the next write to the blocks. `runs` may return the KV of one layer before
-    the other layers are written. Forks and the prefix tree use only tokens below `blocks.length`.
+    Concurrency: several threads that use the pool must hold `lock`. `release`, `truncate`, `reserve`, `slide`,
+    `publish` and `make_exclusive` may free, copy or exchange blocks. Before calling one of them, the caller must wait
+    for all asynchronous transfers that use these blocks, or order the transfers before the next write to the blocks
+    with an event on the write-back stream. Forks and the prefix tree use only tokens below `blocks.length`.
+
+    Args:
+        limit_bytes: Limit on host memory in bytes. None means half of the available memory.
+        kv_cache_dtype: Storage format (`kv_format.py`).
+        pin: Page-lock each slab for CUDA when it is first needed.
+        slab_tokens: Number of tokens per slab. Memory is allocated in slabs.
+        disk: Options for storing the KV in a file. `limit_bytes` then limits the part in host memory. None stores all
+            KV in host memory.
+        states: Memory for snapshots of recurrent state (hybrid models). None means that there are no snapshots.
+
+    Raises:
+        MemoryLimitError: `limit_bytes` exceeds the system memory or is smaller than one block.
     """
 
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        limit_bytes: int | None,
+        *,
+        kv_cache_dtype: KVFormatName = "auto",
+        pin: bool = False,
+        slab_tokens: int = SLAB_TOKENS,
+        disk: DiskTier | None = None,
+        states: StatePool | None = None,
+    ) -> None:
+        formats = make_kv_formats(kv_cache_dtype, dtype, geometry)
+        format, stored = formats[0], stored_geometry(geometry, formats)
+        limit = memory_limit(limit_bytes, at_most=stored.kv_bytes(MOST_TOKENS, format.storage))
+        if disk is None:
+            layout = ArenaLayout.fit(stored, format.storage, limit, slab_tokens)
+            arena: Arena | FileArena = Arena(layout, format.storage, pin=pin)
+        else:
+            arena = FileArena.create(disk, stored, format, limit, slab_tokens)
+        self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
+        super().__init__(arena, LayerGroups.from_geometry(geometry), formats)
+        self.bytes_peak = 0
+        self.pins = pin and disk is None
+        on_free = () if self.file is None else (self.file.discard,)
+        self._memory_blocks = BlockAllocator(self.layout.slab_blocks, *on_free)
+        # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
+        self._blocks = self._memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
+        self.states = states
+        slots = None if not geometry.states else 0 if states is None else states.slots
+        self.cached = PrefixCache(self._blocks, self._memory_blocks, self.groups, slots)
+        self.lock = ProcessLock()
+        self._exclusive: set[int] = set()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    @property
+    def block_count(self) -> int:
+        return self.layout.blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self.block_count - self._memory_blocks.used
+
+    @property
+    def idle_blocks(self) -> int:
+        """Number of blocks that only the prefix tree references. They count as used, but can be evicted."""
+        return self.cached.idle_blocks
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether sequences can start from a cached prefix. Hybrid models need memory for snapshots."""
+        return self.cached.snapshots is None or self.cached.snapshots.slots > 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is space for another 64 tokens of one sequence, including space that eviction would free."""
+        return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
+
+    @property
+    def bytes_used(self) -> int:
+        """Size in bytes of all blocks that sequences or the prefix cache use. Shared blocks count once."""
+        return self._memory_blocks.used * self.block_bytes
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Size in bytes of all blocks that sequences use. Shared blocks count once."""
+        return (self._memory_blocks.used - self.idle_blocks) * self.block_bytes
+
+    def bytes_of(self, blocks: BlockTable) -> int:
+        return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
+
+    def bytes_for(self, tokens: int) -> int:
+        """Return the largest size in bytes that a sequence of `tokens` tokens can take."""
+        return self.groups.blocks(tokens) * self.block_bytes
+
+    def prepare(self, tokens: int) -> None:
+        """Activate slabs for up to `tokens` additional tokens, without reserving blocks.
+
+        Call it when a sequence is admitted, so that decoding never pauses to page-lock memory. The call has no effect
+        for a pool on disk.
+        """
+        if self.file is None:
+            self._activate(self.groups.blocks(tokens), run=0)
+
+    def check_fits(self, tokens: int) -> None:
+        """Raise PoolFullError if `tokens` tokens do not fit even in an empty pool."""
+        if (count := self.groups.blocks(tokens)) > self.block_count:
+            raise self._full(count, count - self.block_count)
+
+    def check_spare(self, blocks: int) -> None:
+        """Raise PoolFullError unless there is space for `blocks` times 64 more tokens."""
+        self._check_free(blocks * self.groups.blocks_at_once)
+
+    def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
+        """Raise PoolFullError unless there is space for `tokens` tokens of the sequence and `spare` times 64 more."""
+        more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
+        self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
+
+    def _check_free(self, count: int) -> None:
+        if (missing := count - self.free_blocks - self.idle_blocks) > 0:
+            raise self._full(count, missing)
+
+    # ------------------------------------------------------------------------------------------- blocks of sequences
+
     def new_block_table(self, tokens: int, floor: int = 0) -> BlockTable:
-        """Create an empty block table with token slots for `tokens` tokens, contiguous if possible.
+        """Create an empty block table with slots for `tokens` tokens in full-attention layers, contiguous if possible.
 
-        Raise PoolFullError.
-
-        The slots are those of full-attention layers. Sliding-window layers do not see tokens before `floor`.
+        Sliding-window layers do not see tokens before `floor`. Raises PoolFullError.
         """
         count = blocks_for(tokens)
         self._provide(count)
@@ -77,7 +211,7 @@ class HostPool(BlockSupply):
         """
         if not self.groups.sliding:
             return False
-        return self._window_indices(blocks, start, stop, next_window) != blocks.windows.keys()
+        return self.groups.window_indices(start, stop, blocks.floor, next_window=next_window) != blocks.windows.keys()
 
     def slide(
         self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False, before_window: int = 0
@@ -86,12 +220,8 @@ class HostPool(BlockSupply):
 
         Keeps blocks of earlier tokens that the tokens [start, stop) attend to. Allocates blocks for new tokens that
         later tokens attend to. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`.
-        The call has no effect for a model without sliding-window layers.
 
         Args:
-            blocks: The block table of the sequence.
-            start: First token to compute.
-            stop: End of the tokens to compute.
             next_window: Also allocate blocks for the next complete window, so that the sequence can continue if the
                 pool is full later.
             before_window: Number of new tokens before the window of `stop` that also get slots, if there are enough
@@ -102,7 +232,8 @@ class HostPool(BlockSupply):
         """
         if not self.groups.sliding:
             return
-        wanted, at, filled = self._window_indices(blocks, start, stop, next_window), *divmod(start, BLOCK_SIZE)
+        wanted = self.groups.window_indices(start, stop, blocks.floor, next_window=next_window)
+        at, filled = divmod(start, BLOCK_SIZE)
         first = max(start, self.groups.first_seen(stop, blocks.floor))
         earlier = range(max(start, first - before_window) // BLOCK_SIZE, first // BLOCK_SIZE)
         if (len(wanted - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
@@ -121,14 +252,6 @@ class HostPool(BlockSupply):
         self._allocate_windows(blocks, fresh, filled)
         self._record_peak()
 
-    def _window_indices(self, blocks: BlockTable, start: int, stop: int, next_window: bool) -> set[int]:
-        """Return the block indices that have window blocks after `slide`."""
-        indices = self.groups.window_indices(start, stop, blocks.floor)
-        if next_window:
-            last = self.groups.first_seen(stop - 1, blocks.floor) // BLOCK_SIZE
-            indices.update(range(blocks_for(stop), last + self.groups.window_blocks))
-        return indices
-
     def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
         """Allocate window blocks for the block indices `indices`, contiguous within each layer group.
 
@@ -146,23 +269,21 @@ class HostPool(BlockSupply):
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n).
 
-        Return when they are copied.
-
-        The blocks must be exclusive to this block table.
+        The blocks must be exclusive to this block table. Returns when the copy is complete.
         """
-        stop, done = start + k.shape[1], 0
-        block_ids = self.blocks_of(blocks, self.groups.group[layer], range(start // BLOCK_SIZE, blocks_for(stop)))
+        indices = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
+        block_ids = self.blocks_of(blocks, self.groups.group[layer], indices)
         assert self._memory_blocks.exclusive(block_ids), "write to a shared block: reserve first"
         encoded = KVPart(k, v) if self.format.exact else KVPart(k, v).map(self.format_of(layer).encode)
-        for span in self.spans_of(block_ids, range(start, stop)):
-            own = slice(done, done + span.size)
-            self.fill_span(layer, span, encoded.k[:, own], encoded.v[:, own])
-            done += span.size
+        self.fill(blocks, layer, start, encoded.k, encoded.v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy the KV of a token slot to slot `target`, whose block must be exclusive to this block table."""
-        assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, "write to a shared block: claim first"
-        super().move(blocks, layer, source, target)
+        assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, (
+            "write to a shared block: make_exclusive first"
+        )
+        [row] = self.stored(blocks, layer, range(source, source + 1))
+        self.fill(blocks, layer, target, row.k, row.v)
 
     def commit(self, blocks: BlockTable, length: int) -> None:
         """Mark the tokens [blocks.length, length) as complete in all layers."""
@@ -203,19 +324,15 @@ class HostPool(BlockSupply):
     def publish(self, blocks: BlockTable, tokens: Sequence[int], provenance_key: str) -> list[int]:
         """Insert the full blocks below `blocks.length` into the prefix tree.
 
-        If another sequence has published a block with the same tokens and provenance, the block table uses this block
-        instead, so that the KV is stored only once.
-
-        Args:
-            blocks: The block table of the sequence.
-            tokens: All tokens of the sequence, from its start.
-            provenance_key: KV provenance key. Blocks that are already published keep their own key.
+        `tokens` are all tokens of the sequence. If another sequence has published a block with the same tokens and
+        provenance, the block table uses this block instead, so that the KV is stored only once. Blocks that are already
+        published keep their own provenance key.
 
         Returns:
             Indices in the block table at which a block was replaced. The KV of these tokens is in other slots now.
         """
         lost, full = self._unpublish_lost(), blocks.length // BLOCK_SIZE
-        if barred := self._claimed | lost if self.groups.full else self._claimed:
+        if barred := self._exclusive | lost if self.groups.full else self._exclusive:
             full = next((i for i in range(full) if blocks.ids[i] in barred), full)
         assert len(tokens) >= full * BLOCK_SIZE, "publish needs the tokens of every full block"
         instead = self.cached.insert(blocks, full, tokens, provenance_key)
@@ -232,7 +349,7 @@ class HostPool(BlockSupply):
         self.cached.evict(len(self.cached))
         return not len(self.cached)
 
-    def claim(self, blocks: BlockTable, index: int) -> bool:
+    def make_exclusive(self, blocks: BlockTable, index: int) -> bool:
         """Make the block at `index` exclusive to the block table, so that its slots may be overwritten.
 
         The block and its descendants leave the prefix tree for good. Return False, without a change, if another
@@ -243,7 +360,7 @@ class HostPool(BlockSupply):
             self.cached.remove(block)
         if self._blocks.refs(block) > 1:
             return False
-        self._claimed.add(block)
+        self._exclusive.add(block)
         return True
 
     def truncate(self, blocks: BlockTable, length: int) -> None:
@@ -270,7 +387,7 @@ class HostPool(BlockSupply):
         self._blocks.check_integrity()
         self._memory_blocks.check_integrity()
         self.cached.check_integrity(self._blocks.refs)
-        assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._claimed)
+        assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._exclusive)
         assert self._arena.active == self._memory_blocks.slabs
         assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
 
@@ -284,5 +401,42 @@ class HostPool(BlockSupply):
         return lost
 
     def _drop(self, blocks: Sequence[int]) -> None:
-        self._claimed.difference_update(self._blocks.decref(blocks))
+        self._exclusive.difference_update(self._blocks.decref(blocks))
         self.cached.release(blocks)
+
+    def _provide(self, count: int) -> None:
+        """Make `count` block ids free, in one run if possible. Raise PoolFullError otherwise."""
+        if self.groups.full:
+            self._provide_memory_blocks(count)
+            self._activate(count, run=min(count, self.layout.slab_blocks))
+        elif (missing := count - self._blocks.free) > 0:
+            if self._blocks.slabs * IDS_AT_ONCE >= MOST_IDS:
+                self.cached.evict(missing)
+            while self._blocks.free < count:
+                self._blocks.add_slab()
+
+    def _provide_memory_blocks(self, count: int) -> None:
+        """Evict idle blocks until `count` blocks are free. If there are too few, raise PoolFullError and evict none."""
+        self._check_free(count)
+        while (missing := count - self.free_blocks) > 0:
+            if not (self.groups.full and self.cached.evict(missing)):
+                self.cached.windows.evict(missing)
+
+    def _activate(self, count: int, run: int) -> None:
+        """Activate slabs until `count` blocks are free, of which `run` are contiguous, or until no slab is left."""
+        blocks = self._memory_blocks
+        while self._arena.active < self.layout.slabs and (blocks.free < count or blocks.largest_run < run):
+            try:
+                self._arena.activate()
+            except PoolFullError:
+                if blocks.free < count:
+                    raise
+                return
+            blocks.add_slab()
+
+    def _record_peak(self) -> None:
+        self.bytes_peak = max(self.bytes_peak, self.bytes_used)
+
+    def _full(self, count: int, missing: int) -> PoolFullError:
+        capacity, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
+        return pool_full(count, missing, free, capacity, self.limit_bytes, disk=self.file is not None)

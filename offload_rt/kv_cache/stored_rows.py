@@ -24,7 +24,10 @@ class SlotSpan(NamedTuple):
 
 
 class StoredRows:
-    """Reads and writes KV by block table, layer and token. `format` is the storage format of full-attention layers."""
+    """Reads and writes KV by block table, layer and token: the base class of `HostPool`.
+
+    `format` is the storage format of full-attention layers.
+    """
 
     def __init__(self, arena: Arena | FileArena, groups: LayerGroups, formats: tuple[KVFormat, KVFormat]) -> None:
         self._arena, self.groups, self.layout = arena, groups, arena.layout
@@ -113,10 +116,6 @@ class StoredRows:
     def _has_own_row_shape(self, layer: int) -> bool:
         return self.layout.window_rows is not None and self.groups.group[layer] > 0
 
-    def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
-        [row] = self.stored(blocks, layer, range(source, source + 1))
-        self.fill(blocks, layer, target, row.k, row.v)
-
     def blocks_of(self, blocks: BlockTable, group: int, indices: range) -> list[int]:
         """Return a layer group's block ids at `indices` of the block table. Missing window blocks are left out."""
         if group == 0:
@@ -142,12 +141,8 @@ class StoredRows:
         if not tokens:  # a sliding-window layer may have no slots for the requested tokens
             return []
         first = tokens.start // BLOCK_SIZE
-        return self.spans_of(self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop))), tokens)
-
-    def spans_of(self, block_ids: list[int], tokens: range) -> list[SlotSpan]:
-        """Return the token slots of `tokens`, given the ids of the blocks that contain them."""
-        first = tokens.start // BLOCK_SIZE
-        assert len(block_ids) == -(-tokens.stop // BLOCK_SIZE) - first
+        block_ids = self.blocks_of(blocks, group, range(first, blocks_for(tokens.stop)))
+        assert len(block_ids) == blocks_for(tokens.stop) - first
         spans = []
         start = tokens.start
         while start < tokens.stop:

@@ -118,7 +118,7 @@ class InPlaceEviction(SlotTable):
         first, dropped = remaining - self._recent, context - remaining
         if first <= self._sinks or dropped <= 0:
             return None
-        if not all(self._pool.claim(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids))):
+        if not all(self._pool.make_exclusive(blocks, index) for index in range(first // BLOCK_SIZE, len(blocks.ids))):
             return None  # another sequence uses one of the blocks
         protected = self._protected(blocks, context - self._recent)[:context]
         state = self._state.cut(context)
@@ -184,7 +184,7 @@ class InPlaceEviction(SlotTable):
         protected[: self._sinks] = True
         protected[first:] = True
         for index in range(self._sinks // BLOCK_SIZE, len(blocks.ids)):
-            if not self._pool.claim(blocks, index):
+            if not self._pool.make_exclusive(blocks, index):
                 self._require((index + 1) * BLOCK_SIZE <= first, blocks)
                 protected[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE] = True
         return protected

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from functools import cached_property
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import OffloadError
-from ..sessions.chat_render import render_chat
+from ..sessions.chat_render import encode_rendered, render_chat
 from ..utils.allocator import give_back
 from .conversation import Conversation, describe_tools
 from .errors import bad_request
 from .options import ServerOptions
-from .tokenizing import TextTokenizer
+from .tokenizing import max_token_bytes
 
 T = TypeVar("T")
 
 LONG = 1 << 18
-"""Texts with more characters are tokenized one after another in a thread of their own."""
+"""Texts with more characters are tokenized one after another in a separate thread, if they may fit in the context."""
 
 TOKEN_SIZE = 4
 """Assumed characters per token id, to choose the thread. A message counts as 16 additional token ids."""
@@ -75,13 +75,12 @@ class TokenLimits:
 class Prompts:
     """Renders and tokenizes prompts in worker threads.
 
-    The methods raise RefusedError if a text is invalid or exceeds the token limits. If a call is cancelled, its work in
-    the worker thread stops.
+    The methods raise RefusedError if a text is invalid or exceeds the token limits. If a call is cancelled before its
+    work begins in the worker thread, the work is not done.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: TokenLimits) -> None:
         self._tokenizer, self._limits = tokenizer, limits
-        self._texts = None if tokenizer is None else TextTokenizer(tokenizer)
         self._short = ThreadPoolExecutor(SHORT_THREADS, "offload-rt-prompts")
         self._long = ThreadPoolExecutor(1, "offload-rt-long-prompts")
 
@@ -101,7 +100,7 @@ class Prompts:
         return self._tokenizer
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        return await self._in_thread(len(text), lambda cancelled: self._ids(text, special_tokens, cancelled))
+        return await self._in_thread(len(text), lambda: self._ids(text, special_tokens))
 
     async def render(self, conversation: Conversation, *, answer: bool = True) -> tuple[str, list[int]]:
         """Render a conversation with the chat template. Return the text and its token ids.
@@ -109,9 +108,9 @@ class Prompts:
         If `answer`, the text ends with the generation prompt, which begins an assistant message.
         """
 
-        def make(cancelled: Event) -> tuple[str, list[int]]:
+        def make() -> tuple[str, list[int]]:
             text = self._rendered(conversation, answer)
-            return text, self._ids(text, False, cancelled)
+            return text, self._ids(text, False)
 
         size = sum(len(message["content"]) + 16 * TOKEN_SIZE for message in conversation.messages)
         return await self._in_thread(size, make)
@@ -122,7 +121,7 @@ class Prompts:
         Empty if the tokenizer does not report them, or if `text` does not have `tokens` tokens.
         """
 
-        def find(cancelled: Event) -> list[tuple[int, int]]:
+        def find() -> list[tuple[int, int]]:
             if not self.tokenizer.is_fast:
                 return []
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -133,7 +132,7 @@ class Prompts:
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""
 
-        def decode(cancelled: Event) -> str:
+        def decode() -> str:
             size = len(self.tokenizer)
             if (wrong := next((i for i in ids if i >= size), None)) is not None:
                 raise bad_request(
@@ -146,40 +145,36 @@ class Prompts:
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary entry of each token id."""
         convert = self.tokenizer.convert_ids_to_tokens
-        return await self._in_thread(TOKEN_SIZE * len(ids), lambda cancelled: list(convert(list(ids))))
+        return await self._in_thread(TOKEN_SIZE * len(ids), lambda: list(convert(list(ids))))
 
     def close(self) -> None:
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, size: int, work: Callable[[Event], T]) -> T:
-        """Run `work` in a worker thread and return its result.
-
-        If the call is cancelled, the event that `work` gets is set. `size` is the length of the text in characters:
-        long texts have a separate thread.
-        """
-        cancelled, loop = Event(), asyncio.get_running_loop()
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work`, which processes `size` characters, in a worker thread. Return its result."""
 
         def long() -> T:
             try:
-                return work(cancelled)
+                return work()
             finally:
                 give_back()  # return freed memory (hundreds of megabytes) to the system
 
-        try:
-            if size > LONG:
-                return await loop.run_in_executor(self._long, long)
-            return await loop.run_in_executor(self._short, work, cancelled)
-        finally:
-            cancelled.set()
+        threads, job = (self._long, long) if size > LONG else (self._short, work)
+        return await asyncio.get_running_loop().run_in_executor(threads, job)
 
-    def _ids(self, text: str, special_tokens: bool, cancelled: Event) -> list[int]:
+    @cached_property
+    def _max_token_bytes(self) -> int | None:
+        return max_token_bytes(self.tokenizer)
+
+    def _ids(self, text: str, special_tokens: bool) -> list[int]:
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError:
             raise bad_request("the text contains a lone surrogate, which is not a valid character: remove it") from None
-        assert self.tokenizer is not None and self._texts is not None
-        return self._texts.encode(text, special_tokens, cancelled, self._limits.check_prompt)
+        if len(text) > LONG and self._max_token_bytes is not None:
+            self._limits.check_prompt(-(-size // self._max_token_bytes))
+        return encode_rendered(self.tokenizer, text, special_tokens=special_tokens)
 
     def _rendered(self, conversation: Conversation, answer: bool) -> str:
         messages = [dict(message) for message in conversation.messages]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..errors import InputError, StoreError
 from ..storage.disk_store import DiskStore
-from ..storage.folder import block_paths, spaces
+from ..storage.folder import block_paths, namespace_folders
 from ..storage.index import DOCUMENTS
-from .deletion import Removed, remove_claims, remove_session
+from .deletion import Removed, remove_prompt_blocks, remove_session
 from .history import SINKS, History, document_name
 
 
@@ -73,7 +73,7 @@ class DamagedSession:
     document: str
 
     @property
-    def space(self) -> str:
+    def namespace(self) -> str:
         """Digest of the namespace, which is shown because the name of the model is unknown."""
         return self.document.partition("/")[0]
 
@@ -87,7 +87,7 @@ class DamagedSession:
 
         `model` must be the digest of the namespace, or None for any namespace.
         """
-        return self.name in (document_name(name), name) and model in (None, self.space)
+        return self.name in (document_name(name), name) and model in (None, self.namespace)
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,17 @@ def read_catalog(folder: Path) -> Catalog:
             histories[path] = history
         elif not name.startswith(SINKS):
             damaged.append(DamagedSession(path))
-    files = {(space.name, key): file for space in spaces(folder) for key, file in _files(block_paths(space))}
+    files = {
+        (namespace.name, key): file
+        for namespace in namespace_folders(folder)
+        for key, file in _files(block_paths(namespace))
+    }
     users = Counter((path.partition("/")[0], key) for path, history in histories.items() for key in set(history.keys))
     sessions = []
     for path, history in histories.items():
-        space, document = path.partition("/")[0], documents[path]
-        blocks = {key: files[space, key] for key in history.keys if (space, key) in files}
-        own = sum(block.bytes for key, block in blocks.items() if users[space, key] == 1)
+        namespace, document = path.partition("/")[0], documents[path]
+        blocks = {key: files[namespace, key] for key in history.keys if (namespace, key) in files}
+        own = sum(block.bytes for key, block in blocks.items() if users[namespace, key] == 1)
         written = [file.used for _, file in _files([folder / f"{path}{DOCUMENTS}"])]
         used = max([*written, *(block.used for block in blocks.values())], default=0.0)
         damage = "" if document is None else document.damage
@@ -177,7 +181,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
     if len(found) == 1:
         return found[0]
     if found:
-        models = ", ".join(one.space if isinstance(one, DamagedSession) else one.history.model for one in found)
+        models = ", ".join(one.namespace if isinstance(one, DamagedSession) else one.history.model for one in found)
         raise InputError(f"more than one session {name!r} in {str(folder)!r}: choose one with --model ({models})")
     known = ", ".join(f"{session.history.name!r} of {session.history.model}" for session in catalog.sessions) or "none"
     raise InputError(f"no session {name!r} in {str(folder)!r} (there: {known})")
@@ -212,14 +216,14 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
         StoreError: Another process writes to the store, or a file cannot be deleted.
     """
     found = _find(folder, name, model)
-    space, _, document = found.document.partition("/")
+    namespace, _, document = found.document.partition("/")
     store = DiskStore(folder, "", 0)
     try:
-        removed = remove_session(store, space, document)
+        removed = remove_session(store, namespace, document)
     finally:
         store.close()
     if isinstance(found, DamagedSession):
-        return Deleted(found.name, found.space, removed)
+        return Deleted(found.name, found.namespace, removed)
     return Deleted(found.history.name, found.history.model, removed)
 
 
@@ -233,7 +237,7 @@ def clear_prompts(folder: Path) -> Removed:
     _check_folder(folder)
     store = DiskStore(folder, "", 0)
     try:
-        each = [remove_claims(store, space.name) for space in spaces(folder)]
+        each = [remove_prompt_blocks(store, namespace.name) for namespace in namespace_folders(folder)]
     finally:
         store.close()
     return Removed(sum(one.bytes for one in each), tuple(name for one in each for name in one.unreadable))

@@ -1,7 +1,7 @@
 """Delete a session from a store: its history, and the blocks that are no longer used.
 
 A block is used by each session whose history contains its key. Requests without a session name have no history. They
-mark their blocks in the store instead (`DiskStore.claim`).
+mark their blocks in the store instead (`DiskStore.mark_for_prompts`).
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class Removed:
         return "; ".join(notes)
 
 
-def remove_session(store: DiskStore, space: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
+def remove_session(store: DiskStore, namespace: str, document: str, needed: Iterable[bytes] = ()) -> Removed:
     """Delete a session, and all blocks of its namespace that are no longer used.
 
     These include blocks that no session needs since an edit, a truncation or a crash.
 
     Args:
         store: Store, open for writing.
-        space: Digest of the namespace.
+        namespace: Digest of the namespace.
         document: Name of the session's history file.
         needed: Keys of blocks that open sessions need.
 
     Raises:
         StoreError: A file cannot be deleted.
     """
-    removed = _remove_unowned(store, space, document, needed, claimed=True)
+    removed = _remove_unowned(store, namespace, document, needed, keep_marked=True)
     # The history is deleted last. If the process ends before that, the session can be deleted again.
-    kept = store.documents.delete(f"{space}/{document}", summary_of)
+    kept = store.documents.delete(f"{namespace}/{document}", summary_of)
     return replace(removed, kept=tuple(kept))
 
 
@@ -77,30 +77,32 @@ def summary_of(data: bytes) -> Summary | None:
     return Summary(document_name(history.name), tuple(history.block_keys), history.sinks_document)
 
 
-def remove_claims(store: DiskStore, space: str) -> Removed:
+def remove_prompt_blocks(store: DiskStore, namespace: str) -> Removed:
     """Delete all blocks that only requests without a session name use.
 
     No such request may be running. Raises StoreError if a file cannot be changed.
     """
-    return _remove_unowned(store, space, "", (), claimed=False)
+    return _remove_unowned(store, namespace, "", (), keep_marked=False)
 
 
-def _remove_unowned(store: DiskStore, space: str, document: str, needed: Iterable[bytes], *, claimed: bool) -> Removed:
+def _remove_unowned(
+    store: DiskStore, namespace: str, document: str, needed: Iterable[bytes], *, keep_marked: bool
+) -> Removed:
     """Delete unused blocks, and files with the attention sinks of sessions that no longer exist.
 
     Blocks with a key in `needed` are kept. Blocks that only the session with the history `document` uses are deleted.
-    Blocks that requests without a session name use are kept only if `claimed`.
+    Blocks that requests without a session name use are kept only if `keep_marked`.
     """
     keys, sinks, unreadable = set(needed), set[str](), []
-    documents = store.documents.summaries(space, summary_of)
+    documents = store.documents.summaries(namespace, summary_of)
     for other, summary in documents.items():
         if summary is None and other != document and not other.startswith(SINKS):
             unreadable.append(other)
         elif summary is not None and summary.document != document:
             keys.update(summary.blocks)
             sinks.add(summary.sinks)
-    freed = store.retain(keys, space, claimed=claimed)
+    freed = store.retain(keys, namespace, keep_marked=keep_marked)
     for other in documents:
         if other.startswith(SINKS) and other not in sinks:
-            store.documents.delete(f"{space}/{other}")
+            store.documents.delete(f"{namespace}/{other}")
     return Removed(freed, tuple(unreadable))

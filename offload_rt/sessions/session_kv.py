@@ -29,12 +29,12 @@ class SessionKV:
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
         last_stats: Statistics of the last turn, or None before the first.
-        claims: Whether its blocks are marked as used (`DiskStore.claim`), because no stored history contains their
-            keys.
+        for_prompt: Whether the KV belongs to a request without a session name. Its blocks are then marked in the store,
+            because no stored history contains their keys (`DiskStore.mark_for_prompts`).
         keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.
     """
 
-    claims = False
+    for_prompt = False
     keeps_decoded = True
 
     def __init__(self, context: SessionContext, history: History) -> None:
@@ -144,7 +144,7 @@ class SessionKV:
         self.runner.free(self.sequence)
         self.sequence = None
 
-    def relearn(self) -> None:
+    def reset_policy_state(self) -> None:
         """Rebuild resident KV and policy state from the KV in host memory, after an interruption.
 
         Drop the sequence if its KV cannot be read, or if its recurrent state is incomplete.
@@ -154,7 +154,7 @@ class SessionKV:
             self.drop()
             return
         try:
-            self.runner.relearn(self.sequence)
+            self.runner.reset_policy_state(self.sequence)
         except DiskError:
             self.drop()
 
@@ -166,7 +166,7 @@ class SessionKV:
             self.runner.suspend(self.sequence)
             self.cancel_replaced()
         elif self.sequence.interrupted:
-            self.relearn()
+            self.reset_policy_state()
 
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, self.history.floor)
@@ -250,10 +250,10 @@ class SessionKV:
         if not fresh or self.sequence is None or self.loader is not None:
             return False
         rows = [name for name in fresh if name.group != STATE]
-        accepted = rows[: self.context.saver.save(self.sequence.blocks, rows, claim=self.claims)]
+        accepted = rows[: self.context.saver.save(self.sequence.blocks, rows, for_prompt=self.for_prompt)]
         if self.context.states is not None:
             states = [name for name in fresh if name.group == STATE]
-            accepted += self.context.states.save(self.sequence, states, claim=self.claims)
+            accepted += self.context.states.save(self.sequence, states, for_prompt=self.for_prompt)
         self.mark_enqueued(accepted)
         return len(accepted) < len(fresh)
 

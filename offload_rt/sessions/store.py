@@ -111,8 +111,8 @@ class SessionStore:
         _check_restorable(runner)
         runner.model.check_weights_unchanged()
         planes = runner.adapter.geometry.planes
-        space = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name, planes)
-        storage = DiskStore(folder, str(space), runner.pool.groups.layers, options, read_only=read_only)
+        namespace = Namespace(runner.model.fingerprint, runner.adapter.dtype, runner.pool.format.name, planes)
+        storage = DiskStore(folder, str(namespace), runner.pool.groups.layers, options, read_only=read_only)
         saver = Saver(storage, runner.pool, runner.transfer.storage)
         states = None
         if runner.snapshots is not None and runner.pool.states is not None:
@@ -120,7 +120,7 @@ class SessionStore:
         self.context = SessionContext(runner, storage, saver, options or StoreOptions(), states)
         self.host = HostTier(self.context)
         self.closed, self.read_only = False, read_only
-        self._namespace, self._folder = space, folder
+        self._namespace, self._folder = namespace, folder
         self._open: dict[str, Session] = {}
         self._users: set[StoreUser] = set()
         runner.reclaimables.append(self)
@@ -227,7 +227,7 @@ class SessionStore:
 
         Warns if files of other sessions cannot be read.
         """
-        self.context.saver.flush()  # claims that are still queued
+        self.context.saver.flush()  # prompt marks that are still queued
         storage, others = self.context.storage, [one for one in self._open.values() if one.name != name]
         needed = {key for session in others for key in session.kv.keys_in_use(answering=session.busy)}
         removed = remove_session(storage, storage.root.hex(), document_name(name), needed)

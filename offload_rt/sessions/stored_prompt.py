@@ -32,7 +32,7 @@ T = TypeVar("T")
 class PromptKV(SessionKV):
     """KV cache of one request without a session name. The KV stays in host memory until its blocks are on disk."""
 
-    claims = True
+    for_prompt = True
     keeps_decoded = False
 
     def __init__(self, context: SessionContext, cache_salt: str) -> None:
@@ -40,20 +40,22 @@ class PromptKV(SessionKV):
         self._windows: BlockTable | None = None
 
     def ready(self, capacity: int) -> Sequence:
-        self.claim()
+        self.mark_blocks()
         return super().ready(capacity)
 
     def _match(self) -> BlockTable:
         return self.runner.match(self.history.tokens, self.history.provenance, exact_only=True)
 
-    def claim(self) -> None:
+    def mark_blocks(self) -> None:
         """Mark all stored blocks of the prompt as used, so that the deletion of a session keeps them."""
         names = self.blocks.names(len(self.history.tokens) // BLOCK_SIZE * BLOCK_SIZE)
         groups = self.runner.pool.groups.groups
         windows = (name.window(group) for name in names for group in groups if group)
         states = (name.state() for name in names if self.context.states is not None)
         keys, storage = [name.key for name in (*names, *windows, *states)], self.context.storage
-        self.context.saver.notify(lambda: storage.claim(keys))  # on the saver's thread, as it opens a file per block
+        self.context.saver.notify(
+            lambda: storage.mark_for_prompts(keys)
+        )  # on the saver's thread, as it opens a file per block
 
     def keep(self, computed: int) -> None:
         """Queue the full blocks of the first `computed` tokens for writing. Their KV must be exact."""
@@ -72,7 +74,7 @@ class PromptKV(SessionKV):
             self._windows = pool.fork(sequence.blocks)
             pool.shrink(self._windows, 0)
             shown = self.unsaved(self.blocks.window_names(sequence.position))
-            self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown, claim=True)])
+            self.mark_enqueued(shown[: self.context.saver.save(self._windows, shown, for_prompt=True)])
 
     @property
     def _stores_windows(self) -> bool:
@@ -112,7 +114,7 @@ class PromptKV(SessionKV):
 
     def persist(self) -> None:
         """Update the time of the last use of the prompt's blocks on disk, which determines the order of eviction."""
-        self.claim()  # includes blocks that a session has written since the start of this request
+        self.mark_blocks()  # includes blocks that a session has written since the start of this request
         self.context.storage.touch([name.key for name in self.blocks.names(self.history.computed)])
 
 

@@ -123,8 +123,8 @@ class StoredRequest(SampledRequest):
             except DamagedBlockError:
                 kv.drop()
             else:
-                # Always relearn from the rounded KV of the pool, so that a restart gives the same state.
-                runner.relearn(sequence)
+                # Rebuild the policy state from the rounded KV of the pool, so that a restart gives the same state.
+                runner.reset_policy_state(sequence)
                 return sequence
 
     def drop(self, runner: Runner) -> None:
@@ -167,7 +167,7 @@ class StoredRequest(SampledRequest):
             reclaim=self._after_reclaim,
         )
         fresh = kv.unsaved(kv.blocks.full_names(prefill.stop // BLOCK_SIZE * BLOCK_SIZE))
-        self._saving = kv.context.saver.begin(sequence.blocks, fresh, claim=kv.claims)
+        self._saving = kv.context.saver.begin(sequence.blocks, fresh, for_prompt=kv.for_prompt)
         return prefill
 
     def _segment_stop(self, start: int) -> int:

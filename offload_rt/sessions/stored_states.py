@@ -76,37 +76,41 @@ class StoredStates:
                 return (name.index + 1) * BLOCK_SIZE
         return start
 
-    def save(self, sequence: Sequence, names: Seq[NamedBlock], *, claim: bool) -> list[NamedBlock]:
+    def save(self, sequence: Sequence, names: Seq[NamedBlock], *, for_prompt: bool) -> list[NamedBlock]:
         """Queue the snapshots `names` for writing. Return those that were in host memory.
 
-        With `claim`, they are marked as used by a request without a session name.
+        With `for_prompt`, they are marked as used by a request without a session name.
         """
         slots = [self._snapshots.find(sequence, (name.index + 1) * BLOCK_SIZE) for name in names]
         each = zip(names, slots, strict=True)
         tokens = sequence.position
-        return [name for name, slot in each if slot is not None and self.save_slot(name, slot, tokens, claim=claim)]
+        return [
+            name
+            for name, slot in each
+            if slot is not None and self.save_slot(name, slot, tokens, for_prompt=for_prompt)
+        ]
 
-    def save_slot(self, name: NamedBlock, slot: int, tokens: int, *, claim: bool = False) -> bool:
+    def save_slot(self, name: NamedBlock, slot: int, tokens: int, *, for_prompt: bool = False) -> bool:
         """Copy a snapshot, and queue the copy for writing. Return False if too many bytes wait to be written.
 
         Args:
             name: Name of the snapshot.
             slot: Slot of the snapshot in host memory.
             tokens: Number of tokens in the text, which determines the order of eviction.
-            claim: Whether to mark it as used by a request without a session name.
+            for_prompt: Whether to mark it as used by a request without a session name.
         """
         with self._mutex:
             if self._waiting + self._pool.slot_bytes > self._most:
                 return False
             self._waiting += self._pool.slot_bytes
         data, cost = self._pool.read(slot), recomputation_cost(tokens, name.index * BLOCK_SIZE)
-        self._saver.notify(lambda: self._write(name, data, cost, claim=claim))
+        self._saver.notify(lambda: self._write(name, data, cost, for_prompt=for_prompt))
         return True
 
-    def _write(self, name: NamedBlock, data: bytes, cost: int, *, claim: bool) -> None:
+    def _write(self, name: NamedBlock, data: bytes, cost: int, *, for_prompt: bool) -> None:
         writer = None
         try:
-            writer = self._store.begin(name, self._part, cost, claim=claim)
+            writer = self._store.begin(name, self._part, cost, for_prompt=for_prompt)
             if writer is not None:
                 for layer in range(self._store.layers):
                     part = memoryview(data)[layer * self._part : (layer + 1) * self._part]

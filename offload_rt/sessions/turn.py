@@ -227,7 +227,7 @@ class Turn(StoredRequest):
             return
         self._forget(kept)
         if kv.sequence is not None and interrupted:
-            kv.relearn()
+            kv.reset_policy_state()
 
 
 class WholeTurn(Turn):

@@ -3,7 +3,7 @@
     magic, header length, xxh3-64 of the header     24 bytes
     header                                          JSON: key, layers, checksums
     zeros                                           up to 8 bytes before a multiple of 4096
-    claim                                           8 bytes: `CLAIM` if a prompt without a session uses the block
+    prompt mark                                     8 bytes: `PROMPT_MARK` if a prompt without a session uses the block
     layer 0, layer 1, ...                           `[Hkv, n, 2 (K, V), d]` each, in the data type of the pool
 
 With latent attention, the layers have only K (`ModelGeometry.value_dim`).
@@ -15,7 +15,7 @@ The key is a 256-bit BLAKE2b digest of the namespace, all preceding blocks, the 
 identifies a block: a collision takes 2^128 attempts, so equal keys mean equal contents. The file does not contain the
 tokens, because they would remain there in clear text after their session was deleted.
 
-The claim is the only part of a file that may change later. Files of earlier versions have no claim.
+The prompt mark is the only part of a file that may change later. Files of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FILE_VERSION = 3
 
 KEY_BYTES = 32
 MAGIC = b"OFFLDKV\n"
-CLAIM = b"PROMPTS\n"
+PROMPT_MARK = b"PROMPTS\n"
 """Mark of a block that a prompt without a session uses. `data_offset` leaves at least 8 bytes for it."""
 
 ALIGNMENT = 4096
@@ -74,14 +74,14 @@ class BlockHeader:
         return self.data_offset + len(self.checksums) * self.layer_bytes
 
     @property
-    def claim_offset(self) -> int:
-        return self.data_offset - len(CLAIM)
+    def mark_offset(self) -> int:
+        return self.data_offset - len(PROMPT_MARK)
 
-    def encode(self, *, claimed: bool = False) -> bytes:
-        """Return the header, padded up to layer 0. If `claimed`, `CLAIM` is at the end."""
+    def encode(self, *, marked: bool = False) -> bytes:
+        """Return the header, padded up to layer 0. If `marked`, `PROMPT_MARK` is at the end."""
         body = _body(self.key, self.layer_bytes, self.checksums)
         fixed = _FIXED.pack(MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
-        return (fixed + body).ljust(self.claim_offset, b"\0") + (CLAIM if claimed else bytes(len(CLAIM)))
+        return (fixed + body).ljust(self.mark_offset, b"\0") + (PROMPT_MARK if marked else bytes(len(PROMPT_MARK)))
 
     @classmethod
     def decode(cls, data: bytes) -> BlockHeader | None:

@@ -58,10 +58,10 @@ class DiskStore:
     ) -> None:
         options = options or StoreOptions()
         self.namespace, self.layers, self.root = namespace, layers, root_key(namespace)
-        self._space = folder / self.root.hex()
+        self._own = folder / self.root.hex()
         self._folder = StoreFolder(folder, options, read_only=read_only, clock=clock)
         self._index = self._folder.index
-        self.documents = DocumentStore(self._folder, self._space, options.limit)
+        self.documents = DocumentStore(self._folder, self._own, options.limit)
 
     @property
     def bytes_used(self) -> int:
@@ -97,7 +97,9 @@ class DiskStore:
         buffer = memoryview(bytearray(block.layer_bytes))
         return all(block.read_layer(layer, buffer) for layer in range(self.layers))
 
-    def begin(self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, claim: bool = False) -> BlockWriter | None:
+    def begin(
+        self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, for_prompt: bool = False
+    ) -> BlockWriter | None:
         """Reserve space for a block and create its file.
 
         Args:
@@ -105,7 +107,7 @@ class DiskStore:
             layer_bytes: Number of bytes per layer.
             cost: Number of tokens to compute again if the block is lost (`policies.recomputation_cost`). It determines
                 the order of eviction.
-            claim: Whether a prompt without a session name uses the block (see `claim`).
+            for_prompt: Whether a prompt without a session name uses the block (see `mark_for_prompts`).
 
         Returns:
             A writer, or None if the block is already stored, the limit leaves no space, the file cannot be created
@@ -115,18 +117,22 @@ class DiskStore:
             return None
         key, offset = name.key, data_offset(self.layers)
         path, size = self._path(key), offset + self.layers * layer_bytes
-        temporary = self._folder.reserve(path, size, cost, claim=claim)
+        temporary = self._folder.reserve(path, size, cost, for_prompt=for_prompt)
         if temporary is None:
             return None
 
         def finish(checksums: Sequence[int]) -> None:
             handle = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                write_all(handle, 0, memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode(claimed=claim)))
+                write_all(
+                    handle,
+                    0,
+                    memoryview(BlockHeader(key, layer_bytes, tuple(checksums)).encode(marked=for_prompt)),
+                )
                 os.fsync(handle)
             finally:
                 os.close(handle)
-            self._folder.finish(temporary, path, size, cost, claimed=claim)
+            self._folder.finish(temporary, path, size, cost, marked=for_prompt)
 
         give_up = partial(self._folder.give_up, temporary, size)
         try:
@@ -142,16 +148,16 @@ class DiskStore:
         for key in keys:
             self._folder.discard(self._path(key))
 
-    def claim(self, keys: Iterable[bytes]) -> None:
+    def mark_for_prompts(self, keys: Iterable[bytes]) -> None:
         """Record that a prompt without a session name uses the blocks `keys`, as far as they are stored.
 
-        Such prompts have no history that lists their blocks, so the *claim* is stored in the block. It ends when the
+        Such prompts have no history that lists their blocks, so the mark is stored in the block. It ends when the
         block is evicted or removed, or by a call of `retain`.
         """
-        self._folder.claim(self._path(key) for key in keys)
+        self._folder.mark_for_prompts(self._path(key) for key in keys)
 
-    def retain(self, keys: Container[bytes], space: str | None = None, *, claimed: bool = True) -> int:
-        """Remove all blocks of a namespace, except the blocks `keys` and claimed blocks.
+    def retain(self, keys: Container[bytes], namespace: str | None = None, *, keep_marked: bool = True) -> int:
+        """Remove all blocks of a namespace, except the blocks `keys` and blocks with a prompt mark.
 
         Return the number of freed bytes.
 
@@ -161,19 +167,19 @@ class DiskStore:
 
         Args:
             keys: Keys of the blocks to keep.
-            space: Digest of the namespace. None is the store's own namespace.
-            claimed: Whether to keep claimed blocks (`claim`). If False, claims of the blocks `keys` end, too.
+            namespace: Digest of the namespace. None is the store's own namespace.
+            keep_marked: Whether to keep blocks with a prompt mark. If False, the marks of `keys` are removed.
 
         Raises:
             StoreError: A block cannot be removed.
         """
-        own, folder = self._space if space is None else self._folder.path / space, self._folder
+        own, folder = self._own if namespace is None else self._folder.path / namespace, self._folder
         paths = set(block_paths(own))
-        kept = {path for path in paths if bytes.fromhex(path.stem) in keys or (claimed and folder.is_claimed(path))}
+        kept = {path for path in paths if bytes.fromhex(path.stem) in keys or (keep_marked and folder.is_marked(path))}
         kept -= folder.without_block(kept)
         freed = folder.remove(paths - kept)
-        if not claimed:
-            folder.disclaim(kept)
+        if not keep_marked:
+            folder.unmark(kept)
         return freed
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -197,7 +203,7 @@ class DiskStore:
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
-        return self._space / name[:2] / f"{name}{BLOCKS}"
+        return self._own / name[:2] / f"{name}{BLOCKS}"
 
     def close(self) -> None:
         """Release the write lock. A second call has no effect."""

@@ -19,7 +19,7 @@ from ..errors import StoreError
 from ..utils.atomic_files import sync, write_synced
 from ..utils.units import format_size
 from .files import LARGEST_DOCUMENT, read_document, seal
-from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, spaces
+from .folder import DAMAGED, DOCUMENT_FILE, NAME, StoreFolder, namespace_folders
 from .index import BEFORE, DOCUMENTS
 
 _SETTLED_NS = 2 * 10**9
@@ -200,22 +200,22 @@ class DocumentStore:
         """
         names = {(path.parent, path.stem) for path in self._files() if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Document | None] = {}
-        for name in sorted(f"{space.name}/{name}" for space, name in names):
+        for name in sorted(f"{namespace.name}/{name}" for namespace, name in names):
             try:
                 found[name] = self.get(name)
             except StoreError:
                 found[name] = None
         return found
 
-    def summaries(self, space: str, summarise: Summarise) -> dict[str, Summary | None]:
+    def summaries(self, namespace: str, summarise: Summarise) -> dict[str, Summary | None]:
         """Return a summary of the newest intact generation of each document of a namespace, by name.
 
         The value is None if there is no intact generation, or if `summarise` returns None.
         """
-        files = {path for path in self._files(self._folder.path / space) if path.suffix in (DOCUMENTS, BEFORE)}
+        files = {path for path in self._files(self._folder.path / namespace) if path.suffix in (DOCUMENTS, BEFORE)}
         found: dict[str, Summary | None] = {}
         for name in sorted({path.stem for path in files}):
-            generations = [path for path in self._paths(f"{space}/{name}") if path in files]
+            generations = [path for path in self._paths(f"{namespace}/{name}") if path in files]
             known = (self._summaries.get(path, summarise) for path in generations)
             found[name] = next((one.summary for one in known if one is not None), None)
         return found
@@ -249,14 +249,14 @@ class DocumentStore:
         return sorted(unreadable)
 
     def _paths(self, name: str) -> tuple[Path, Path]:
-        space, _, name = name.rpartition("/")
+        namespace, _, name = name.rpartition("/")
         assert NAME.fullmatch(name), name
-        folder = self._folder.path / space if space else self._own
+        folder = self._folder.path / namespace if namespace else self._own
         return folder / f"{name}{DOCUMENTS}", folder / f"{name}{BEFORE}"
 
     def _files(self, *only: Path) -> Iterator[Path]:
         """Yield all document files except temporary ones, in the namespace folders `only`, or in all namespaces."""
-        for space in spaces(self._folder.path):
-            if not only or space in only:
-                known = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
+        for namespace in namespace_folders(self._folder.path):
+            if not only or namespace in only:
+                known = (path for path in namespace.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
                 yield from (path for path in known if path.suffix in (DOCUMENTS, BEFORE, DAMAGED))

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from ..utils.atomic_files import write_all
-from .block_file import CLAIM, BlockHeader, header_bytes
+from .block_file import PROMPT_MARK, BlockHeader, header_bytes
 
 LARGEST_DOCUMENT = 1 << 28
 """Maximum size of a document file in bytes. A larger file was not written by the store."""
@@ -66,26 +66,26 @@ def read_document(path: Path) -> Reading:
     return Reading(None, "is damaged" if size else "is empty")
 
 
-def read_claim(path: Path) -> bool | None:
-    """Return whether the block in this file is claimed (`DiskStore.claim`).
+def read_prompt_mark(path: Path) -> bool | None:
+    """Return whether the block in this file has a prompt mark (`DiskStore.mark_for_prompts`).
 
     The result is False if the file is damaged, and None if it cannot be read.
     """
     header = read_header(path)
     try:
         with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-            return header is not None and os.pread(file.fileno(), len(CLAIM), header.claim_offset) == CLAIM
+            return header is not None and os.pread(file.fileno(), len(PROMPT_MARK), header.mark_offset) == PROMPT_MARK
     except OSError:
         return None
 
 
-def write_claim(path: Path, claimed: bool) -> None:
-    """Set or clear the claim in a block file, unless it is damaged. Raises OSError."""
+def write_prompt_mark(path: Path, marked: bool) -> None:
+    """Set or clear the prompt mark in a block file, unless it is damaged. Raises OSError."""
     if (header := read_header(path)) is None:
         return
     handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        write_all(handle, header.claim_offset, memoryview(CLAIM if claimed else bytes(len(CLAIM))))
+        write_all(handle, header.mark_offset, memoryview(PROMPT_MARK if marked else bytes(len(PROMPT_MARK))))
     finally:
         os.close(handle)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import StoreError, StoreInUseError
 from ..utils.private_files import make_private, make_private_folder, open_private
-from .files import read_claim, read_document, read_header, write_claim
+from .files import read_document, read_header, read_prompt_mark, write_prompt_mark
 from .index import BEFORE, DOCUMENTS, DiskIndex
 from .options import StoreOptions
 
@@ -24,7 +24,7 @@ BLOCKS, DAMAGED = ".kv", ".damaged"
 
 _MANY = 100  # if at least this number of files have equal sizes, they are treated as full blocks
 
-SPACE = re.compile(r"[0-9a-f]{32}")
+NAMESPACE = re.compile(r"[0-9a-f]{32}")
 """Folder name of a namespace: its digest."""
 
 SERVER_FOLDER = "server"  # subfolder of a store for the server's conversations and responses
@@ -125,15 +125,15 @@ class StoreFolder:
                     break
             return True
 
-    def reserve(self, path: Path, size: int, cost: int, *, claim: bool) -> Path | None:
+    def reserve(self, path: Path, size: int, cost: int, *, for_prompt: bool) -> Path | None:
         """Reserve `size` bytes for the new file `path`. For `cost`, see `DiskStore.begin`.
 
-        Return the temporary file to write, or None if there is no space or `path` exists. With `claim`, an existing
-        file is claimed.
+        Return the temporary file to write, or None if there is no space or `path` exists. With `for_prompt`, an
+        existing file gets a prompt mark.
         """
         with self.mutex:
-            if claim:
-                self.claim([path])
+            if for_prompt:
+                self.mark_for_prompts([path])
             if path in self.index or not self.free_space(size, cost=cost):
                 return None
             return self.reserve_bytes(path, size)
@@ -152,43 +152,43 @@ class StoreFolder:
             self._temporaries += 1
             return path.with_name(f"{path.stem}.{os.getpid()}.{self._temporaries}{_TEMPORARY}")
 
-    def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, claimed: bool = False) -> None:
+    def finish(self, temporary: Path, path: Path, size: int, cost: int = 0, *, marked: bool = False) -> None:
         """Rename a completely written and synced temporary file to `path`, replacing an existing file. Raises OSError.
 
-        If it is not `claimed`, it gets the claim of the replaced file.
+        It has a prompt mark if `marked`. Otherwise it gets the mark of the replaced file.
         """
         with self.mutex:
-            was_claimed = self.is_claimed(path)
+            was_marked = self.is_marked(path)
             os.replace(temporary, path)
             self.index.reserved -= size
             self.index.add(path, size, cost)
-            self.index.files[path].claimed = claimed
-            if was_claimed:
-                self.claim([path])
+            self.index.files[path].marked = marked
+            if was_marked:
+                self.mark_for_prompts([path])
 
-    def claim(self, paths: Iterable[Path]) -> None:
+    def mark_for_prompts(self, paths: Iterable[Path]) -> None:
         """Record in block files that a prompt without a session name uses them. Unknown files are ignored."""
         if self.read_only:
             return
         for path in paths:
             with self.mutex:  # other threads may use the index between two files
                 file = self.index.files.get(path)
-                if file is not None and not self.is_claimed(path):
+                if file is not None and not self.is_marked(path):
                     with contextlib.suppress(OSError):  # then a deletion removes the block, which is computed again
-                        write_claim(path, True)
-                        file.claimed = True
+                        write_prompt_mark(path, True)
+                        file.marked = True
                         self.index.write_stamp(path)
 
-    def is_claimed(self, path: Path) -> bool:
+    def is_marked(self, path: Path) -> bool:
         """Return whether a prompt without a session name uses the block."""
         with self.mutex:
             file = self.index.files.get(path)
             if file is None:
                 return False
-            if file.claimed is None:
-                file.claimed = read_claim(path)
+            if file.marked is None:
+                file.marked = read_prompt_mark(path)
                 self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
-            return bool(file.claimed)
+            return bool(file.marked)
 
     def without_block(self, paths: Iterable[Path]) -> set[Path]:
         """Return the files among `paths` that contain no block, although they have the name of one.
@@ -216,13 +216,13 @@ class StoreFolder:
                     self.index.write_stamp(path)  # reading may have changed the access time, which holds the rank
             return True
 
-    def disclaim(self, paths: Iterable[Path]) -> None:
-        """Remove the claims from block files. Raises StoreError if one cannot be removed."""
+    def unmark(self, paths: Iterable[Path]) -> None:
+        """Remove the prompt marks from block files. Raises StoreError if one cannot be removed."""
         with self.mutex, self.usable():
             for path in paths:
-                if self.is_claimed(path):
-                    write_claim(path, False)
-                    self.index.files[path].claimed = False
+                if self.is_marked(path):
+                    write_prompt_mark(path, False)
+                    self.index.files[path].marked = False
                     self.index.write_stamp(path)
 
     def give_up(self, temporary: Path, size: int, error: OSError | None) -> None:
@@ -332,11 +332,11 @@ class StoreFolder:
         """Make the store's folders and files readable only by their owner, including files of earlier versions."""
         with contextlib.suppress(PermissionError):  # the folder belongs to another user but is writable
             known = (_LOCK, SERVER_FOLDER)
-            if all(path.name in known or SPACE.fullmatch(path.name) for path in self.path.iterdir()):
+            if all(path.name in known or NAMESPACE.fullmatch(path.name) for path in self.path.iterdir()):
                 make_private(self.path)
-        for space in spaces(self.path):
-            make_private(space)
-            for path in space.iterdir():
+        for namespace in namespace_folders(self.path):
+            make_private(namespace)
+            for path in namespace.iterdir():
                 if _FAN.fullmatch(path.name) and _is_folder(path):
                     make_private(path)
                     each: Iterable[Path] = path.iterdir()
@@ -347,9 +347,9 @@ class StoreFolder:
                         make_private(file)
 
     def _store_files(self) -> Iterator[Path]:
-        for space in spaces(self.path):
-            found = (path for path in space.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
-            for path in itertools.chain(found, _block_files(space)):
+        for namespace in namespace_folders(self.path):
+            found = (path for path in namespace.iterdir() if DOCUMENT_FILE.fullmatch(path.name))
+            for path in itertools.chain(found, _block_files(namespace)):
                 if path.is_file() and not path.is_symlink():
                     yield path
 
@@ -359,17 +359,19 @@ class StoreFolder:
             files, found = self.index.files, set(self._store_files())
             assert found == set(files), found ^ set(files)
             assert all(path.stat().st_size == file.size for path, file in files.items())
-            assert all(read_claim(path) for path, file in files.items() if file.claimed), "a claim is not on disk"
+            assert all(read_prompt_mark(path) for path, file in files.items() if file.marked), (
+                "a prompt mark is not on disk"
+            )
 
 
-def spaces(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if SPACE.fullmatch(path.name) and _is_folder(path))
+def namespace_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if NAMESPACE.fullmatch(path.name) and _is_folder(path))
 
 
 def _refuse_old(folder: Path) -> None:
     """Raise StoreError for a store of version 0.1 from before 2026-11-24, whose file names contain text of the user."""
-    for space in spaces(folder) if folder.is_dir() else ():
-        for path in space.iterdir():
+    for namespace in namespace_folders(folder) if folder.is_dir() else ():
+        for path in namespace.iterdir():
             if _FAN.fullmatch(path.name) and _is_folder(path):
                 old = any(_OLD_CHUNK.fullmatch(file.name) for file in path.iterdir())
             else:
@@ -382,14 +384,14 @@ def _refuse_old(folder: Path) -> None:
                 )
 
 
-def block_paths(space: Path) -> Iterator[Path]:
+def block_paths(namespace: Path) -> Iterator[Path]:
     """Yield all entries of a namespace folder with the name of a block file. They may be folders or links."""
-    return (path for path in _block_files(space) if path.suffix == BLOCKS)
+    return (path for path in _block_files(namespace) if path.suffix == BLOCKS)
 
 
-def _block_files(space: Path) -> Iterator[Path]:
-    if _is_folder(space):
-        for fan in space.iterdir():
+def _block_files(namespace: Path) -> Iterator[Path]:
+    if _is_folder(namespace):
+        for fan in namespace.iterdir():
             if _FAN.fullmatch(fan.name) and _is_folder(fan):
                 yield from (path for path in fan.iterdir() if _BLOCK_FILE.fullmatch(path.name))
 

@@ -37,14 +37,14 @@ class _File:
         size: Size in bytes.
         last_used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
         rank: Rank in the eviction order: `last_used`, plus a delay if the KV is costly to compute again.
-        claimed: Whether the file contains a claim (`files.read_claim`). None if this is not known yet.
+        marked: Whether the file contains a prompt mark (`files.read_prompt_mark`). None if this is not known yet.
         has_header: Whether a valid block header was found in the file (`StoreFolder.without_block`).
     """
 
     size: int
     last_used: int
     rank: int
-    claimed: bool | None = None
+    marked: bool | None = None
     has_header: bool = False
 
 

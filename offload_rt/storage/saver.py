@@ -38,7 +38,7 @@ class PendingBlock:
         pool_block: Id of the block in the pool. It changes if the block table replaces the block.
         span: Position of the block in the pool.
         cost: Number of tokens to compute again if the block is lost.
-        claim: Whether a prompt without a session name uses the block.
+        for_prompt: Whether a prompt without a session name uses the block.
         writer: Writer of the store for this block, or None.
         extent: File of the store if the KV pool writes the block directly to it, else None.
         refused: Whether the store did not accept the block.
@@ -49,7 +49,7 @@ class PendingBlock:
     pool_block: int
     span: SlotSpan
     cost: int
-    claim: bool
+    for_prompt: bool
     writer: BlockWriter | None = None
     extent: StoredExtent | None = None
     refused: bool = False
@@ -119,10 +119,10 @@ class Saver:
         self._worker = threading.Thread(target=self._work, name="offload-rt saver", daemon=True)
         self._worker.start()
 
-    def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> SaveHandle | None:
+    def begin(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> SaveHandle | None:
         """Start to save blocks of `named`, in order, as many as fit in the write buffer.
 
-        Return a handle for `layer_done`, or None if no block fits. For `claim`, see `DiskStore.begin`.
+        Return a handle for `layer_done`, or None if no block fits. For `for_prompt`, see `DiskStore.begin`.
         """
         with self._mutex:
             most = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
@@ -132,7 +132,7 @@ class Saver:
             [span] = self._pool.spans(blocks, block.group, tokens)
             # A block table with only sliding-window blocks has capacity 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
-            entry = PendingBlock(block, self._pool_block_id(blocks, block), span, cost, claim)
+            entry = PendingBlock(block, self._pool_block_id(blocks, block), span, cost, for_prompt)
             if not self._attach_extent(saving, entry):
                 if saving.buffered == most:
                     break
@@ -189,12 +189,12 @@ class Saver:
             entry.give_up()
         return entry.extent
 
-    def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, claim: bool = False) -> int:
+    def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> int:
         """Save all layers of complete blocks. Return how many of `named` were accepted.
 
-        For `claim`, see `DiskStore.begin`.
+        For `for_prompt`, see `DiskStore.begin`.
         """
-        saving = self.begin(blocks, named, claim=claim)
+        saving = self.begin(blocks, named, for_prompt=for_prompt)
         if saving is None:
             return 0
         for layer in range(len(self._pool.groups.group)):
@@ -320,7 +320,7 @@ class Saver:
         """Return the store's writer for a block, or None if the store has the block already or does not accept it."""
         if entry.writer is None and not entry.refused:
             size = layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(entry.block, size, entry.cost, claim=entry.claim)
+            entry.writer = self._store.begin(entry.block, size, entry.cost, for_prompt=entry.for_prompt)
             entry.refused = entry.writer is None
         return entry.writer
 

@@ -55,7 +55,9 @@ class SwapFile:
     def find(self, name: NamedBlock) -> StoredBlock | None:
         return self._blocks.get(name.key)
 
-    def begin(self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, claim: bool = False) -> BlockWriter | None:
+    def begin(
+        self, name: NamedBlock, layer_bytes: int, cost: int = 0, *, for_prompt: bool = False
+    ) -> BlockWriter | None:
         """Reserve space for a block. Return None if the block is already stored or the limit is reached."""
         assert self.layers * layer_bytes <= self._slot_bytes
         key, count = name.key, name.count

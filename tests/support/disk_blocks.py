@@ -40,8 +40,8 @@ def blocks_of(number: int) -> list[bytes]:
     return [random.Random(f"{number} {layer}").randbytes(LAYER_BYTES) for layer in range(LAYERS)]
 
 
-def save(store: DiskStore, number: int, parent: bytes | None = None, *, claim: bool = False) -> bool:
-    writer = store.begin(block_name(store, number, parent), LAYER_BYTES, claim=claim)
+def save(store: DiskStore, number: int, parent: bytes | None = None, *, for_prompt: bool = False) -> bool:
+    writer = store.begin(block_name(store, number, parent), LAYER_BYTES, for_prompt=for_prompt)
     if writer is None:
         return False
     return fill(writer, number)

@@ -27,7 +27,6 @@ PICTURES = {
     "perplexity_along_the_text.png",
     "perplexity_by_attended_share.png",
     "perplexity_by_context_with_64_tokens.png",
-    "tokens_needed_for_90_percent_of_attention.png",
 }
 TABLES = {
     "analysis.md",
@@ -54,7 +53,6 @@ def test_every_table_and_figure_is_made_once(
     assert all(json.loads((tmp_path / name).with_suffix(".json").read_text())["data"] for name in PICTURES)
     assert {path.name for path in tmp_path.glob("*.md")} == TABLES
     assert (tmp_path / "needles_with_a_bounded_pool" / "retrieval.md").is_file()
-    monkeypatch.setitem(STEPS, "attention", lambda paper: None)  # figures are drawn again each time, from the text
     monkeypatch.setattr(ModelUnderTest, "score", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(ModelUnderTest, "llm", lambda *a: pytest.fail("timed again"))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)

@@ -205,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
         token = int(model.blocks.length // BLOCK_SIZE * BLOCK_SIZE * share)
         block = model.blocks.ids[token // BLOCK_SIZE]
         shared = any(block in other.blocks.ids for other in self.live if other is not model)
-        assert self.pool.claim(model.blocks, token // BLOCK_SIZE) is not shared
+        assert self.pool.make_exclusive(model.blocks, token // BLOCK_SIZE) is not shared
         if shared:
             return
         self.written += 1

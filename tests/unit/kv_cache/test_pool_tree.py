@@ -253,13 +253,13 @@ def test_an_overwritten_block_is_removed_from_the_tree() -> None:
     append(pool, blocks, 3 * BLOCK_SIZE)
     pool.publish(blocks, tokens, "exact")
     other = pool.match(tokens, "exact")
-    assert not pool.claim(blocks, 1), "another sequence reads it"
+    assert not pool.make_exclusive(blocks, 1), "another sequence reads it"
     assert len(pool.cached) == 3, "and finds it again"
     pool.release(other)
-    assert pool.claim(blocks, 1)
+    assert pool.make_exclusive(blocks, 1)
     assert pool.match(tokens, "exact").length == BLOCK_SIZE, "its descendants were removed too"
     pool.publish(blocks, tokens, "exact")
     assert pool.match(tokens, "exact").length == BLOCK_SIZE
     pool.check_integrity()
     pool.release(blocks)
-    assert not pool._claimed, "the next holder of the slot may publish it"
+    assert not pool._exclusive, "the next holder of the slot may publish it"

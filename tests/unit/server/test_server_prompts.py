@@ -1,7 +1,6 @@
 """Test long prompts.
 
-Too long prompts are refused before tokenization. Others are tokenized in pieces, beside short ones, until the client
-leaves.
+Too long prompts are refused before tokenization. Others are tokenized beside short ones.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import threading
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 from typing import Any
 
 import httpx2
@@ -20,8 +18,8 @@ from support.serving import ScriptedEngine, reference_tokenizer, served, wait_un
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from offload_rt.server import prompts, tokenizing
-from offload_rt.server.tokenizing import CancelledError, TextTokenizer
+from offload_rt.server import prompts
+from offload_rt.server.tokenizing import NFC_SHRINKS, max_token_bytes
 
 CORPUS = [
     "It was a dark night, and the river was high.",
@@ -29,7 +27,10 @@ CORPUS = [
     "的 é à ﬁ 한국어 …",
     "a b c",
 ]
-LLAMA, QWEN = tokenizing.LOCAL_PATTERNS[1:]
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def trained(
@@ -69,27 +70,27 @@ def gemma() -> PreTrainedTokenizerBase:
     return made
 
 
-SPLIT: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+BOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "reference": reference_tokenizer,
     "gpt2": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "llama3": lambda: trained(None, byte_level(LLAMA)),
-    "qwen": lambda: trained(normalizers.NFC(), byte_level(QWEN)),
+    "qwen": lambda: trained(normalizers.NFC(), byte_level(LLAMA)),
     "gemma": gemma,
-}
-"""Tokenizers whose texts may be cut into pieces, by model family."""
-
-WHOLE: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "prefix": lambda: trained(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "prepend": lambda: trained(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
     "behind spaces": lambda: trained(None, pre_tokenizers.Split(" ", "merged_with_previous")),
     "pattern": lambda: trained(None, byte_level(r"[a-z]+ [a-z]+|.")),
+}
+"""Tokenizers with a limit on the text of a token, by model family or special step."""
+
+UNBOUNDED: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "lstrip": lambda: trained(None, byte_level(LLAMA), None, AddedToken("high", lstrip=True)),
     "unigram": lambda: trained(normalizers.NFKC(), pre_tokenizers.Metaspace(), models.Unigram()),
     "wordpiece": lambda: trained(
         normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), models.WordPiece(unk_token="[UNK]")
     ),
 }
-"""Tokenizers whose texts must stay whole."""
+"""Tokenizers that remove or join parts of a text, so that a token may represent text of any length."""
 
 
 def text_of(seed: int, size: int) -> str:
@@ -99,44 +100,20 @@ def text_of(seed: int, size: int) -> str:
     return "".join(rng.choice(words) for _ in range(size))
 
 
-def encode(texts: TextTokenizer, text: str, special_tokens: bool = False) -> list[int]:
-    return texts.encode(text, special_tokens, Event(), lambda tokens: None)
-
-
-@pytest.mark.parametrize("name", [*SPLIT, *WHOLE])
-def test_pieces_give_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = (SPLIT | WHOLE)[name]()
-    monkeypatch.setattr(tokenizing, "PIECE", 7)
-    texts = TextTokenizer(tokenizer)
-    for seed in range(60):
-        text = text_of(seed, 60)
-        pieces = list(texts.pieces(text))
-        assert "".join(pieces) == text and (len(pieces) > 1) == (name in SPLIT)
-        for special in (False, True):
-            assert encode(texts, text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-def test_nothing_is_cut_where_a_token_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A BPE tokenizer trained without pre-tokenization has tokens such as "dark night"."""
-    monkeypatch.setattr(tokenizing, "PIECE", 2)
-    tokenizer = trained(None, None)
-    texts = TextTokenizer(tokenizer)
-    assert any(" " in token[1:-1] for token in tokenizer.convert_ids_to_tokens(tokenizer(CORPUS[0])["input_ids"]))
-    for text in (*CORPUS, *(text_of(seed, 60) for seed in range(30))):
-        assert encode(texts, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("name", [*SPLIT, *WHOLE])
-def test_a_text_has_at_least_as_many_tokens(name: str) -> None:
-    tokenizer = (SPLIT | WHOLE)[name]()
-    texts = TextTokenizer(tokenizer)
-    for seed in range(60):
-        text = text_of(seed, 200)
-        assert texts.least_tokens(text) <= len(tokenizer(text, add_special_tokens=False)["input_ids"])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_token_represents_no_more_bytes(name: str) -> None:
+    tokenizer = BOUNDED[name]()
+    most = max_token_bytes(tokenizer)
+    assert most is not None and most < 600
     longest = max(tokenizer.get_vocab(), key=len) * 50
-    assert texts.least_tokens(longest) <= len(tokenizer(longest, add_special_tokens=False)["input_ids"])
-    bounded = name not in ("unigram", "wordpiece", "lstrip")
-    assert (texts.least_tokens("water " * 10_000) > 100) == bounded
+    for text in (longest, *(text_of(seed, 200) for seed in range(60))):
+        tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert len(text.encode()) <= most * tokens
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_tokens_without_a_limit_have_no_bound(name: str) -> None:
+    assert max_token_bytes(UNBOUNDED[name]()) is None
 
 
 def test_nfc_shrinks_no_further() -> None:
@@ -151,21 +128,7 @@ def test_nfc_shrinks_no_further() -> None:
     for character in characters:
         parts = unicodedata.normalize("NFD", character)
         size = sum(max(len(part.encode()), longest.get(part, 0)) for part in parts)
-        assert size <= tokenizing.NFC_SHRINKS * len(unicodedata.normalize("NFC", character).encode())
-
-
-def test_a_cancelled_text_is_given_up() -> None:
-    texts, cancelled = TextTokenizer(reference_tokenizer()), Event()
-    seen = []
-
-    def check(tokens: int) -> None:
-        seen.append(tokens)
-        if len(seen) == 3:
-            cancelled.set()
-
-    with pytest.raises(CancelledError):
-        texts.encode("It was a dark night. " * 40_000, False, cancelled, check)
-    assert len(seen) == 3
+        assert size <= NFC_SHRINKS * len(unicodedata.normalize("NFC", character).encode())
 
 
 class Recorded:
@@ -173,7 +136,7 @@ class Recorded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.asked, self.given_back = threading.Event(), list[int](), 0
-        whole = tokenizing.encode_rendered
+        whole = prompts.encode_rendered
 
         def encode_rendered(tokenizer: Any, text: str, **named: Any) -> list[int]:
             self.asked.append(len(text))
@@ -184,7 +147,7 @@ class Recorded:
         def give_back() -> None:
             self.given_back += 1
 
-        monkeypatch.setattr(tokenizing, "encode_rendered", encode_rendered)
+        monkeypatch.setattr(prompts, "encode_rendered", encode_rendered)
         monkeypatch.setattr(prompts, "give_back", give_back)
 
 
@@ -229,18 +192,7 @@ def test_what_can_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) ->
         assert recorded.given_back == len(PATHS)
 
 
-def test_what_is_too_long_is_tokenized_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(monkeypatch)
-    recorded.go.set()
-    monkeypatch.setattr(TextTokenizer, "most_bytes", None)  # as for a tokenizer without a bound
-    engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
-    with served(engine) as url, httpx2.Client(base_url=url, timeout=30) as http:
-        answer = http.post("/v1/completions", json={"prompt": "It was a dark night. " * 40_000})
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert len(recorded.asked) == 1
-
-
-def test_a_long_prompt_delays_no_short_one_and_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")
     engine.llm.geometry.max_positions = engine.llm.max_model_len = 10**7
@@ -256,5 +208,5 @@ def test_a_long_prompt_delays_no_short_one_and_ends_with_its_client(monkeypatch:
             leaving.close()
             recorded.go.set()
             wait_until(lambda: recorded.given_back == 1)
-            assert [size for size in recorded.asked if size > 1000] == recorded.asked[:1], "one piece of one of the two"
+            assert [size for size in recorded.asked if size > 1000] == recorded.asked[:1], "one of the two"
             assert http.post("/v1/completions", json=long).status_code == 200

@@ -25,7 +25,7 @@ from offload_rt.sessions.deletion import Removed
 from offload_rt.sessions.request_factory import StoredRequestFactory
 from offload_rt.sessions.store import SessionStore
 from offload_rt.storage.disk_store import DiskStore
-from offload_rt.storage.files import read_claim
+from offload_rt.storage.files import read_prompt_mark
 from offload_rt.storage.folder import StoreFolder
 from offload_rt.storage.options import StoreOptions
 from offload_rt.storage.saver import Saver
@@ -349,25 +349,25 @@ def test_short_requests_do_not_evict_a_long_conversation(tmp_path: Path) -> None
 
 
 def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt uses blocks of a session, which is deleted at once. The deletion waits for the claims."""
-    ids, deleting, threads, claimed = prompt(300), threading.Event(), set[str](), list[bool]()
-    claims, retain, forget = DiskStore.claim, DiskStore.retain, SessionStore.delete_stored
+    """A prompt uses blocks of a session, which is deleted at once. The deletion waits for the marks."""
+    ids, deleting, threads, marked = prompt(300), threading.Event(), set[str](), list[bool]()
+    mark, retain, forget = DiskStore.mark_for_prompts, DiskStore.retain, SessionStore.delete_stored
     served(make(tmp_path), lambda engine: last(engine, ids, session="s"), parked=True)
 
     def claim_late(self: DiskStore, keys: Iterable[bytes]) -> None:
         threads.add(threading.current_thread().name)
         assert deleting.wait(20)
-        claims(self, keys)
+        mark(self, keys)
 
     def retain_seen(self: DiskStore, *args: Any, **named: Any) -> int:
-        claimed.extend(read_claim(path) for path in tmp_path.rglob("*.kv"))
+        marked.extend(read_prompt_mark(path) for path in tmp_path.rglob("*.kv"))
         return retain(self, *args, **named)
 
     def forget_soon(self: SessionStore, name: str) -> Removed:
         threading.Timer(0.3, deleting.set).start()
         return forget(self, name)
 
-    monkeypatch.setattr(DiskStore, "claim", claim_late)
+    monkeypatch.setattr(DiskStore, "mark_for_prompts", claim_late)
     monkeypatch.setattr(DiskStore, "retain", retain_seen)
     monkeypatch.setattr(SessionStore, "delete_stored", forget_soon)
 
@@ -376,4 +376,4 @@ def test_the_saver_thread_writes_claims(tmp_path: Path, monkeypatch: pytest.Monk
         assert await engine.delete_session("s")
 
     served(make(tmp_path), use)
-    assert claimed.count(True) == len(ids) // BLOCK_SIZE == block_files(tmp_path) and threads == {"offload-rt saver"}
+    assert marked.count(True) == len(ids) // BLOCK_SIZE == block_files(tmp_path) and threads == {"offload-rt saver"}

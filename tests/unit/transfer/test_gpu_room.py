@@ -166,6 +166,11 @@ def test_kernels_are_within_their_bounds_and_have_floors(results: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_coarse_clock_gives_a_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.time, "process_time", lambda: 7.0)
+    assert all(rate > 0 for rate in kernels.bandwidth(CPU, 1 << 12, 1).values())
+
+
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.dispatch.attend_counted
 

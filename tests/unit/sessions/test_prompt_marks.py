@@ -1,6 +1,6 @@
 """Test the owners of stored blocks, which decide whether a deletion removes a block.
 
-A session owns the blocks in its history. A prompt without a session owns the blocks that it has claimed in their files.
+A session owns the blocks in its history. A prompt without a session owns the blocks that it has marked in their files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.disk_blocks import LAYER_BYTES, block_files, block_name, blocks_of, fill, load, open_store, save
 
-from offload_rt.sessions.deletion import remove_claims, remove_session
+from offload_rt.sessions.deletion import remove_prompt_blocks, remove_session
 from offload_rt.sessions.history import History, document_name
 from offload_rt.storage import folder
-from offload_rt.storage.block_file import CLAIM, BlockWriter
+from offload_rt.storage.block_file import PROMPT_MARK, BlockWriter
 from offload_rt.storage.disk_store import DiskStore
-from offload_rt.storage.files import read_claim, read_header, write_claim
+from offload_rt.storage.files import read_header, read_prompt_mark, write_prompt_mark
 from offload_rt.storage.options import StoreOptions
 
 NAMES = ("a", "b", "c")
@@ -32,13 +32,13 @@ NUMBERS = st.sets(st.integers(0, 7), max_size=4)
 
 
 class ClaimsAgainstModel(RuleBasedStateMachine):
-    """Compare a store with sets of block numbers: stored, claimed by a prompt, and used by each session."""
+    """Compare a store with sets of block numbers: stored, marked by a prompt, and used by each session."""
 
     @initialize()
     def start(self) -> None:
         self.home = Path(tempfile.mkdtemp())
         self.stored: set[int] = set()
-        self.claimed: set[int] = set()
+        self.marked: set[int] = set()
         self.used: dict[str, set[int]] = {}
         self.writing: list[tuple[int, bool, BlockWriter]] = []
         self.store = open_store(self.home)
@@ -60,46 +60,46 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
     def run_prompt(self, numbers: set[int]) -> None:
         """Use stored blocks and write the missing ones."""
         for number in numbers:
-            assert save(self.store, number, claim=True) == (number not in self.stored)
+            assert save(self.store, number, for_prompt=True) == (number not in self.stored)
         self.stored |= numbers
-        self.claimed |= numbers
+        self.marked |= numbers
 
     @rule(numbers=NUMBERS)
     def claim_some(self, numbers: set[int]) -> None:
-        self.store.claim([self.key(number) for number in numbers])
-        self.claimed |= numbers & self.stored
+        self.store.mark_for_prompts([self.key(number) for number in numbers])
+        self.marked |= numbers & self.stored
 
-    @rule(number=st.integers(0, 7), claim=st.booleans())
-    def begin_one(self, number: int, claim: bool) -> None:
+    @rule(number=st.integers(0, 7), for_prompt=st.booleans())
+    def begin_one(self, number: int, for_prompt: bool) -> None:
         """Begin a write that ends later, so that several writers of one block overlap."""
-        writer = self.store.begin(block_name(self.store, number), LAYER_BYTES, claim=claim)
+        writer = self.store.begin(block_name(self.store, number), LAYER_BYTES, for_prompt=for_prompt)
         assert (writer is None) == (number in self.stored)
         if writer is not None:
-            self.writing.append((number, claim, writer))
-        elif claim:
-            self.claimed.add(number)
+            self.writing.append((number, for_prompt, writer))
+        elif for_prompt:
+            self.marked.add(number)
 
     @rule(keep=st.booleans())
     def end_one(self, keep: bool) -> None:
         if not self.writing:
             return
-        number, claim, writer = self.writing.pop(0)
+        number, for_prompt, writer = self.writing.pop(0)
         if not keep:
             writer.abort()
             return
         assert fill(writer, number)
         self.stored.add(number)
-        self.claimed |= {number} if claim else set()
+        self.marked |= {number} if for_prompt else set()
 
     @rule(number=st.integers(0, 7))
     def evict(self, number: int) -> None:
         self.store.remove([self.key(number)])
         self.stored.discard(number)
-        self.claimed.discard(number)
+        self.marked.discard(number)
 
     @rule(policy=st.sampled_from(("lookahead", "fifo")))
     def reopen(self, policy: str) -> None:
-        """Close and open the store, which does not know the claims in its files any more."""
+        """Close and open the store, which does not know the marks in its files any more."""
         while self.writing:
             self.end_one(keep=False)
         self.store.close()
@@ -117,12 +117,12 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
         else:
             remove_session(self.store, space, document_name(name))
         self.used.pop(name, None)
-        self.stored &= self.claimed.union(*self.used.values())
+        self.stored &= self.marked.union(*self.used.values())
 
     @rule()
     def clear(self) -> None:
-        remove_claims(self.store, self.store.root.hex())
-        self.claimed.clear()
+        remove_prompt_blocks(self.store, self.store.root.hex())
+        self.marked.clear()
         self.stored &= set().union(*self.used.values())
 
     @invariant()
@@ -132,8 +132,8 @@ class ClaimsAgainstModel(RuleBasedStateMachine):
         assert {number for number in range(8) if self.key(number) in self.store} == self.stored
         assert block_files(self.home) == len(self.stored)
         assert all(load(self.store, number) == blocks_of(number) for number in self.stored)
-        files = {path.stem: read_claim(path) for path in self.home.rglob("*.kv")}
-        assert {number for number in self.stored if files[self.key(number).hex()]} == self.claimed
+        files = {path.stem: read_prompt_mark(path) for path in self.home.rglob("*.kv")}
+        assert {number for number in self.stored if files[self.key(number).hex()]} == self.marked
         if not self.writing:
             self.store.check_integrity()
 
@@ -153,13 +153,13 @@ TestClaims = pytest.mark.usefixtures("no_fsync")(ClaimsAgainstModel.TestCase)
 
 
 def test_a_store_of_an_earlier_version_has_no_claims(tmp_path: Path) -> None:
-    """Blocks without a claim are readable. A deletion removes those that no history refers to, as before."""
+    """Blocks without a mark are readable. A deletion removes those that no history refers to, as before."""
     store = open_store(tmp_path)
     save(store, 1)
     save(store, 2)
     history = History("kept", "model", keys=[block_name(store, 2).key.hex()])
     store.documents.put(history.document, history.to_bytes())
-    assert all(path.read_bytes()[4096 - len(CLAIM) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
+    assert all(path.read_bytes()[4096 - len(PROMPT_MARK) : 4096] == bytes(8) for path in tmp_path.rglob("*.kv"))
     assert load(store, 1) == blocks_of(1)
     remove_session(store, store.root.hex(), document_name("gone"))
     assert load(store, 1) is None and load(store, 2) == blocks_of(2)
@@ -172,17 +172,21 @@ def test_a_claim_does_not_count_as_a_use(tmp_path: Path) -> None:
     [path] = tmp_path.rglob("*.kv")
     before = path.stat()
     key = block_name(store, 1).key
-    for change in (lambda: store.claim([key]), lambda: store.retain({key}), lambda: store.retain({key}, claimed=False)):
+    for change in (
+        lambda: store.mark_for_prompts([key]),
+        lambda: store.retain({key}),
+        lambda: store.retain({key}, keep_marked=False),
+    ):
         change()
         after = path.stat()
         assert (after.st_mtime_ns, after.st_atime_ns) == (before.st_mtime_ns, before.st_atime_ns)
-    assert not read_claim(path)
+    assert not read_prompt_mark(path)
 
 
 def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reopened store reads the claim of each file at most once, and writes only claims that are new."""
+    """A reopened store reads the mark of each file at most once, and writes only marks that are new."""
     store = open_store(tmp_path)
-    save(store, 1, claim=True)
+    save(store, 1, for_prompt=True)
     save(store, 2)
     store.close()
     store, changes = open_store(tmp_path), list[str]()
@@ -194,14 +198,14 @@ def test_a_claim_is_read_once_and_written_once(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(folder, function.__name__, call)
 
-    counted("read", read_claim)
-    counted("write", write_claim)
+    counted("read", read_prompt_mark)
+    counted("write", write_prompt_mark)
     keys = [block_name(store, number).key for number in (1, 2)]
     for _ in range(3):
-        store.claim(keys)
+        store.mark_for_prompts(keys)
         store.retain(set())
     assert sorted(changes) == ["read", "read", "write"]
-    assert block_files(tmp_path) == 2, "both blocks are claimed"
+    assert block_files(tmp_path) == 2, "both blocks are marked"
 
 
 def test_the_header_of_a_kept_block_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,13 +244,13 @@ def test_a_block_is_evicted_while_its_header_is_read(tmp_path: Path, monkeypatch
 
 def test_a_damaged_block_has_no_claim_and_is_not_changed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    save(store, 1, claim=True)
+    save(store, 1, for_prompt=True)
     [path] = tmp_path.rglob("*.kv")
     path.write_bytes(path.read_bytes()[:-1])
     damaged = path.read_bytes()
-    assert not read_claim(path)
-    write_claim(path, False)
+    assert not read_prompt_mark(path)
+    write_prompt_mark(path, False)
     assert path.read_bytes() == damaged
     reader = open_store(tmp_path, read_only=True)
-    reader.claim([block_name(reader, 1).key])
+    reader.mark_for_prompts([block_name(reader, 1).key])
     assert path.read_bytes() == damaged, "a reader writes nothing"
