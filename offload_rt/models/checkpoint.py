@@ -247,9 +247,10 @@ def resolve_dtype(
 ) -> torch.dtype | None:
     """Return the torch dtype that `dtype` names. None means the dtype of the weights, if the configuration states none.
 
-    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints, which halves the time to read the weights. In three cases, it is at least float32: for other
-    checkpoints, on CPUs on which bfloat16 is slow, and for models in the package, whose results are then the same on
-    every machine. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints, which halves the
+    time to read the weights. In three cases, it is at least float32: for other checkpoints, on CPUs on which bfloat16
+    is slow, and for models in the package, whose results are then the same on every machine. Raises ConfigError for an
+    unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
