@@ -1,4 +1,4 @@
-"""Dimensions and weight sizes of plain decoders, computed from config.json without transformers.
+"""Dimensions and weight shapes of plain decoders, computed from config.json without torch and transformers.
 
 Building a model on the meta device takes four seconds of processor time, most of it for imports. `plain_shape` handles
 Llama, Mistral, Qwen2 and Qwen3 without options that change shapes, and leaves all other models to `load_shape`. The
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 from ..core import ModelGeometry
+from ..errors import ModelError
 from ..utils.small_files import read_json
 from .source import ModelSource
-from .weights import WeightSizes, aligned
+from .stored_tensors import stored_tensors
 
 _IGNORED = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "hidden_act",
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id",
     "initializer_range", "max_window_layers", "model_type", "pad_token_id", "pretraining_tp", "rms_norm_eps",
     "rope_theta", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
@@ -65,26 +65,17 @@ class PlainShape(NamedTuple):
 
     geometry: ModelGeometry
     tied: bool
-    matrices: tuple[tuple[int, ...], ...]  # shapes of the weights of a decoder layer
+    layer: Mapping[str, tuple[int, ...]]  # shapes of the weights of a decoder layer, by name
     dtype: str | None  # stated in config.json
 
-    def weight_bytes(self, itemsize: int) -> int:
-        """Return the size in bytes of all weights and buffers, without alignment."""
-        layer = sum(prod(shape) * itemsize for shape in self.matrices)
-        return self.sizes(itemsize).fixed + layer * self.geometry.layers
-
-    def sizes(self, itemsize: int) -> WeightSizes:
-        """Return the sizes of the weights in a dtype of `itemsize` bytes."""
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight in the files of the checkpoint, by name."""
         geometry = self.geometry
-        embedding = geometry.vocab * geometry.hidden * itemsize
-        rotary = 2 * (geometry.head_dim // 2) * 4  # the frequencies and their original values, in float32
-        layer = sum(aligned(prod(shape) * itemsize) for shape in self.matrices)
-        return WeightSizes(
-            fixed=(1 if self.tied else 2) * embedding + geometry.hidden * itemsize + rotary,
-            layers=(layer,) * geometry.layers,
-            widest=max(side for shape in self.matrices if len(shape) == 2 for side in shape),
-            embedding=0 if self.tied else embedding,
-        )
+        matrix = (geometry.vocab, geometry.hidden)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": matrix}
+        for i in range(geometry.layers):
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer.items()}
+        return found | {"model.norm.weight": (geometry.hidden,)} | ({} if self.tied else {"lm_head.weight": matrix})
 
 
 def plain_shape(source: ModelSource) -> PlainShape | None:
@@ -96,6 +87,31 @@ def plain_shape(source: ModelSource) -> PlainShape | None:
         return _shape_of(read_json(folder / "config.json"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # Building the model will report the error.
+
+
+def check_shapes(source: ModelSource) -> None:
+    """Raise ModelError if the files of a plain decoder lack a weight, or have another shape than config.json states.
+
+    Only headers are read. Files of other models, and files with other names of weights, are not checked.
+    """
+    if (plain := plain_shape(source)) is None:
+        return
+    stored = {tensor.name: tensor.shape for tensor in stored_tensors(source)}
+    if "model.norm.weight" not in stored:
+        return
+    expected = plain.weights()
+    if absent := [name for name in expected if name not in stored]:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ModelError(
+            f"the checkpoint {source} lacks {absent[0]}{more}, which config.json requires "
+            f"({plain.geometry.layers} layers); it is not a complete model: download all of its files again"
+        )
+    for name, shape in expected.items():
+        if stored[name] != shape:
+            raise ModelError(
+                f"the checkpoint {source} has another shape for {name} than config.json states: {list(stored[name])} "
+                f"instead of {list(shape)}; the files are of different models, so download them again"
+            )
 
 
 def _shape_of(config: Mapping[str, Any]) -> PlainShape | None:
@@ -128,12 +144,15 @@ def _shape_of(config: Mapping[str, Any]) -> PlainShape | None:
         default_alpha=5.0,
     )
     queries, keys, mlp = heads * d, kv_heads * d, config["intermediate_size"]
-    matrices: list[tuple[int, ...]] = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    matrices += [(mlp, hidden), (mlp, hidden), (hidden, mlp), (hidden,), (hidden,)]
-    matrices += [(queries,), (keys,), (keys,)] if family.bias else []
-    matrices += [(d,), (d,)] if family.norms else []
+    outputs = {"q": queries, "k": keys, "v": keys}
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": (n, hidden) for name, n in outputs.items()}
+    layer |= {"self_attn.o_proj.weight": (hidden, queries), "mlp.gate_proj.weight": (mlp, hidden)}
+    layer |= {"mlp.up_proj.weight": (mlp, hidden), "mlp.down_proj.weight": (hidden, mlp)}
+    layer |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    layer |= {f"self_attn.{name}_proj.bias": (n,) for name, n in outputs.items() if family.bias}
+    layer |= {f"self_attn.{name}_norm.weight": (d,) for name in "qk" if family.norms}
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return PlainShape(geometry, bool(config.get("tie_word_embeddings")), tuple(matrices), dtype)
+    return PlainShape(geometry, bool(config.get("tie_word_embeddings")), layer, dtype)
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
@@ -141,6 +160,7 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window") is not False
     known = {
+        "hidden_act": config.get("hidden_act", "silu") == "silu",
         "attention_bias": config.get("attention_bias") in (None, False),
         "layer_types": set(config.get("layer_types") or ()) <= {"full_attention"},
         "mlp_bias": config.get("mlp_bias") in (None, False),

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,9 +128,17 @@ def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.d
     if plain is None or (plain.dtype is not None and not isinstance(declared, torch.dtype)):
         return None
     chosen = resolve_dtype(dtype, source, declared, target) or torch.float32
-    sizes = plain.sizes(chosen.itemsize)
-    # `sizes` counts each weight of a layer with its alignment, and `weight_bytes` without
-    return ModelShape(plain.geometry, plain.weight_bytes(chosen.itemsize), sizes, chosen, target)
+    geometry = plain.geometry
+    each = [prod(shape) * chosen.itemsize for shape in plain.layer.values()]
+    embedding = geometry.vocab * geometry.hidden * chosen.itemsize
+    rotary = 2 * (geometry.head_dim // 2) * torch.float32.itemsize  # frequencies, and a copy of them
+    sizes = WeightSizes(
+        fixed=(1 if plain.tied else 2) * embedding + geometry.hidden * chosen.itemsize + rotary,
+        layers=(sum(map(aligned, each)),) * geometry.layers,
+        widest=max(side for shape in plain.layer.values() if len(shape) == 2 for side in shape),
+        embedding=0 if plain.tied else embedding,
+    )
+    return ModelShape(geometry, sizes.fixed + geometry.layers * sum(each), sizes, chosen, target)
 
 
 def _code_versions() -> list[object]:
