@@ -55,7 +55,7 @@ def attend_causal(
 
 
 def _attend_few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with few queries q `[Hkv, G, m, d]`. K and V are read once for the G query heads of a group."""
+    """Attend with few queries q `[Hkv, G, m, d]`, so that K and V are read once for the G query heads of a group."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     m = q.shape[2]
     stacked, past = q.flatten(1, 2)[None], k.shape[1] - (m if m > 1 else 0)
@@ -92,7 +92,7 @@ def _supports_grouped_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 def _lower_right(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, enable_gqa: bool = False
 ) -> torch.Tensor:
-    """Attend with torch's causal bias object, which CUDA flash kernels apply without allocating a mask."""
+    """Attend with torch's `causal_lower_right` bias, which CUDA flash kernels apply without allocating a mask."""
     # Imported late, because this takes longer than the import of torch, and CPUs and `info` do not need it.
     from torch.nn.attention.bias import causal_lower_right
 

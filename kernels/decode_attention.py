@@ -20,14 +20,14 @@ from .pages import BLOCK
 from .reference import attention_weights, merge_lse
 
 MIN_TOKENS, MAX_PARTS = 1024, 16
-"""Minimum number of tokens per part of a KV head's tokens, and maximum number of parts. A thread computes one part.
+"""Minimum number of tokens in a part, and maximum number of parts per KV head. A thread computes one part.
 
 A part takes at least 10 us. The division does not depend on the number of threads, so neither does the rounding of
 results.
 """
 
 MIN_THREADED_WORK = 1 << 20
-"""Smallest number of multiplications that a call distributes over several threads."""
+"""Calls with fewer multiplications use one thread."""
 
 
 def attend(

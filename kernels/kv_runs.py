@@ -1,9 +1,9 @@
 """Decode attention of a batch whose sequences share KV, in torch: for CPUs, and as the reference of `triton_kv_runs`.
 
-A *run* is contiguous KV with the adjacent sequences of the batch that attend to it. Both ChunkAttention's two phases
-and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is one
-batched product with all their queries. The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for float64
-inputs).
+A *run* is a contiguous range of KV to which some adjacent sequences of the batch attend. Both ChunkAttention's two
+phases and Hydragen's hierarchy are attention over runs. The KV of every run is read once: a run of several sequences is
+one batched product with all their queries. The log-sum-exp (LSE) is the natural logarithm in float32 (float64 for
+float64 inputs).
 """
 
 from __future__ import annotations

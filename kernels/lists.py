@@ -177,9 +177,8 @@ def append_entries(entries: torch.Tensor, table: PointerTable, slots: torch.Tens
     A row belongs to `page` adjacent tokens and contains the element-wise minimum of their entries. `slots` is int64
     `[P]`. Lists with a negative slot are skipped.
     """
-    for stored, entry, slot in zip(
-        table.tensors, entries.split(table.heads), slots[:: table.heads].tolist(), strict=True
-    ):
+    sequence_slots = slots[:: table.heads].tolist()
+    for stored, entry, slot in zip(table.tensors, entries.split(table.heads), sequence_slots, strict=True):
         if slot >= 0:
             row = stored[:, slot // page]
             row.copy_(entry if slot % page == 0 else torch.minimum(row, entry))
@@ -223,11 +222,9 @@ def quantised_scores(
     `[Hkv, d]` are the same for all sequences. For the other arguments, see `partial_scores`.
     """
     scores = q.new_full((*q.shape[:2], tokens), -math.inf)
-    for sequence_keys, query, target in zip(
-        packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True
-    ):
-        n = min(tokens, sequence_keys.shape[1] * (8 // bits))
-        target[:, :, :n] = packed_scores(query, sequence_keys[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
+    for keys, query, target in zip(packed.tensors, q.split(packed.heads), scores.split(packed.heads), strict=True):
+        n = min(tokens, keys.shape[1] * (8 // bits))
+        target[:, :, :n] = packed_scores(query, keys[:, :, : q.shape[2]], mean, step, bits)[:, :, :n]
     return mask_scores(scores, starts, stops)
 
 
@@ -360,7 +357,7 @@ def append_quantised(
     packed: PointerTable,
     slots: torch.Tensor,
 ) -> None:
-    """Skew and quantise the newest key k `[P, d]` of each list and pack it into slot `slots[p]` of its packed keys.
+    """Skew and quantise the newest key k `[P, d]` of each list, and store its codes in slot `slots[p]`.
 
     `mean` and `step` `[Hkv, r]` define the quantisation levels. The packed keys of sequence b are int8 `[Hkv, m_b, w]`,
     with codes in the first r of w bytes. Codes of other tokens in the same bytes do not change. Lists with a negative

@@ -25,7 +25,7 @@ KEY_BITS = 4
 """Number of bits per element of a key. Attention output tolerates 2-bit values, but scores need 4-bit keys."""
 
 MIN_STEP_BITS = (127 - 20) << 3
-"""Upper eleven bits (exponent and three fraction bits) of 2^-20 in float32. Step code 0 stands for 2^-20."""
+"""The smallest step size, 2^-20, as the upper eleven bits of a float32 without sign. Its code is 0."""
 
 
 # ------------------------------------------------------------------------------------------------------------- rows

@@ -26,7 +26,7 @@ _caches: list[Callable[[], None]] = []
 
 
 def level_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the results of a function, which depend on the instruction sets that C code may use, until `unload`."""
+    """Cache the results of a function until `unload`. They depend on the instruction sets that C code may use."""
     cached = functools.cache(function)
     _caches.append(cached.cache_clear)
     return cast("Callable[P, T]", cached)

@@ -84,15 +84,15 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack(fields, 2).flatten(1, 2)
 
 
-def quantise_query(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the weights `[Hkv, G, d]` that multiply the codes of a key.
+def quantise_query(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise queries q `[Hkv, G, d]` to int8, so that their products with codes of keys are integers.
 
     Returns:
         int8 codes `[Hkv, G, d]`, symmetric around 0, and scales `[Hkv, G, 1]`, one per query head. Their rounding error
         is less than a fifth of that of int4 keys.
     """
-    scale = weights.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny * 127) / 127
-    return (weights / scale).round_().to(torch.int8), scale
+    scale = q.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny * 127) / 127
+    return (q / scale).round_().to(torch.int8), scale
 
 
 def quantised_scores(
@@ -112,9 +112,9 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int8 weights `[Hkv, G, d]`, a scale `[Hkv, G, 1]` and an offset `[Hkv, G, 1]` for each query.
+    """Return integer weights w, a scale s and an offset o for each query: the score of a key with codes c is s w·c + o.
 
-    The score of a key is scale * (sum of its codes times the weights) + offset.
+    w is int8 `[Hkv, G, d]`. s and o are `[Hkv, G, 1]`.
     """
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Distribute the parts of a computation over threads that sleep between calls.
 
 `runner` distributes a C call over a persistent team of threads (`team.c`). A C function `void name(const void *call,
-int64_t part)` computes one part. It must be thread-safe and must not start threads. `share` distributes a Python
+int64_t part)` computes one part. It must be thread-safe and must not start threads. `run_parts` distributes a Python
 function whose work releases the GIL, such as torch's matrix products.
 
 A decode step runs hundreds of torch operations that are shorter than the time to wake OpenMP's threads. The engine
@@ -77,7 +77,7 @@ def threads(limit: int | None = None) -> int:
 def torch_on_one_thread(*, helpers: bool = True) -> Iterator[None]:
     """Context in which torch's own operations in the calling thread do not use OpenMP threads.
 
-    `runner` and `share` still use all threads. With `helpers=False`, they use only the calling thread.
+    `runner` and `run_parts` still use all threads. With `helpers=False`, they use only the calling thread.
     """
     count = torch.get_num_threads()
     if count == 1:

@@ -2,7 +2,7 @@
 
 A list is the KV of one KV head of one sequence. Each key and value vector is read once for all G query heads of its
 group. Every list is split into pieces, so that even one sequence occupies all multiprocessors. The results of the
-pieces are merged.
+pieces, called *parts*, are merged.
 
 Products of half-precision numbers are exact in float32. The softmax weights are rounded to the dtype of the KV before
 the second product, except under Triton's interpreter, whose half-precision products are wrong. Apart from float32
@@ -74,7 +74,7 @@ def store_part(
 ) -> None:  # fmt: skip
     """Store the result of `attend_rows` for G query heads in rows [first, first + G) of `outs` and `lses`.
 
-    The output is stored only if `has_rows` is true, which means that the part has KV vectors.
+    The output is stored only if `has_rows` is true: if there were KV vectors to attend to.
     """
     head, column = tl.arange(0, GROUP), tl.arange(0, D)
     lse = tl.where(total > 0.0, peak + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
@@ -110,7 +110,7 @@ def _attend(
 def peak_and_sum(
     lses: tl.tensor, r: tl.tensor, parts: tl.tensor, rows: tl.tensor, peak: tl.tensor, LISTED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (m, s) for row r: m is the maximum of `peak` and the lse of all parts, s is the sum of exp(lse - m).
+    """Return the maximum m of `peak` and the lses of all parts in row r, and the sum of exp(lse - m) over the parts.
 
     LISTED parts are read at a time. It is a constant, so that longer contexts do not need another compilation.
     """
@@ -182,11 +182,9 @@ def attend_pieces(
     lses: torch.Tensor,
     scale: float,
 ) -> None:
-    """Attend to each piece of PIECE_ROWS KV vectors.
+    """Attend to pieces of PIECE_ROWS KV vectors each, without merging the results.
 
-    Write float32 outs `[pieces, P * G, d]` and lses `[pieces, P * G]`.
-
-    For the inputs, see `lists.attend_counted`.
+    Writes float32 outs `[pieces, P * G, d]` and lses `[pieces, P * G]`. For the inputs, see `lists.attend_counted`.
     """
     (lists, group, d), listed = q.shape, k.shape[1]
     assert k.shape == v.shape == (lists, listed, d) and q.dtype == k.dtype == v.dtype and counts.shape == (lists,)

@@ -107,7 +107,8 @@ def _slots(
 ) -> None:  # fmt: skip
     """Copy K and V of list p from the slots `slots[p, i * BLOCK : (i + 1) * BLOCK]` to `rows`, in program (p, i).
 
-    A list is one KV head of one sequence. If PUT, copy from `rows` to the slots instead. If PLANES is 1, copy only K.
+    A list is one KV head of one sequence. If SCATTER, copy from `rows` to the slots instead. If PLANES is 1, copy only
+    K.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLS)
@@ -219,9 +220,10 @@ def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *,
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:
-    """Return the dtype of the largest integer word whose size divides the size of a row, and kernel arguments.
+    """Return the dtype of the integer words in which rows are copied, and kernel arguments for this word size.
 
-    These are the words per row, this number rounded up to a power of two, and the rows per block.
+    A word is the largest integer whose size divides the size and the address of a row. The arguments are the words per
+    row (WORDS), this number rounded up to a power of two (COLS), and the rows per block (BLOCK).
     """
     row_bytes = rows.shape[1] * rows.itemsize
     size = next(size for size in _WORDS if row_bytes % size == 0 and rows.data_ptr() % size == 0)

@@ -18,7 +18,7 @@ from triton import knobs
 from .low_bit import Layout
 from .pages import BLOCK, PAGE_BLOCKS, PageTable
 from .triton_attention import LISTED, peak_and_sum
-from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
+from .triton_low_bit_rows import block_of, decoded_steps, padded_sizes, page_arguments
 from .triton_low_bit_scores import key_products, query_weights
 
 _LISTED_TOKENS = 1024
@@ -35,10 +35,11 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.constexpr_function
 def _centred(bits: int, field: int) -> str:
-    """Return assembly code that unpacks field `field` of four bytes to bfloat16, minus the middle code.
+    """Return assembly code that unpacks one code from each of four bytes to bfloat16, minus the middle code.
 
-    0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25. A code shifted by two bits into the mantissa gives
-    32 + code. Conversions of single bytes would take more instructions than the products.
+    The code begins at bit `bits * field` of a byte. 0x4200 is 32.0 in bfloat16, and its last mantissa bit is 0.25. A
+    code shifted by two bits into the mantissa gives 32 + code. Conversions of single bytes would take more instructions
+    than the products.
     """
     shift, codes = 2 - bits * field, f"0x{4 * (2**bits - 1) * 0x01010101:08X}"
     shifted = f"shl.b32 codes, $2, {shift};" if shift >= 0 else f"shr.b32 codes, $2, {-shift};"
@@ -61,10 +62,8 @@ def _exclude(
     program of a list also marks the tokens outside [start, stop) in the list's first and last block.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
-    token, excluded_list = (
-        tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1),
-        excluded + p * tokens,
-    )
+    token = tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1)
+    excluded_list = excluded + p * tokens
     tl.store(excluded_list + token, tl.full((LISTED_TOKENS,), 1, tl.uint8), mask=(token >= 0) & (token < tokens))
     if tl.program_id(1) == 0:
         start, stop, row = tl.load(starts + p), tl.load(stops + p), tl.arange(0, _BLOCK)
@@ -77,7 +76,7 @@ def _exclude(
 def _value_levels(
     raw: tl.tensor, FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr
 ) -> tl.tensor:
-    """Unpack field FIELD of packed values. The result is centred on 0, and exact in bfloat16."""
+    """Unpack the codes at bit FIELD * BITS of packed values, minus the middle code. The result is exact in bfloat16."""
     if INTERPRETED:
         codes = ((raw >> (FIELD * BITS)) & ((1 << BITS) - 1)).to(tl.float32) - ((1 << BITS) - 1) * 0.5
         return codes if WIDEN else codes.to(tl.bfloat16)
@@ -89,7 +88,10 @@ def _add_values(
     acc: tl.tensor, rescale: tl.tensor, weights: tl.tensor, raw: tl.tensor,
     FIELD: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return acc `[GROUP, V]` * rescale `[GROUP]`, plus weights `[GROUP, 64]` times field FIELD of 64 packed values."""
+    """Return acc `[GROUP, V]` * rescale `[GROUP]` + weights `[GROUP, 64]` times the codes of 64 tokens.
+
+    The codes are at bit FIELD * BITS of each byte of the packed values (`_value_levels`).
+    """
     return acc * rescale[:, None] + tl.dot(
         weights, _value_levels(raw, FIELD, BITS, WIDEN, INTERPRETED), input_precision="ieee"
     )
@@ -100,7 +102,10 @@ def _store_field(
     outs: tl.tensor, first: tl.tensor, acc: tl.tensor, total: tl.tensor,
     d: tl.constexpr, VALUES: tl.constexpr, V: tl.constexpr, FIELD: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide acc by total. Store the result in `outs`, rows [first, first + G), from channel FIELD * VALUES on."""
+    """Divide the sums `acc` by the softmax sums `total`, and store the attention output of some channels.
+
+    They are stored in rows [first, first + G) of `outs`, from channel FIELD * VALUES on.
+    """
     head, column = tl.arange(0, GROUP), tl.arange(0, V)
     address = outs + (first + head)[:, None] * d + FIELD * VALUES + column[None, :]
     tl.store(address, acc / total[:, None], mask=(head < G)[:, None] & (column < VALUES)[None, :])
@@ -277,7 +282,7 @@ def _parts(
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
-        *addressed(table), q, mean, starts, stops, excluded, outs, lses, table.heads, padded_tokens, lists,
+        *page_arguments(table), q, mean, starts, stops, excluded, outs, lses, table.heads, padded_tokens, lists,
         softcap or 0.0,
         d=d, **padded_sizes(layout), BITS=layout.value_bits,
         G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,

@@ -104,7 +104,8 @@ def _first_input(unit: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.
 def _raw(row: tl.tensor, unit: tl.tensor, mask: tl.tensor, PART: tl.constexpr) -> tl.tensor:
     """Load the first or last 8 bytes of units, uint8 `[OUTS, UNITS, 8]`.
 
-    Inputs are loaded in eights, too. With the same layout, they need not pass through shared memory.
+    Inputs are loaded in groups of 8 too (`_inputs`), with the same layout, so that they need not pass through shared
+    memory.
     """
     address = (row + unit * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
     return tl.load(address, mask=mask[:, :, None], other=0)
@@ -267,15 +268,9 @@ def unpack(
 
 def _offsets(form: PackedFormat) -> tuple[int | float, ...]:
     """Return the arguments of both kernels that describe a row: `step` to `offset`."""
-    parts = (
-        form.high_start // 16,
-        form.high_start,
-        form.scales_start,
-        form.minima_start,
-        form.factors_start,
-        form.minima_factors_start,
-    )
-    return form.row_bytes // _alignment(form), *parts, 2.0**form.exponent, float(form.offset)
+    starts = form.high_start, form.scales_start, form.minima_start, form.factors_start, form.minima_factors_start
+    step, units = form.row_bytes // _alignment(form), form.high_start // 16
+    return step, units, *starts, 2.0**form.exponent, float(form.offset)
 
 
 def _constants(form: PackedFormat) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend to one piece of list p (one KV head of one sequence), in program (p, s).
 
-    If s < kept_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece of
-    the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of ALIGN
-    elements. If PLANES is 1, the resident values are the resident keys.
+    If s < resident_pieces, the piece is rows [s * PIECE, (s + 1) * PIECE) of the resident KV. Otherwise it is a piece
+    of the fetched KV. Part s is stored as in `triton_attention._attend`. All strides and addresses are multiples of
+    ALIGN elements. If PLANES is 1, the resident values are the resident keys.
     """
     p, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tl.arange(0, GROUP), tl.arange(0, D)

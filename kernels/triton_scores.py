@@ -28,7 +28,10 @@ _FIELDS = tl.constexpr(FIELDS)
 
 @triton.jit
 def _rint(x: tl.tensor) -> tl.tensor:
-    """Round x, |x| < 2^22, half to even as torch does: x + 1.5 * 2^23 has no fraction bits."""
+    """Round x to the nearest integer, and halves to the even one, as torch does.
+
+    |x| must be less than 2^22, so that x + 1.5 * 2^23 has no fraction bits.
+    """
     return (x + 12582912.0) - 12582912.0
 
 

@@ -76,10 +76,8 @@ def _peaks_and_logs(
         peak = tl.maximum(peak, tl.max(block_maxima, 1))
     finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
     for first in range(0, parts, PARTS):
-        mask, index = (
-            (head < G)[:, None] & (first + part < parts)[None, :],
-            row[:, None] * parts + first + part[None, :],
-        )
+        mask = (head < G)[:, None] & (first + part < parts)[None, :]
+        index = row[:, None] * parts + first + part[None, :]
         block_maxima = tl.load(maxima + index, mask=mask, other=float("-inf"))
         sizes = tl.load(sums + index, mask=block_maxima > float("-inf"), other=0.0)
         total += tl.sum(sizes * tl.exp(block_maxima - finite_peak[:, None]), 1)
@@ -139,9 +137,9 @@ def _count(
 
 @triton.jit
 def _bound(histograms: tl.tensor, p: tl.tensor, lists: tl.tensor, rank: tl.tensor, KNOWN: tl.constexpr) -> tl.tensor:
-    """Return the bound: the first KNOWN bytes of the rank-th largest order (an integer that sorts like the score).
+    """Return the *bound* as far as it is known: the first KNOWN bytes of the rank-th largest order of a list.
 
-    Also return the rank of this order among the orders that begin with these bytes.
+    Also return the rank of this order among the orders that begin with these bytes. For orders, see the module.
     """
     prefix = rank * 0
     for digit in tl.static_range(KNOWN):
@@ -158,9 +156,10 @@ def _histogram(
     kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor,
     cap: tl.tensor, marked: tl.tensor, DIGIT: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Build the histogram of digit DIGIT over block i of list p (one KV head of one sequence), in program (p, i).
+    """Count the orders of block i of list p by their byte number DIGIT (0 is the highest), in program (p, i).
 
-    Only orders whose higher digits equal those of the bound are counted.
+    A list is one KV head of one sequence. Only orders whose higher bytes equal those of the bound (`_bound`) are
+    counted.
     """
     p, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     order = tl.load(orders + p * tokens + token, mask=token < tokens, other=_ABSENT)
@@ -187,9 +186,10 @@ def _tally(
     tokens: tl.tensor, kv_heads: tl.tensor, lists: tl.tensor, heads: tl.tensor, cap: tl.tensor, marked: tl.tensor,
     blocks: tl.tensor, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the orders of block i of list p above the bound (`_bound`), and those equal to it, in program (p, i).
+    """Count the tokens of block i of list p whose order is above the bound or equal to it, in program (p, i).
 
-    A list is one KV head of one sequence. The first program of a list also stores its number of selected tokens.
+    For the bound, see `_bound`. A list is one KV head of one sequence. The first program of a list also stores its
+    number of selected tokens.
     """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)

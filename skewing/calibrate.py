@@ -184,36 +184,29 @@ def _segment_sums(
     geometry = adapter.geometry
     slices = slices_of(len(tokens), SLICE)
     positions = torch.arange(len(tokens), device=tokens.device)
-    true_positions, spread_positions = (
-        [p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device))
-    )
+    real, spread = ([p[s] for s in slices] for p in (positions, _spread(len(tokens), limit).to(tokens.device)))
     adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
     adapter.run_stages(-1, hidden, slices)
     for layer in range(geometry.layers):
-        yield _sum_moments(
-            adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread_positions
-        )
+        yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:
             return
         next_layer = layer + 1
         kv = _all_rows(
-            keys_and_values(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), true_positions)
+            keys_and_values(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), real)
         )
-        for s, slice_positions in zip(slices, true_positions, strict=True):
-            attention_input = adapter.attention_input(layer, hidden[s])
-            residual = residual_after_attention(
-                adapter, layer, hidden[s], adapter.query(layer, attention_input, slice_positions), kv, s.stop
-            )
+        for s, slice_positions in zip(slices, real, strict=True):
+            x = adapter.attention_input(layer, hidden[s])
+            q = adapter.query(layer, x, slice_positions)
+            residual = residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)
             predicted: dict[Source | int, torch.Tensor] = {
-                source: predicted_input(adapter, next_layer, source, hidden[s], attention_input, residual)
-                for source in SOURCES
+                source: predicted_input(adapter, next_layer, source, hidden[s], x, residual) for source in SOURCES
             }
             output = adapter.mlp(layer, residual)
             for stage in adapter.stages(layer):
-                predicted[geometry.decoder_layer(next_layer) - stage.layer] = adapter.attention_input(
-                    next_layer, output
-                )
+                ahead = geometry.decoder_layer(next_layer) - stage.layer
+                predicted[ahead] = adapter.attention_input(next_layer, output)
                 output = stage.run(output)
             predictions(next_layer, predicted, adapter.attention_input(next_layer, output))
             hidden[s] = output  # assigned last, because a predicted attention input may be a view of `hidden`

@@ -35,7 +35,7 @@ from .calibrate import TOKENS, Progress, default_tokens, fit, measure, predictio
 from .rotation import Moments, SkewBasis, kept_energy, plain_basis
 
 PARTIAL_RATIO: Final = 0.3
-"""Fraction of the columns that is used to compute `SkewReport.energy` (paper §4.3)."""
+"""Fraction of the columns for `SkewReport.energy_kept_plain` and `energy_kept_skewed` (paper §4.3)."""
 
 _PROBE: Final = 256
 """Number of tokens for comparing the logits of the model and its folded copy."""
@@ -200,6 +200,7 @@ def skew_model(
     if loaded.adapter.geometry.absolute_positions:
         folded = out / "folded"
         difference = _write_folded(network, artifact, loaded, probe, folded)
+    prediction_probe = _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE)
     return SkewReport(
         artifact=out / "skew.safetensors",
         folded=folded,
@@ -209,9 +210,7 @@ def skew_model(
         energy_kept_plain=plain,
         energy_kept_skewed=skewed,
         logit_difference=difference,
-        predictions=prediction_quality(
-            loaded.adapter, _probe_tokens(loaded, calibration_tokens, _PREDICTION_PROBE), correction
-        ),
+        predictions=prediction_quality(loaded.adapter, prediction_probe, correction),
     )
 
 

@@ -44,7 +44,7 @@ class Correction:
 
     @classmethod
     def none(cls, layers: int) -> Correction:
-        """Return the identity correction (slope 1, offset 0), with a channel axis of size 1."""
+        """Return the identity correction: slope 1 and offset 0 for all channels."""
         shape = (len(SOURCES), layers, 1)
         return cls(torch.ones(shape), torch.zeros(shape))
 

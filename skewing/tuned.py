@@ -82,7 +82,7 @@ class TunedPolicy:
 def default_options(
     skew: Path | None, policy: str, options: Mapping[str, Any], fingerprint: str | None
 ) -> Mapping[str, Any]:
-    """Return the options `options`, with the tuned options of this policy as defaults.
+    """Return `options`, completed with the options of a tuned policy.
 
     Tuned options are used only if `skew` is a folder with a tuned policy named `policy` and no preset is given.
 

@@ -37,7 +37,7 @@ QUICK = os.environ.get("OFFLOAD_RT_QUICK") == "1"
 LEAN = os.environ.get("OFFLOAD_RT_LEAN") == "1"
 """Whether tests of missing extras are skipped, as in a GPU image that was not built for this project."""
 
-EXTRAS = ("anthropic", "fastapi", "gguf", "httpx2", "openai", "starlette", "uvicorn")
+EXTRAS = ("fastapi", "gguf", "httpx2", "openai", "starlette", "uvicorn")
 
 NO_CUDA = pytest.mark.skip(reason="no CUDA device on this machine")
 

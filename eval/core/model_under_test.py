@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,6 @@ class ModelUnderTest:
     """A model to evaluate. Scores are computed by `LLM.score`, with the decode steps of the runtime.
 
     Args:
-        model: Model name or folder.
-        device: Device, as in `LLM`.
-        dtype: Data type, as in `LLM`.
         skew: Skew artifact or folder of tuned options. None calibrates the model on first use.
         batch: Number of texts per `LLM.score` batch.
     """
@@ -187,11 +184,7 @@ def _scored(score: Score) -> Scored:
 
 
 def encode_text(tested: ModelUnderTest, text: str) -> tuple[list[int], list[int], tuple[int, ...]]:
-    """Tokenize `text` with byte offsets.
-
-    Returns:
-        The token ids, the end of each token in `text` in UTF-8 bytes, and the special tokens before the text (such as
-        BOS).
+    """Tokenize `text`. Return token ids, the end of each token in UTF-8 bytes, and the special tokens before the text.
 
     Raises:
         InputError: The model has no fast tokenizer.
@@ -215,8 +208,6 @@ class Evaluation:
     """A model, a text to evaluate it on, and a folder for the results.
 
     Attributes:
-        tested: The model.
-        text: The text.
         name: Name of the text in results.
         out: Folder of the results. Rows in this folder are not measured again.
         say: Shows a line about the progress.
@@ -229,3 +220,8 @@ class Evaluation:
     out: Path
     say: Say = say_nothing
     deadline_passed: Callable[[], bool] = lambda: False
+
+    def about(self, config: Any = None) -> dict[str, Any]:
+        """Return what all rows have in common: model, text, and the fields of the dataclass `config`."""
+        text = {"text": self.name, "text_digest": text_digest(self.text)}
+        return {**self.tested.identity, **text, **(asdict(config) if config is not None else {})}

@@ -63,10 +63,7 @@ def lines(
     """Plot one line per name in `series`.
 
     Args:
-        axis: Axes to draw on.
         series: Points (x, y) by name.
-        x: Label of the x axis.
-        y: Label of the y axis.
         percent: Axes to format as percentages: "x", "y" or "xy".
         errors: Lengths of the error bars (below, above) of each point, by name.
     """

@@ -29,7 +29,6 @@ class Measure:
     """A registered evaluation or benchmark.
 
     Attributes:
-        help: One-line description.
         add_flags: Adds the flags to a parser. If None, `run` parses `args.arguments` itself.
         run: Runs the evaluation and returns the exit code. Its docstring is the `--help` description.
     """
@@ -64,8 +63,6 @@ def run_measure(name: str, arguments: Sequence[str], prog: str) -> int:
 
     Args:
         name: Name of a registered evaluation, or path of a Python file that registers one.
-        arguments: Command-line arguments of the evaluation.
-        prog: Program name in usage messages.
 
     Raises:
         ConfigError: The evaluation or a flag is unknown. Errors of the evaluation are raised too.

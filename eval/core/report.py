@@ -108,11 +108,7 @@ class Report:
 
     Attributes:
         name: File name without suffix.
-        title: Heading of the Markdown report.
         about: Settings that all rows have in common, such as model, text and seeds.
-        columns: Columns of the Markdown table.
-        rows: Result rows.
-        notes: Paragraphs below the table.
     """
 
     name: str

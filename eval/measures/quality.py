@@ -91,18 +91,17 @@ def _tasks_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks", type=words, required=True, metavar="A,B", help="the harness' names, or ours: piqa_local"
     )
-    parser.add_argument("--harness-class", action="store_true", help="the harness' own transformers class beside full")
 
 
 @measure("tasks", "tasks of the LM Evaluation Harness under each policy, request by request against full", _tasks_flags)
 def tasks(args: argparse.Namespace) -> int:
     """Run tasks of the LM Evaluation Harness under each policy. Example: OFFLOAD_RT_DATA=DATA offload-rt eval tasks
-    reference --tasks piqa_local,copa_local --num-fewshot 5 --limit 50 --budgets 0.1 --harness-class --out DIR"""
+    reference --tasks piqa_local,copa_local --num-fewshot 5 --limit 50 --budgets 0.1 --out DIR"""
     from ..quality.lm_eval_tasks import TasksConfig, run_tasks
 
     config = config_of(args, TasksConfig, tasks=args.tasks)
     say, tested = say_on_stderr(args.quiet), model_under_test(args)
-    report = run_tasks(tested, variants(args, tested), config, Path(args.out), own_class=args.harness_class, say=say)
+    report = run_tasks(tested, variants(args, tested), config, Path(args.out), say=say)
     return show(report, args.out, say)
 
 

@@ -51,10 +51,7 @@ OTHERS: tuple[tuple[str, Mapping[str, Any], str], ...] = (
 
 
 class SelectionHistogram:
-    """Counts the positions that decode steps select, over all layers and KV heads.
-
-    Args:
-        size: Number of positions in the text.
+    """Counts the positions that decode steps select, over all layers and KV heads, in a text of `size` tokens.
 
     Attributes:
         steps: For each decode step, the number of selected positions in each bin, `[BINS]`.
@@ -82,7 +79,6 @@ class Comparison:
         full_tokens: Tokens that full attention generated.
         kl: Mean KL(full || policy) of the next-token distributions, in nats.
         top_1: Fraction of positions with the same most probable token.
-        scored: Number of compared positions.
     """
 
     policy: Stats
@@ -99,15 +95,6 @@ class Comparison:
 def compare(
     llm: LLM, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, plot: Path | None = None
 ) -> Comparison:
-    """Compare the text `tokens`, which `llm` has just generated after `prompt` with `params`, with full attention.
-
-    Args:
-        llm: Runtime that generated the text.
-        prompt: Token ids of the prompt.
-        tokens: New token ids.
-        params: Sampling parameters with a seed.
-        plot: PNG file to write, or None.
-    """
     stats, full, divergence = llm.last_stats, llm.under("full"), Divergence()
     full_tokens = [event.token_id for event in full.stream(list(prompt), params)]
     assert stats is not None and full.last_stats is not None

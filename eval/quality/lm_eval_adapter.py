@@ -50,18 +50,9 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
     """Harness model that runs on this runtime. Requests with equal contexts share one prefill.
 
     Args:
-        pretrained: Model name or folder.
-        policy: Policy, as in `LLM`.
-        dtype: Data type, as in `LLM`.
-        device: Device, as in `LLM`. None selects it automatically.
-        host_memory: Limit of the host pool, as in `LLM`.
-        eviction: Eviction policy, as in `LLM`.
-        skew: Skew artifact or folder of tuned options, as in `LLM`.
         decode_from: Maximum number of prefilled tokens per request. By default, the whole context except its last token
             is prefilled.
         max_length: Maximum number of tokens per request. By default, the context length of the model.
-        batch_size: Number of sequences per batch, or "auto".
-        max_batch_size: Batch size for "auto".
         add_bos_token: Whether to add special tokens. None uses the default of the tokenizer.
         **options: Options of the policy (lists as 0:1, None as "none").
 
@@ -102,7 +93,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def around(cls, llm: LLM, *, decode_from: int | None = None, batch_size: int = MAX_BATCH) -> OffloadLM:
-        """Wrap an existing `LLM`."""
         made = cls.__new__(cls)
         made._setup(llm, decode_from, None, batch_size, None)
         return made
@@ -275,10 +265,9 @@ def _batch(size: int | str, most: int | None) -> int:
 
 
 def _option(name: str, value: Any) -> Any:
-    """Convert the value of a policy option to the type that the policy expects.
+    """Convert a value that the harness has parsed to the type that the policy expects.
 
-    The harness has parsed the value as a number, string or boolean. "none" becomes None, and `dense_layers` "0:1"
-    becomes the tuple (0, 1), or () for "none".
+    "none" becomes None, and `dense_layers` "0:1" becomes the tuple (0, 1), or () for "none".
     """
     if name == "dense_layers" and not isinstance(value, (tuple, list)):
         return () if value == "none" else tuple(int(layer) for layer in str(value).split(":"))

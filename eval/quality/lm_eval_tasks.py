@@ -25,18 +25,11 @@ from .ruler import begin_documents, first_documents, without_downloads
 if TYPE_CHECKING:
     from ..core.model_under_test import ModelUnderTest
     from ..core.report import Say
-
-OWN = "transformers (the harness' own class)"
+    from .lm_eval_adapter import OffloadLM
 
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """Settings of an evaluation with harness tasks.
-
-    Attributes:
-        tasks: Names of harness tasks, or of local tasks such as piqa_local.
-    """
-
     tasks: tuple[str, ...]
     num_fewshot: int | None = option(None, help="examples per request (default of each task)", metavar="N")
     limit: int | None = option(None, help="documents per task (all)", metavar="N")
@@ -73,28 +66,25 @@ def run_tasks(
     config: TasksConfig,
     out: Path,
     *,
-    own_class: bool = False,
     say: Say = say_nothing,
     deadline_passed: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Run every task with every variant. Existing rows in `out` are reused. Write tasks.json, .csv and .md to `out`.
 
-    All variants are compared with the first one, which should be `full`. With `own_class`, the transformers model of
-    the harness runs too. The run stops when `deadline_passed` returns True.
+    All variants are compared with the first one, which should be `full`. The run stops when `deadline_passed` returns
+    True.
     """
     store, models = RowStore(out), Models(tested, config)
     shared = {"suite": "tasks", **tested.identity, **config.about}
-    runs: list[tuple[str, Variant | None]] = [(variant.label, variant) for variant in variants]
-    runs += [(OWN, None)] if own_class else []
     rows: list[Row] = []
     for task, length, name in config.jobs:
         base: Row | None = None
-        for label, variant in runs:
+        for variant in variants:
             key = (
                 shared
                 | {"tasks": task}
                 | ({} if length is None else {"lengths": [length]})
-                | {"variant": tested.key(variant) if variant else OWN}
+                | {"variant": tested.key(variant)}
             )
             row = store.get(key)
             if row is None and deadline_passed():
@@ -104,11 +94,10 @@ def run_tasks(
             if row is None:
                 row = measure(models.under(variant), task, config, length, tested.model)
                 store.put(key, row)
-            row = (tested.describe(variant) if variant else tested.identity | {"variant": label}) | row
-            row |= {"task": name}
+            row = tested.describe(variant) | row | {"task": name}
             base = base or row
             rows.append(row | compare(row, base))
-            say(f"{name}, {label}: {rows[-1]['metrics_shown']}")
+            say(f"{name}, {variant.label}: {rows[-1]['metrics_shown']}")
     about = {**tested.identity, **config.about, "harness": "lm-eval 0.4"}
     report = Report("tasks", f"Harness tasks under {tested.name}", about, COLUMNS, rows, NOTES)
     report.write(out)
@@ -118,36 +107,20 @@ def run_tasks(
 class Models:
     def __init__(self, tested: ModelUnderTest, config: TasksConfig) -> None:
         self._tested, self._config = tested, config
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, OffloadLM] = {}
 
-    def under(self, variant: Variant | None) -> Any:
-        """Return the harness model of a variant, or the harness's own transformers model for None.
-
-        Later calls reuse it.
-        """
-        name = OWN if variant is None else variant.label
-        if name not in self._made:
-            self._made[name] = self._own() if variant is None else self._ours(variant)
-        return self._made[name]
-
-    def _ours(self, variant: Variant) -> Any:
+    def under(self, variant: Variant) -> OffloadLM:
+        """Return the harness model of a variant. Later calls reuse it."""
         from .lm_eval_adapter import OffloadLM
 
-        return OffloadLM.around(
-            self._tested.llm(variant), decode_from=self._config.decode_from, batch_size=self._tested.batch
-        )
-
-    def _own(self) -> Any:
-        from lm_eval.models.huggingface import HFLM
-
-        from ...models.source import find_source
-
-        identity = self._tested.identity
-        settings = {"dtype": identity["dtype"], "device": identity["device"]}
-        return HFLM(pretrained=find_source(self._tested.model).name_or_path, batch_size=8, **settings)
+        if variant.label not in self._made:
+            llm = self._tested.llm(variant)
+            made = OffloadLM.around(llm, decode_from=self._config.decode_from, batch_size=self._tested.batch)
+            self._made[variant.label] = made
+        return self._made[variant.label]
 
 
-def measure(model: Any, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
+def measure(model: OffloadLM, task: str, config: TasksConfig, length: int | None = None, tokenizer: str = "") -> Row:
     """Run one task. `length` is the length of RULER documents, in tokens of the model `tokenizer`.
 
     Returns: A row with `metrics` {name: [value, standard error]}, numbers of documents, and mean exact attention and
@@ -157,8 +130,7 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
 
     from .lm_eval_adapter import TASKS
 
-    fractions: list[tuple[float, float]] = getattr(model, "fractions", [])  # the harness's own class has none
-    fractions.clear()
+    model.fractions.clear()
     folders = (str(TASKS), *([config.include_path] if config.include_path else []))
     manager = _task_manager(*folders, length=length, tokenizer=tokenizer, limit=config.limit)
     with without_downloads():
@@ -183,8 +155,8 @@ def measure(model: Any, task: str, config: TasksConfig, length: int | None = Non
         "metrics": {name: [float(found[f"{name},none"]), _number(found.get(f"{name}_stderr,none"))] for name in names},
         "documents": len(samples),
         "requests": sum(len(sample["resps"]) for sample in samples),
-        "attended": _mean([attended for attended, _ in fractions]),
-        "fetched": _mean([fetched for _, fetched in fractions]),
+        "attended": _mean([attended for attended, _ in model.fractions]),
+        "fetched": _mean([fetched for _, fetched in model.fractions]),
         "samples": [
             {"metrics": {n: sample[n] for n in names if n in sample}, "responses": _responses(sample)}
             for sample in samples

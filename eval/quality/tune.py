@@ -54,11 +54,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Settings of the search for policy options.
-
-    Attributes:
-        dense_layers: Layers without selection. The search does not change them.
-    """
+    """Settings of the search for policy options."""
 
     max_missed_mass: float = option(0.01, help="limit on the missed attention mass of the worst layer", metavar="M")
     context: int = option(2048, help="tokens taken from the text", metavar="N")
@@ -77,7 +73,6 @@ class Trial:
     """One setting of the options, and its measured results.
 
     Attributes:
-        options: Options of the policy.
         missed: Missed attention mass, mean over the sparse layers.
         worst: Missed attention mass of the layer with the largest value.
         attended: Fraction of the context that is attended to exactly.
@@ -213,10 +208,10 @@ def cut_text(ids: Sequence[int], config: TuneConfig, positions: int) -> Text:
 def run_tune(
     tested: ModelUnderTest, text: str, name: str, config: TuneConfig, out: Path, done: Callable[[], None] = lambda: None
 ) -> tuple[Report, TunedPolicy]:
-    """Search on `text`, which is called `name` in results.
+    """Search on `text`, which is called `name` in results. Write skew.safetensors, policy.json and all trials to `out`.
 
-    Write skew.safetensors, policy.json and a table of all trials to `out`. If no setting is within the limit, write the
-    setting with the lowest missed attention mass, with "kept" set to false.
+    If no setting is within the limit, write the setting with the lowest missed attention mass, with "kept" set to
+    false.
 
     Raises:
         InputError: The text is too short, or `out` cannot be written.

@@ -214,10 +214,8 @@ class BenchInputs:
     Attributes:
         model: Model for the baselines of transformers.
         own: Model with the same weights in the memory layout of `load_model`, for this runtime.
-        synthetic: Synthetic context.
         context: The synthetic context in a pool.
         room: Number of tokens for which preallocated caches have slots.
-        batch: Number of sequences.
     """
 
     model: Any

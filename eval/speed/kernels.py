@@ -59,15 +59,12 @@ class KernelSize:
 
     Attributes:
         copied: Size in bytes of each copy that measures a bandwidth.
-        tokens: Context length in tokens.
         share: Fraction of the tokens that is copied from the host.
         batch: Number of sequences with a shared prefix.
         prefix: Length of the shared prefix in tokens.
         own: Number of tokens of each sequence after the shared prefix.
-        repeats: Number of timed calls of each operation.
         programs: Numbers of Triton programs of a gather to measure, in addition to the default number. Too few programs
             do not saturate PCIe, too many delay other kernels.
-        outs: Number of outputs of a linear layer.
     """
 
     copied: int = 1 << 28
@@ -89,7 +86,6 @@ class Case:
     """One operation to measure.
 
     Attributes:
-        name: Name of the operation.
         moved: Number of bytes that the operation must read and write.
         over_pcie: Whether these bytes are copied from host to device, not within device memory.
         call: Runs the operation.

@@ -40,11 +40,8 @@ class SyntheticKV:
     """A synthetic context.
 
     Attributes:
-        geometry: Model geometry.
-        length: Context length in tokens.
         fraction: Fraction of eligible tokens that is planted, mean over the KV heads of a layer.
         spread: Maximum relative deviation of a KV head's fraction from `fraction`.
-        seed: Random seed.
         directions: `c` of each KV head, float32 `[L, Hkv, d]`.
         tokens: Sorted indices of planted tokens, int64 `[n]`, by layer and KV head.
     """

@@ -28,7 +28,6 @@ class Result:
     Attributes:
         prefill: CPU time to the first token in seconds.
         steps: CPU time of each further token in seconds.
-        tokens: Generated token ids.
         peak_bytes: Peak memory of the process up to now, in bytes.
     """
 

@@ -72,7 +72,6 @@ class GpuSize:
     """Sizes and settings of all parts of the GPU suite.
 
     Attributes:
-        tests: Arguments of pytest.
         decode: Settings of the part "decode". The part "sessions" uses its shape.
         host_memory: Limit on host memory for prefills and sessions. None means half of the free memory.
         policies: Flags of `eval perplexity` and `eval retrieval` in the part "accuracy".

@@ -32,9 +32,7 @@ class EngineLoad:
         pool_limit_bytes: Limit on the size of KV in host memory.
         prompt_tokens: Total prompt tokens of finished requests.
         cached_tokens: Total prompt tokens of finished requests whose KV was cached.
-        generated_tokens: Total generated tokens, including those of running requests.
         h2d_bytes: Total KV copied from host to device for finished requests.
-        weight_bytes: Size of the model's weights.
         device_kv_bytes: Size of the KV on the device after the latest step.
         kept_bytes: Size of cached KV in host memory that no request uses now.
         host_hit_tokens: Total prompt tokens whose KV was found in host memory.
@@ -176,8 +174,6 @@ class Client:
     """A caller of `AsyncLLM` that waits for outputs of one request.
 
     Attributes:
-        text: Text of the prompt, or None if the prompt was given as token ids.
-        ids: Token ids of the prompt.
         session: Name of the session, or None for a request outside a session.
         tracer: Recorder of the trace, or None if no trace was requested.
         request: The engine's request, or None before it is queued.

@@ -189,11 +189,7 @@ def build_policy(
     """Return the policy `name` for a loaded model. Raises ConfigError if the name or the options are invalid.
 
     Args:
-        loaded: The model.
-        name: Name of the policy.
-        options: Options of the policy.
         artifact: Called to load the skew artifact if the policy needs it.
-        keys_on_host: Keep the scoring keys in host memory.
         idle: Context in which no engine of the process computes, for measurements of speed.
     """
     adapter = loaded.adapter
@@ -227,7 +223,7 @@ def artifact_loader(loaded: LoadedModel, config: EngineConfig) -> ArtifactLoader
 
 def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
     """Return the skewing method that the options or the preset specify; None for that of the loaded artifact."""
-    found: SkewMethod | None = options_class(policy).given(options).get("skew")
+    found: SkewMethod | None = options_class(policy).with_preset(options).get("skew")
     return found
 
 

@@ -138,8 +138,6 @@ class CacheManager:
         turn will continue after this block (`Sequence.keeps_decoded`). Raises PoolFullError.
 
         Args:
-            sequence: The sequence.
-            storage: Device storage of the runner's sequences.
             stop: End of the tokens to compute next.
             before_window: Maximum number of new tokens before the last window that get slots too, if blocks are free.
         """
@@ -192,9 +190,7 @@ class MemoryUse:
     """Host memory of one session or request that cannot be reclaimed now. Used in error messages.
 
     Attributes:
-        name: Name of the session or request that uses the memory.
         bytes: Size in bytes. A shared block is counted for each of its users.
-        reason: Why the memory cannot be reclaimed.
     """
 
     name: str

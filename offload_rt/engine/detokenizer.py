@@ -104,8 +104,6 @@ class TextStream:
     and no stop string is found.
 
     Args:
-        tokenizer: Tokenizer of the model, or None.
-        stop: Stop strings.
         keep_stop: Include the stop string in the text.
         special: Include special tokens in the text.
         prompt: Prompt tokens, which precede the generated tokens.

@@ -40,7 +40,6 @@ class Engine:
     exception in one request ends only this request.
 
     Args:
-        runner: Computes the logits.
         max_num_seqs: Maximum number of sequences that are decoded together.
         on_prefill: Called as `on_prefill(request, layers_done)` after each layer of a prefill.
         swap: Writes the KV cache of preempted requests to disk.
@@ -76,8 +75,6 @@ class Engine:
         """Queue a prompt of at least one token, and return its request.
 
         Args:
-            token_ids: Tokens of the prompt.
-            params: Sampling parameters.
             recorder: Receives the tokens that each layer selects for the first completion. Unused for beam search.
             cache_salt: The prompt shares KV only with prompts of the same salt.
 

@@ -43,9 +43,7 @@ class GuidedDecoder:
         vocab: int,
         ends: Collection[int],
     ) -> None:
-        """Compile the grammar.
-
-        `ends` are the tokens that may end a complete output, and `vocab` is the number of logits.
+        """Compile the grammar. `ends` are the tokens that may end a complete output, `vocab` is the number of logits.
 
         Raises:
             InputError: The grammar is invalid, or the model has no fast tokenizer.

@@ -62,12 +62,7 @@ def logits_processors(
 ) -> LogitsProcessorList:
     """Return the logits processors of a request, except the one for structured outputs.
 
-    Args:
-        params: Sampling parameters of the request.
-        prompt: Number of prompt tokens.
-        ends: Tokens that end the text.
-        tokenizer: Tokenizer of the model, for `bad_words`.
-        device: Device of the logits.
+    `prompt` is the number of prompt tokens. `ends` are the tokens that end the text.
     """
     found = LogitsProcessorList()
     if params.logit_bias:

@@ -72,11 +72,8 @@ def token_ids(ids: object) -> list[int]:
 def shortened(ids: Sequence[int], max_tokens: int, truncate: str | None, what: str) -> list[int]:
     """Return token ids, cut to `max_tokens`.
 
-    Args:
-        ids: Token ids.
-        max_tokens: Maximum number of tokens.
-        truncate: Part to remove: "head", "tail" or "middle"; None removes no tokens.
-        what: Name of the text for error messages.
+    `truncate` is the part to remove: "head", "tail" or "middle"; None removes no tokens. `what` names the text in
+    errors.
 
     Raises:
         InputError: The text is too long and `truncate` is None, or nothing would remain.

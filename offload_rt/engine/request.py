@@ -181,11 +181,8 @@ class Request(ABC):
 def request_output(request: Request, ids: list[int], text: str | None = None, name: str | None = None) -> RequestOutput:
     """Return the output of a request up to now.
 
-    Args:
-        request: The request.
-        ids: Token ids of the prompt. The outputs of all steps share this list.
-        text: Text of the prompt, or None if the prompt was given as token ids.
-        name: Request id in the output. None uses the request's number.
+    `ids` are the token ids of the prompt, in a list that the outputs of all steps share. `text` is None if the prompt
+    was given as token ids. If `name` is None, the request id is the request's number.
     """
     finished = all(sample.finish_reason is not None for sample in request.samples)
     return RequestOutput(

@@ -99,8 +99,6 @@ class Runner(SequenceManager):
         caller then begins another prefill when this one is done. Raises PoolFullError.
 
         Args:
-            sequence: The sequence.
-            stop: End of the tokens to compute.
             want_logits: Compute the logits of the token before `stop`.
             before_layer: Called with the index of a layer before the layer runs. Must return only when the layer's KV
                 of earlier tokens is in the pool.

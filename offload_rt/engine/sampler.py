@@ -54,9 +54,6 @@ class Sampler:
     are derived from it.
 
     Args:
-        params: Sampling parameters of the request.
-        sample: Index of the completion.
-        ends: Tokens that end the output.
         tokenizer: Tokenizer of the model. Only needed for parameters given as text, such as `bad_words`.
     """
 
@@ -94,7 +91,6 @@ class Sampler:
         """Return the next token id.
 
         Args:
-            logits: Logits `[V]` of the next token, float32.
             tokens: Tokens of the prompt and all generated tokens.
             prompt: Number of prompt tokens. None means that all `tokens` are the prompt.
             shift: Number of tokens that were truncated from the start of the text. The position of the next token is

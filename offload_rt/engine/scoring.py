@@ -33,7 +33,6 @@ class Score:
     Attributes:
         logprobs: Natural log-probability of each token, `[n]`.
         is_greedy: Whether each token was the most probable one, `[n]`.
-        stats: Statistics of the sequence, such as times and transferred bytes.
     """
 
     logprobs: list[float]
@@ -74,9 +73,6 @@ def score(
     Equal prompts are prefilled once and forked.
 
     Args:
-        runner: Runner of the model and the policy.
-        prompts: Token ids of the prompts.
-        continuations: Token ids to score.
         decode_from: Maximum number of prompt tokens to prefill with exact attention; later prompt tokens are decoded.
             None prefills all prompt tokens except the last one.
         batch: Maximum number of sequences that are decoded together. If the pool is full, fewer are.

@@ -185,7 +185,6 @@ class SequenceManager:
         """Return cached blocks of a session's tokens. At least one token is left to compute.
 
         Args:
-            tokens: Tokens of the session.
             provenance: Part of the KV provenance key that describes the cache salt and truncations.
             floor: Index of the first token that sliding layers can see.
             exact_only: Return only blocks that were computed exactly, not those of this policy.
@@ -214,8 +213,6 @@ class SequenceManager:
         PoolFullError is raised, all blocks of the table are released.
 
         Args:
-            tokens: Tokens of the sequence.
-            blocks: Block table.
             capacity: Number of tokens to reserve slots for.
             known: Number of tokens whose KV was computed before.
             exact: Number of tokens at the start whose KV an exact prefill computed.

@@ -19,7 +19,6 @@ class SnapshotKeeper:
     snapshots are kept. All runners of the pool share the snapshots.
 
     Args:
-        slots: Recurrent state of the runner's sequences on the device.
         pool: KV pool with the prefix cache and the memory for snapshots.
     """
 

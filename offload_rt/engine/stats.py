@@ -34,13 +34,12 @@ def layer_means(trace: Trace, dense_layers: frozenset[int]) -> tuple[float | Non
 
 @dataclass(frozen=True)
 class Fractions:
-    """Fractions of the context that were copied to the device or attended to exactly, as means over layers and tokens.
+    """Fractions of the context, as means over layers and tokens.
 
     Attributes:
         fetched: Fraction of the context whose KV was copied to the device.
         attended: Fraction of the context that was attended to with full-precision KV.
-        sparse_fetched: `fetched` as a mean over the sparse layers only.
-        sparse_attended: `attended` as a mean over the sparse layers only.
+        sparse_fetched, sparse_attended: The same fractions as means over the sparse layers only.
     """
 
     fetched: float

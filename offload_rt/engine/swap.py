@@ -35,8 +35,6 @@ class SwappedSequence:
     """Everything that is needed to restore a sequence whose KV is on disk, except its tokens.
 
     Attributes:
-        names: Names of the sequence's blocks, including blocks of sliding layers.
-        position: Number of computed tokens.
         exact: Number of tokens at the start whose KV an exact prefill computed.
         shift: Number of tokens that were truncated from the start of the text.
         provenance: Part of the KV provenance key that describes the cache salt and truncations.

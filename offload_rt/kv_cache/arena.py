@@ -81,15 +81,10 @@ class Arena:
 
 
 def reserve(size: int, what: str, huge_from: int = 0) -> mmap.mmap:
-    """Reserve `size` bytes of page-aligned address space without allocating memory.
+    """Reserve `size` bytes of page-aligned address space for the purpose `what`, without allocating memory.
 
-    Args:
-        size: Size in bytes.
-        what: Purpose of the memory, for the error message.
-        huge_from: Offset in bytes from which huge pages are requested; a multiple of `PAGE`.
-
-    Raises:
-        MemoryLimitError: The limits of the process do not allow this size.
+    Huge pages are requested from byte `huge_from` on, a multiple of `PAGE`. Raises MemoryLimitError if the limits of
+    the process do not allow this size.
     """
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

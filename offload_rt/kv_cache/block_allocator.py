@@ -19,7 +19,6 @@ class BlockAllocator:
     because the next call may allocate it again.
 
     Args:
-        slab_blocks: Number of blocks per slab.
         on_free: Function that is called with the blocks whose last reference was dropped, before they can be allocated
             again.
     """

@@ -131,8 +131,6 @@ def victims(policy: str, state: SlotState, protected: torch.Tensor, step: int, c
         policy: A key of `RANKINGS`.
         state: Eviction state. Positions must be below 2**32. Empty slots are never returned.
         protected: Whether a slot must not be evicted, bool `[L, slots]`.
-        step: Current decode step.
-        count: Number of slots to return per layer.
 
     Returns:
         Slots int64 `[L, count]` in eviction order. -1 if a layer has no more slots to evict.

@@ -49,9 +49,6 @@ class ArenaLayout:
             layers of the model.
         kv_heads: Number of KV heads of a full-attention layer (Hkv).
         head_dim: Number of stored elements per vector (d) of a full-attention layer.
-        itemsize: Size in bytes of a stored element.
-        slab_blocks: Number of blocks per slab.
-        slabs: Number of slabs.
         window_rows: Hkv, and stored elements per vector, of sliding-window layers; None if they equal the above.
         planes: Planes per storage layer and head: 2 (K and V), or 1 if the keys contain the values.
     """

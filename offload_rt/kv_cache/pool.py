@@ -310,7 +310,6 @@ class HostPool(StoredRows):
         of the result is the number of cached tokens.
 
         Args:
-            tokens: Token ids of the prompt.
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
             floor: First token that sliding-window layers may see. A prefix is only used if window blocks are cached for
                 all tokens, from `floor` on, that the first token after the prefix sees.

@@ -30,7 +30,6 @@ def block_key(parent: bytes, provenance_key: str, tokens: bytes) -> bytes:
 
     Args:
         parent: Key of the previous block, which depends on the namespace and all earlier tokens.
-        provenance_key: KV provenance key.
         tokens: Up to 64 token ids as little-endian int64.
     """
     name = provenance_key.encode()
@@ -122,7 +121,6 @@ class PrefixTree:
         The caller must add a reference to each block.
 
         Args:
-            tokens: Token ids of the prompt.
             *provenance_keys: Accepted KV provenance keys. For each block, the first key that matches is used.
             usable: Function that returns how many of the matched blocks, from the first on, can be used.
         """
@@ -165,7 +163,6 @@ class PrefixTree:
         """Insert the full blocks of a sequence with the tokens `tokens`.
 
         Args:
-            tokens: Tokens of the sequence, from its start.
             blocks: Ids of its full blocks. Blocks that are already in the tree stay unchanged.
             provenance_key: KV provenance key of the new blocks.
             has_one_user: Function that returns whether only this sequence references a block.

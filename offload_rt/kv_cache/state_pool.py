@@ -24,9 +24,6 @@ class StatePool:
     used. Copies run on the current stream. A restored state is therefore complete if it was saved on the same stream.
 
     Args:
-        geometry: Dimensions of the model, with its recurrent states.
-        dtype: Data type of the model.
-        slots: Number of slots, at least one.
         device: Device of the model. If it is a CUDA device, each slot is page-locked when it is first used.
     """
 

@@ -1,1 +1,1 @@
-"""Computation of batches through the layers of a model: prefill, decode, attention."""
+"""Run batches through the layers of a model: prefill, decode steps and verification passes."""

@@ -29,10 +29,10 @@ from .trace import TransferUse
 
 
 def supports_batched_selection(batch: DecodeBatch) -> bool:
-    """Return whether the policy can select for the whole batch at once, and every sequence is long enough to select.
+    """Return whether tokens can be selected for the whole batch at once.
 
-    The result is False for models with soft-capped scores, and if resident KV that a sequence sees in a sliding-window
-    layer is not contiguous.
+    This needs a policy with a `rule`, and sequences that are all long enough to select tokens. Models with soft-capped
+    scores are not supported, nor sequences whose resident KV is not contiguous in a sliding-window layer.
     """
     geometry, policy = batch.geometry, batch.policy
     if policy.rule is None or geometry.softcap is not None or not batch.selecting or any(batch.dense):
@@ -63,7 +63,10 @@ class BatchedMode(PerSequenceMode):
         return self._inputs.tokens, self._inputs.positions
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the newest k and v `[Hkv, B, d]` with two launches for KV and one for scoring keys."""
+        """Store the newest k and v `[Hkv, B, d]` on the device, in the pool and in the scoring keys.
+
+        This takes two launches for KV and one for scoring keys.
+        """
         inputs, window = self._inputs, self._batch.geometry.windows[layer]
         newest = KVPart(k, v).map(lambda rows: rows.transpose(0, 1).reshape(-1, rows.shape[2]))
         group = inputs.rows.group(layer)
@@ -180,9 +183,9 @@ class BatchedMode(PerSequenceMode):
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The tokens that a layer selected in a step, in P = B * Hkv lists.
+    """The tokens that a layer fetched in a step, in P = B * Hkv lists.
 
-    All candidates count as selected if a layer that attends to all tokens fetches shared tokens once.
+    They are the selected tokens, or all candidates if a layer that attends to all tokens fetches shared tokens once.
 
     Attributes:
         tokens: Token indices int64 `[P, n]`, padded.
@@ -215,7 +218,7 @@ class EagerSteps:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return inputs with the values of the batch, or None if policy or transfer do not support batched selection.
+        """Return `StepInputs` with the values of the batch, or None if policy or transfer need separate selection.
 
         `size` is the number of sequences including padding; None means no padding.
         """

@@ -110,7 +110,7 @@ class GraphSteps:
     def run(self, batch: DecodeBatch) -> torch.Tensor:
         """Run a decode step. Return float32 logits `[B, V]`.
 
-        The first step of each shape is eager. Shapes that differ only in capacity count as one.
+        The first step of each `StepShape` is eager. Shapes that differ only in capacity count as one.
         """
         sequences = len(batch.sequences)
         capturable = not self._disabled and _capturable(batch)

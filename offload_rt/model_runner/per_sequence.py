@@ -80,7 +80,7 @@ class PerSequenceMode:
         return partial(self._attend_each, layer, selections, fetches)
 
     def finish(self) -> None:
-        """Record the step in the traces. Has no effect, because this class records each fetch when it starts."""
+        """Do nothing, because this class records each fetch in the traces when it starts."""
 
     def _start_fetches(
         self,
@@ -89,9 +89,10 @@ class PerSequenceMode:
         selections: Seq[Selection | None],
         started: Seq[PendingFetch] | None = None,
     ) -> list[PendingFetch]:
-        """Start one fetch per sequence, unless they have been `started`. Record them in the traces.
+        """Start one fetch per sequence, and record it in the trace of the sequence.
 
-        A fetch is for the tokens of `selections`, or for all `visible` tokens if the selection is None.
+        A fetch is for the tokens of `selections`, or for all `visible` tokens if the selection is None. If the caller
+        has started the fetches, they are passed as `started` and only recorded.
         """
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
         for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):

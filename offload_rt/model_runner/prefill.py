@@ -33,7 +33,7 @@ class StateCapture:
         slots: Recurrent state of all sequences on the device.
         slot: Slot of the sequence in `slots`.
         pool: Memory of the snapshots.
-        targets: Slot of `pool` for the snapshot at each position, the number of tokens before the snapshot.
+        targets: Slot of `pool` for each snapshot, by the number of tokens before the snapshot.
     """
 
     def __init__(self, slots: StateSlots, slot: int, pool: StatePool, targets: Mapping[int, int]) -> None:
@@ -219,7 +219,7 @@ class Prefill:
         return self._slices[-1:] if self._logits_to_keep and self._is_last_segment else []
 
     def _attend_past(self, rows: PrefilledLayer, slices: list[slice]) -> None:
-        """Compute attention and MLP of `slices`. Earlier KV is read once for all of them, block by block.
+        """Compute attention and MLP of `slices`, reading earlier KV (`rows.past`) once for all of them, part by part.
 
         Earlier KV that the policy's state does not contain yet is passed to it.
         """

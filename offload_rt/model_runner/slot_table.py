@@ -93,9 +93,9 @@ class InPlaceEviction(SlotTable):
         self._ring_start = 0  # position of a token that is in the first slot of the ring buffer
 
     def begin_step(self, blocks: BlockTable, position: int) -> None:
-        """Use the next slot if the pool has one.
+        """Choose the slot of the token at `position`: the next free slot if the pool has one.
 
-        Otherwise choose a victim in every layer and a slot in the ring buffer.
+        Otherwise, choose a victim in every layer and a slot in the ring buffer.
 
         Raises:
             PoolFullError: No token can be overwritten.

@@ -99,7 +99,7 @@ class StepInputs:
         }
 
     def load(self, batch: DecodeBatch) -> None:
-        """Write addresses of KV and scoring keys, and visible tokens, of each sequence."""
+        """Write the values of a batch: tokens, positions, visible ranges, and the addresses of KV and scoring keys."""
         padding, heads = self.size - len(batch.sequences), self._heads
         padded = [*batch.sequences, *[batch.sequences[0]] * padding]
         slots = [s.slots.newest for s in padded]
@@ -125,9 +125,7 @@ class StepInputs:
     def _resident_bounds(self, visible: Seq[VisibleTokens], sinks: int, recent: int, heads: int) -> list[list[int]]:
         """Return start and end of the visible resident KV of each KV head, `[P]` each. P = B * Hkv."""
         spans = [span for tokens in visible if (span := resident_range(tokens, sinks, recent)) is not None]
-        assert len(spans) == len(visible), (
-            "`supports_batched_selection` requires adjacent visible tokens in the resident KV"
-        )
+        assert len(spans) == len(visible), "see `supports_batched_selection`"
         per_head = [span for span in spans for _ in range(heads)]
         return [[span.start for span in per_head], [span.stop for span in per_head]]
 

@@ -163,10 +163,8 @@ class Trace:
         self.pending.clear()
 
     def _flush_savings(self, counts: list[int]) -> None:
-        uses = [
-            (pending, use, n) for pending, n in zip(self.pending, counts, strict=True) if (use := pending.transfer_use)
-        ]
-        tallied = [(pending, use, n) for pending, use, n in uses if use.tally is not None]
+        uses = [(item, use, n) for item, n in zip(self.pending, counts, strict=True) if (use := item.transfer_use)]
+        tallied = [(item, use, n) for item, use, n in uses if use.tally is not None]
         if not tallied:
             return
         tallies = torch.stack([use.tally for _, use, _ in tallied if use.tally is not None])

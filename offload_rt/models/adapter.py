@@ -1,7 +1,7 @@
 """The interface of the runtime to a model: everything in its layers except attention itself.
 
-Each call computes T tokens of any sequences, in any order. An adapter has neither a KV cache nor a loop over layers. It
-calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP.
+Each method computes T tokens, which may belong to different sequences. An adapter has neither a KV cache nor a loop
+over layers. It calls the modules of a loaded transformers model: norms, projections, rotary embedding, MLP.
 """
 
 from __future__ import annotations

@@ -101,9 +101,8 @@ class DecoderAdapter(ModelAdapter):
         used_modules = (self._embedding, self._norm, rotary)
         children = list(decoder.named_children())
         stacks = [name for name, child in children if isinstance(child, nn.ModuleList)][:1]
-        refuse_unused(
-            decoder, [*stacks, *(name for name, child in children if any(child is module for module in used_modules))]
-        )
+        used_names = (name for name, child in children if any(child is module for module in used_modules))
+        refuse_unused(decoder, [*stacks, *used_names])
         weight = self._embedding.weight
         self._state: RecurrentState | None = None
         self._gates: dict[int, torch.Tensor] | None = None
@@ -189,9 +188,8 @@ class DecoderAdapter(ModelAdapter):
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._projections[layer].key_value(
-            attention_input, self._rotary.rotation_to(layer, positions, attention_input)
-        )
+        rotate = self._rotary.rotation_to(layer, positions, attention_input)
+        return self._projections[layer].key_value(attention_input, rotate)
 
     def rotate_keys(self, layer: int, k: torch.Tensor, offset: int) -> torch.Tensor:
         return self._projections[layer].rotate_cached(k, self._rotary.rotation_by(layer, offset, k))
@@ -199,9 +197,8 @@ class DecoderAdapter(ModelAdapter):
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         projections = self._projections[layer]
         projected = projections.output(attended, self._gate(layer, hidden) if projections.gated else None)
-        return self._layers[layer].after_attention(
-            hidden, projected, partial(self._run, self._attention_indices[layer])
-        )
+        run_mixer = partial(self._run, self._attention_indices[layer])
+        return self._layers[layer].after_attention(hidden, projected, run_mixer)
 
     def _gate(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         if self._gates is not None and (gate := self._gates.pop(layer, None)) is not None:
@@ -277,10 +274,9 @@ def _heads(config: Any, attention: Any) -> tuple[int, int]:
     Raise ModelError if the number of query heads is not a multiple of the number of KV heads.
     """
     heads = int(config.num_attention_heads)
-    # Gemma 4 has a configuration for each layer.
-    layer_config = (
-        config.per_layer_config[attention.layer_idx] if getattr(config, "is_heterogeneous", False) else config
-    )
+    layer_config = config
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4
+        layer_config = config.per_layer_config[attention.layer_idx]
     kv_heads = int(getattr(attention, "num_kv_heads", None) or _declared(layer_config, "num_key_value_heads") or heads)
     if heads % kv_heads == 0 and (group := getattr(attention, "num_key_value_groups", None)):
         kv_heads = heads // int(group)  # may differ between layers
@@ -303,9 +299,8 @@ def _row_shapes(
     """
     shapes_by_kind: dict[bool, set[RowShape]] = {False: set(), True: set()}
     for projection, length in zip(projections, windows, strict=True):
-        shapes_by_kind[length is not None].add(
-            RowShape(projection.kv_heads, projection.head_dim, 2 if projection.value_dim is None else 1)
-        )
+        planes = 2 if projection.value_dim is None else 1
+        shapes_by_kind[length is not None].add(RowShape(projection.kv_heads, projection.head_dim, planes))
     if any(len(shapes) > 1 for shapes in shapes_by_kind.values()):
         raise ModelError(
             f"{name} has full-attention layers, or sliding-window layers, with different numbers or widths of KV "
@@ -363,7 +358,7 @@ def _windows(config: Any, decoder: Any, attention_indices: list[int]) -> tuple[i
 def _kinds(
     config: Any, decoder: Any, rotary: Any, attentions: list[Any], attention_indices: list[int]
 ) -> list[str | None]:
-    """Return the RoPE frequencies that each attention layer uses (see `Rotary`), or None for layers without RoPE."""
+    """Return the layer type whose RoPE frequencies each attention layer uses, or None for layers without RoPE."""
     if rotary is None:
         return [None] * len(attentions)
     per_type = isinstance(getattr(rotary, "rope_type", None), dict)

@@ -69,7 +69,10 @@ class DecoderLayer:
     """The computations of one decoder layer before and after its attention."""
 
     def __init__(self, module: Any) -> None:
-        """Raise ModelError if the layer's norms match no known placement, or a module with weights would be unused."""
+        """Find attention, MLP and norms among the submodules of `module`.
+
+        Raise ModelError if the norms match no known placement, or if a submodule with weights would be unused.
+        """
         self.attention = attention_of(module)
         attention_only = self.attention is getattr(module, "mixer", None)
         self._mlp: Any = None if attention_only else first_of(module, _MLP)
@@ -80,12 +83,9 @@ class DecoderLayer:
         self._parallel_experts = ParallelExperts(module) if ParallelExperts.found_in(module) else None
         parallel_names = () if self._parallel_experts is None else ParallelExperts.MODULES
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
-        used_names = {name for name, child in module.named_children() if any(child is each for each in used)} | {
-            *parallel_names
-        }
-        norm_names = {
-            name for name, child in module.named_children() if "norm" in name or name.startswith("ln_")
-        } - used_names
+        children = list(module.named_children())
+        used_names = {*parallel_names, *(name for name, child in children if any(child is each for each in used))}
+        norm_names = {name for name, _ in children if "norm" in name or name.startswith("ln_")} - used_names
         norms = next((n for n in _PLACEMENTS if norm_names == _names(n)), None)
         if norms is None:
             raise ModelError(
@@ -95,12 +95,10 @@ class DecoderLayer:
         refuse_unused(module, used_names | norm_names)
         # MiniCPM3 calls the multiplier `residual_scale`.
         multiplier = float(getattr(module, "residual_multiplier", getattr(module, "residual_scale", 1.0)))
-        self.before_attention, self._before_mlp = (
-            _norm_of(module, n) for n in (norms.before_attention, norms.before_mlp)
-        )
-        self._after_attention, self._after_mlp = (
-            _norm_of(module, name, multiplier) for name in (norms.after_attention, norms.after_mlp)
-        )
+        self.before_attention = _norm_of(module, norms.before_attention)
+        self._before_mlp = _norm_of(module, norms.before_mlp)
+        self._after_attention = _norm_of(module, norms.after_attention, multiplier)
+        self._after_mlp = _norm_of(module, norms.after_mlp, multiplier)
         self._parallel = norms.parallel or bool(getattr(module, "use_parallel_residual", False))
         if self._parallel and norms.before_mlp is None:
             self._before_mlp = self.before_attention
@@ -303,7 +301,7 @@ class Projections:
         return rotate(k)
 
     def output(self, attended: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output projection `[T, D]` of attention outputs `[T, H * d]`, multiplied by `gate` if given."""
+        """Multiply attention outputs `[T, H * d]` by `gate` if given, and apply the output projection: `[T, D]`."""
         if gate is not None:
             attended = (attended.view(len(attended), self.heads, -1) * gate).flatten(1)
         if self._value_dim < attended.shape[-1] // self.heads:
@@ -372,12 +370,10 @@ class Projections:
 
 def first_of(module: Any, names: Collection[str]) -> Any:
     """Return the first attribute of `module` in `names` that is not None. Raise ModelError if there is none."""
-    found = next(
-        (attribute for attribute in (getattr(module, name, None) for name in names) if attribute is not None), None
-    )
-    if found is None:
-        raise ModelError(f"{type(module).__name__} has none of {', '.join(names)}", reason="modules")
-    return found
+    for name in names:
+        if (attribute := getattr(module, name, None)) is not None:
+            return attribute
+    raise ModelError(f"{type(module).__name__} has none of {', '.join(names)}", reason="modules")
 
 
 def refuse_unused(module: nn.Module, used: Collection[str]) -> None:

@@ -59,7 +59,7 @@ class LatentProjections:
         return self.query(x, rotate), *self.key_value(x, rotate)
 
     def query(self, x: torch.Tensor, rotate: Rotate) -> torch.Tensor:
-        """Return queries `[H, T, d]` multiplied by W_UK^T."""
+        """Return queries in absorbed form, `[H, T, d]`: (W_UK,h^T q, r_q) for head h."""
         for project in self._query_modules:
             x = project(x)
         q_nope, q_rope = x.view(len(x), self.heads, -1).transpose(0, 1).split([self._nope_dim, self._rope_dim], dim=-1)
@@ -93,9 +93,9 @@ class LatentProjections:
         """
         weight: torch.Tensor | None = absorbable_weight(self._kv_b_proj, like.dtype)
         if weight is None:
-            weight = self._unpacked_weights = (
-                self._unpack(like) if self._unpacked_weights is None else self._unpacked_weights
-            )
+            if self._unpacked_weights is None:
+                self._unpacked_weights = self._unpack(like)
+            weight = self._unpacked_weights
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:

@@ -80,14 +80,10 @@ class ModelShape:
     def with_placement(self, placement: Placement) -> ModelShape:
         """Return a copy in which experts and embedding are placed according to `placement`."""
         assert not self.placement and not placement.layers, "layers are placed by a plan"
-        sizes, on_host, resident_experts = (
-            self.sizes.on_device(placement),
-            self.sizes.on_host(placement),
-            placement.experts,
-        )
+        sizes, on_host = self.sizes.on_device(placement), self.sizes.on_host(placement)
         weights = self.weight_bytes - on_host
-        if resident_experts is not None and self.sizes.experts is not None:
-            weights += resident_experts * sum(self.sizes.experts.one_expert)
+        if placement.experts is not None and self.sizes.experts is not None:
+            weights += placement.experts * sum(self.sizes.experts.one_expert)
         return replace(self, weight_bytes=weights, sizes=sizes, placement=placement, host_bytes=on_host)
 
 

@@ -167,7 +167,7 @@ def _check_config(path: Path) -> None:
 
 
 def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:
-    """Resolve `model` without network access.
+    """Return where the checkpoint `model` is, without network access.
 
     Args:
         model: A shipped name, a folder, a GGUF file, a hub id ("name" or "owner/name"), or a GGUF file on the hub

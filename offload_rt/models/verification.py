@@ -38,7 +38,7 @@ _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 _DECODE_TOKENS = 8
 """Number of last tokens that are computed one by one."""
 _LONGEST_WINDOW = 512
-"""Sliding windows up to this length, in tokens, are tested with tokens.
+"""Sliding windows up to this length, in tokens, are verified with a text that is longer than the window.
 
 For longer windows, only the argument `sliding_window` of the attention is compared.
 """
@@ -181,7 +181,7 @@ class _Verification:
         return torch.cat(outs)
 
     def _run_stages(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the decoder layers without attention that follow an attention layer on its output `[T, D]`."""
+        """Apply the decoder layers without attention that follow attention layer `layer` to its output `[T, D]`."""
         for stage in self._adapter.stages(layer):
             hidden = torch.cat([stage.run(hidden[s]) for s in self._slices])
         return hidden

@@ -114,17 +114,14 @@ def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
     """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid policy options."""
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
-    kv_quantised, slice_tokens = config.kv_cache_dtype != "auto", prefill_slices(config, shape.device)[0]
-    graphs = config.replays(shape.device.type)
-    draft_tokens = None if config.exact is None else config.exact.tokens
     return DeviceCosts(
         shape,
         demand,
-        slice_tokens,
-        kv_quantised=kv_quantised,
+        slice_tokens=prefill_slices(config, shape.device)[0],
+        kv_quantised=config.kv_cache_dtype != "auto",
         working_set=config.working_set,
-        graphs=graphs,
-        draft_tokens=draft_tokens,
+        graphs=config.replays(shape.device.type),
+        draft_tokens=None if config.exact is None else config.exact.tokens,
     )
 
 
@@ -143,21 +140,10 @@ def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:
     *larger_slices, smallest_slice = prefill_slices(config, shape.device)
     costs = replace(costs_for(config, shape), slice_tokens=smallest_slice)
     candidates = [replace(costs, shape=shape.with_placement(placement)) for placement in _placements(config, shape)]
-    resident_plans = (
-        candidate_plan
-        for candidate_plan in _plans_within(limit, candidates, context)
-        if not (candidate_plan.streamed or candidate_plan.keys_on_host)
-    )
-    plan = next(resident_plans, None) or plan_device(limit, candidates[-1], context)
-    with_larger_slices = [replace(plan.costs, slice_tokens=size, keys_on_host=False) for size in larger_slices]
-    plan = next(
-        (
-            candidate_plan
-            for candidate_plan in _plans_within(limit, with_larger_slices, context)
-            if candidate_plan.same_weights_as(plan)
-        ),
-        plan,
-    )
+    plans = (plan for plan in _plans_within(limit, candidates, context) if not (plan.streamed or plan.keys_on_host))
+    plan = next(plans, None) or plan_device(limit, candidates[-1], context)
+    faster = [replace(plan.costs, slice_tokens=size, keys_on_host=False) for size in larger_slices]
+    plan = next((other for other in _plans_within(limit, faster, context) if other.same_weights_as(plan)), plan)
     if plan.streamed and not shape.streams:
         raise MemoryLimitError(
             f"device_memory={format_size(plan.limit)} does not hold all weights and {plan.context:,} tokens, and "
@@ -199,11 +185,11 @@ def _plans_within(limit: int, candidates: Sequence[DeviceCosts], context: int) -
 
 
 def _evenly_spaced(count: int, layers: int, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return `count` of the first `layers` layers, in ascending order: first those without attention.
+    """Choose `count` of the first `layers` layers to stream, and return them in ascending order.
 
-    Within a kind, they are evenly spaced. To predict a query, the weights of the next attention layer are needed
-    several layers early. If they were streamed, they would replace those of a layer before it, and both would be copied
-    twice.
+    Layers without attention are chosen before layers with attention. Within each of these kinds, the chosen layers are
+    evenly spaced. To predict a query, the weights of the next attention layer are needed several layers early. If they
+    were streamed, they would replace those of a layer before it, and both would be copied twice.
     """
     attention = geometry.attention_at or tuple(range(layers))
     chosen, remaining = list[int](), count

@@ -64,11 +64,8 @@ class DeviceCosts:
 
     def fixed(self) -> int:
         """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
-        return (
-            self.basis()
-            + self._rope_bytes(self.slice_tokens)
-            + (CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0)
-        )
+        workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
+        return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
     def _rope_bytes(self, tokens: int) -> int:
         return 2 * tokens * self.shape.geometry.head_dim * self.shape.dtype.itemsize
@@ -145,8 +142,8 @@ class DeviceCosts:
     def staging(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes of the fetched KV of the current and the next layer, with its indices.
 
-        This includes a buffer that joins fetched and resident KV of one sequence, and if the KV cache is
-        quantised, dequantised KV of this sequence (on CUDA, of all sequences).
+        It includes a buffer for fetched and resident KV of one sequence together. If the KV cache is quantised, it also
+        includes dequantised KV of this sequence (on CUDA, of all sequences).
         """
         contexts = self._padded(contexts)
         geometry = self.shape.geometry
@@ -214,9 +211,7 @@ class DeviceCosts:
         geometry, compute, contexts = self.shape.geometry, self._widest_itemsize, self._padded(contexts)
         elements = 12 * geometry.hidden + 6 * self.shape.sizes.widest + 12 * geometry.heads * geometry.head_dim
         longest, scored = max(contexts, default=0), 0
-        scored_sequences = (
-            len(contexts) if self.shape.device.type != "cpu" else 1
-        )  # sequences whose scores exist at a time
+        scored_sequences = len(contexts) if self.shape.device.type != "cpu" else 1  # at a time
         if len(self.demand.dense) < geometry.layers and not self.keys_on_host:
             # Scores, selection masks, maxima per group, their sorted values and indices.
             scored = longest * (geometry.heads * (3 * compute + 2) + geometry.kv_heads * (3 * compute + 32))
@@ -246,7 +241,7 @@ class DeviceCosts:
         return torch.promote_types(self.shape.dtype, torch.float32).itemsize
 
     def _logits_bytes(self, sequences: int) -> int:
-        """Return the size in bytes of a batch's logits, two wider copies, and the tensors that sample one sequence."""
+        """Return the size in bytes of a batch's logits and of the temporary tensors that sample tokens from them."""
         vocab, wide = self.shape.geometry.vocab, self._widest_itemsize
         return vocab * (sequences * (self.shape.dtype.itemsize + 2 * wide) + 6 * wide + 16)
 

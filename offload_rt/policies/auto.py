@@ -18,8 +18,8 @@ from .infinigen.policy import InfiniGen
 from .options import AutoOptions
 from .registry import PolicyContext
 
-WORTH_SELECTING = 64 << 20
-"""On a CPU, a layer with more bytes of KV per sequence always selects tokens, regardless of the measurement.
+MAX_DENSE_BYTES = 64 << 20
+"""On a CPU, tokens are always selected if a layer has more than this number of bytes of KV per sequence.
 
 With KV in host memory on an AMD EPYC, selection was slower than full attention at every measured length, up to 24 MiB
 of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV cache on disk is read far more slowly.
@@ -27,10 +27,10 @@ of KV per layer (`eval/results/cpu/threads`). The limit is finite because a KV c
 
 
 def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> int:
-    """Return option `dense_until`, or by default the measured limit (0 on a GPU)."""
+    """Return the longest context that may get full attention: `dense_until`, or the default of the device."""
     if options.dense_until is not None:
         return options.dense_until
-    return WORTH_SELECTING // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
+    return MAX_DENSE_BYTES // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
 
 
 class Auto(InfiniGen):
@@ -52,7 +52,7 @@ class Auto(InfiniGen):
         keys_on_host: bool = False,
         measured: int | None = None,
     ) -> None:
-        """Create the policy, like `InfiniGen`.
+        """Create the policy with the arguments of `InfiniGen`.
 
         `measured` is the longest context for which full attention was as fast as selection, or None if unknown.
         """

@@ -44,7 +44,10 @@ Used by policies that need the full keys (oracle) and by measurements. These rea
 
 
 def source_between(source: QuerySource, between: int) -> QuerySource:
-    """Return the source for a layer with `between` decoder layers between it and the previous attention layer."""
+    """Return the query source of a layer that follows the previous attention layer after `between` decoder layers.
+
+    If `source` is a number of layers greater than `between`, the result is "normed_input".
+    """
     return "normed_input" if isinstance(source, int) and source > between else source
 
 

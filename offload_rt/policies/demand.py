@@ -35,5 +35,8 @@ class MemoryDemand:
     always_dense_until: int = 0
 
     def scoring_bytes(self, layers: int, context: int) -> int:
-        """Return the size in bytes of selection data, without spare capacity."""
+        """Return the size in bytes of the selection data of `context` tokens, without spare capacity.
+
+        `layers` is the number of layers of the model.
+        """
         return int((layers - len(self.dense)) * self.key_bytes * context)

@@ -86,7 +86,7 @@ class LayerTensors:
         return self._tensors[layer].data
 
     def open(self, layer: int, *shape: int) -> None:
-        """Create the layer's tensor, whose `shape` is 0 in the growing dimension. A second call has no effect."""
+        """Create an empty tensor for the layer. `shape` is 0 in the growing dimension. A second call has no effect."""
         if layer not in self._tensors:
             self._tensors[layer] = GrowingTensor(shape, self._dim, self._dtype, self._device)
             self._lengths[layer] = 0

@@ -26,7 +26,7 @@ NEWEST = 1e30
 
 
 class H2O(ScorerPolicy[BudgetOptions]):
-    """Policy "h2o". Scores do not depend on the query, so tokens are selected as early as possible.
+    """Policy "h2o". Scores do not depend on the query, so a fetch can start before the query is known.
 
     The entry of a token is its accumulated attention, summed over queries and over the query heads of a KV head. The
     entry of a dropped token is -inf.

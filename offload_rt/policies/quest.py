@@ -13,7 +13,7 @@ from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 
 class Quest(ScorerPolicy[QuestOptions]):
-    """Policy "quest". It selects with the true query, as in the paper."""
+    """Policy "quest", which ranks pages with the true query, as in the paper."""
 
     name = "quest"
 

@@ -64,8 +64,8 @@ class PolicyOptions:
         return from_mapping(cls, {**cls.presets[name], **overrides})
 
     @classmethod
-    def given(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of the mapping's preset, if any, overridden by its other keys."""
+    def with_preset(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of the preset that `options` names, if any, overridden by the other `options`."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:
@@ -78,11 +78,7 @@ class PolicyOptions:
         later has a `neutral` value in its field definition. It is left out of the text if it has this value.
         """
         values = [(option_of(field), field.name, self.provenance_value(field.name)) for field in fields(self)]
-        texts = [
-            f"{field_option.stored_name or name}={value!r}"
-            for field_option, name, value in values
-            if value != field_option.neutral
-        ]
+        texts = [f"{spec.stored_name or name}={value!r}" for spec, name, value in values if value != spec.neutral]
         return f"{type(self).__name__}({', '.join(texts)})"
 
     def provenance_value(self, name: str) -> Any:

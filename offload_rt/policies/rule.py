@@ -16,7 +16,10 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 
 
 def dense_layers(layers: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return the layers `layers` and all sliding-window layers. Raises ConfigError if a layer does not exist."""
+    """Return `layers` and all sliding-window layers: the layers that attend to all visible tokens.
+
+    Raises ConfigError if a layer does not exist.
+    """
     for layer in layers:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")

@@ -14,7 +14,7 @@ from .scorer import EntryShape, ScorerPolicy, TokenLists
 
 
 class Streaming(ScorerPolicy[BudgetOptions]):
-    """Policy "streaming". Scores do not depend on the query, so tokens are selected as early as possible."""
+    """Policy "streaming". Scores do not depend on the query, so a fetch can start before the query is known."""
 
     name = "streaming"
     query_source: QuerySource = "attention_input"

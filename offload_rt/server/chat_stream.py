@@ -40,13 +40,9 @@ async def prepare(
     """Render and tokenize a conversation, and check the token limits.
 
     Args:
-        service: The server's service.
-        request: The HTTP request.
-        conversation: The conversation.
         max_tokens: Maximum number of new tokens that the client requested, or None.
         sampling: Fields of `SamplingParams` that the request sets.
-        structured: Constraint of the response (`structured_outputs`), or None. It takes precedence over a required tool
-            call.
+        structured: Constraint of the response, or None. It takes precedence over a required tool call.
     """
     text, ids = await run_for_client(request, service.prompts.render(conversation))
     forced = {} if structured else forced_call(conversation)
@@ -73,9 +69,6 @@ class Step:
     """The new output of one completion since the step before it, in the form that all API protocols need.
 
     Attributes:
-        index: Index of the completion in the response.
-        pieces: New content, reasoning and tool calls, in order.
-        token_ids: New token ids.
         logprobs: Log-probabilities of the new tokens, or None if not requested. An echoed prompt's tokens are included;
             the first of them has the entry None.
         finish_reason: "stop", "length" or "tool_calls" in the last step, else None.

@@ -22,8 +22,6 @@ class Conversation:
     """A conversation in the form that chat templates take, converted from a request of any API protocol.
 
     Attributes:
-        messages: Messages with `role` and `content` (a string).
-        tools: Tools in OpenAI's format.
         choice: Whether the response may ("auto"), must not ("none") or must ("required") call a tool.
         named: Name of the tool that must be called.
         parallel: Whether the response may call several tools.
@@ -57,7 +55,6 @@ def continues_last(messages: Sequence[Mapping[str, Any]], param: str, wanted: bo
     """Return whether the response continues the last message instead of beginning a new one.
 
     Args:
-        messages: Messages of the conversation.
         param: Name of the request field that contains the messages, for errors.
         wanted: vLLM's `continue_final_message`. None continues the last message if it is an assistant message.
 
@@ -126,7 +123,6 @@ def tool_options(functions: Sequence[Mapping[str, Any]], choice: Any, named: str
 
     Args:
         functions: Name, description and parameters of each tool.
-        choice: "auto", "none" or "required". None means "auto".
         named: Name of the tool that must be called, or None. Takes precedence over `choice`.
     """
     if named is not None and named not in [function["name"] for function in functions]:
@@ -269,11 +265,7 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return the conversation with tools, tool calls and tool results converted to text.
 
-    Args:
-        messages: Messages of a conversation.
-        tools: Tools in OpenAI's format.
-        system: Whether the chat template accepts system messages. If not, the tools are described in the first user
-            message.
+    If the chat template accepts no system messages (`system`), the tools are described in the first user message.
     """
     found: list[dict[str, Any]] = []
     names: dict[Any, str] = {}

@@ -46,11 +46,8 @@ class RefusedError(Exception):
     """An error that becomes the HTTP response of a request.
 
     Args:
-        status: HTTP status.
-        message: Text for the user.
         param: Name of the invalid field of the request, or None.
         code: Machine-readable error code, or None.
-        headers: Additional response headers.
     """
 
     def __init__(

@@ -50,9 +50,7 @@ class Usage:
     """Token counts of a request so far.
 
     Attributes:
-        prompt: Number of prompt tokens.
         cached: Number of prompt tokens whose KV was in the prefix cache.
-        generated: Number of generated tokens.
         recomputed: Number of prompt tokens that a hybrid model computed although their KV was cached.
     """
 

@@ -37,8 +37,6 @@ class RequestMiddleware:
     """ASGI middleware that checks and logs each request, and adds the header `x-request-id` to each response.
 
     Args:
-        app: The application.
-        options: Server options.
         open_paths: Paths that need no API key.
     """
 

@@ -36,7 +36,6 @@ class TokenLimits:
     Args:
         positions: Context length of the model in tokens.
         capacity: Capacity of the KV cache in tokens.
-        options: Server options, which may limit the number of new tokens.
     """
 
     def __init__(self, positions: int, capacity: int, options: ServerOptions) -> None:

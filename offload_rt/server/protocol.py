@@ -219,7 +219,6 @@ class LimitedServer(uvicorn.Server):
 
 
 def make_server(app: ASGIApp, options: ServerOptions) -> LimitedServer:
-    """Return a server for the application."""
     connections = Connections(options)
     config = uvicorn.Config(
         app,

@@ -260,9 +260,7 @@ class Service:
         """Add the statistics of one prompt to the log record of its request. A request may have several prompts.
 
         Args:
-            ids: Token ids of the prompt.
             last: Last output, or None if there was none.
-            usage: Token counts.
             reason: Finish reason, or why the request ended early.
             first: Seconds until the first token, or None if there was none.
         """

@@ -18,12 +18,7 @@ from .history import SINKS, History, document_name
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size and last use of a file in a store.
-
-    Attributes:
-        bytes: Size in bytes.
-        used: Time of the last use in seconds since 1970. With the store policy "fifo", the time of writing.
-    """
+    """Size and last use (or with the policy "fifo", creation) of a file in a store, in seconds since 1970."""
 
     bytes: int
     used: float
@@ -64,11 +59,7 @@ class StoredSession:
 
 @dataclass(frozen=True)
 class DamagedSession:
-    """A session whose history cannot be read.
-
-    Attributes:
-        document: Name of the file with the history, as "digest of the namespace/file name".
-    """
+    """A session whose history, in the file `document` of the namespace, cannot be read."""
 
     document: str
 
@@ -153,12 +144,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[str, StoredFile]]:
 
 
 def find_stored(folder: Path, name: str, model: str | None = None) -> StoredSession:
-    """Return the stored session `name`.
-
-    Args:
-        folder: Folder of the store.
-        name: Name of the session.
-        model: Name of the model. Needed only if several models have a session of this name.
+    """Return the stored session `name`. `model` is needed only if several models have a session of this name.
 
     Raises:
         InputError: No session or several sessions match.
@@ -191,10 +177,7 @@ def _find(folder: Path, name: str, model: str | None) -> StoredSession | Damaged
 class Deleted:
     """Result of deleting a stored session.
 
-    Attributes:
-        name: Name of the session. If its history was unreadable, the name of the history file.
-        model: Name of the model. If the history was unreadable, the digest of the namespace.
-        removed: What was deleted.
+    If its history was unreadable, `name` is the name of the history file, and `model` the digest of the namespace.
     """
 
     name: str
@@ -206,7 +189,6 @@ def delete_stored(folder: Path, name: str, model: str | None = None) -> Deleted:
     """Delete a session, and all blocks that no other session and no prompt of the same model uses.
 
     Args:
-        folder: Folder of the store.
         name: Name of the session, or of its history file if the history is unreadable.
         model: Name of the model, or the digest of the namespace if the history is unreadable. Needed only if several
             sessions match.

@@ -30,8 +30,6 @@ def render_chat(
     """Render a conversation as text with special tokens.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: Messages of the conversation, at least one.
         tools: Functions the model may call.
         chat_template_kwargs: Further variables for the template.
         add_generation_prompt: End the text with the header of a new assistant message.

@@ -26,7 +26,6 @@ class TurnTokens:
     """How a turn changes the tokens of its session when it starts.
 
     Attributes:
-        tokens_before: Number of tokens before the turn.
         dropped: Number of tokens to remove from the end.
         added: Tokens to append after the removal.
     """
@@ -46,9 +45,6 @@ def turn_tokens(
     turn then replaces the session's tokens from the first difference on.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        history: History of the session.
-        text: Message of the user.
         ends: Tokens that end a response.
 
     Raises:

@@ -20,10 +20,6 @@ class SessionContext:
     """State shared by the sessions of one store.
 
     Attributes:
-        runner: Runner of the model.
-        storage: Blocks and histories of the sessions on disk.
-        saver: Writes blocks to the disk in the background.
-        options: Options of the store.
         states: Reads and writes snapshots of recurrent state on disk. None if the runner keeps no snapshots.
         load_rate: Measured time in seconds to load one byte from disk. 0 before the first measurement.
         compute_rate: Measured time in seconds to prefill one token. 0 before the first measurement.
@@ -63,12 +59,8 @@ class SessionContext:
     def read_buffer(self, loaded_bytes: int, new_tokens: int) -> int:
         """Return the number of layers whose KV must be loaded before a turn starts (`read_buffer_layers`).
 
-        The KV of the other layers is loaded while the turn computes. If no rates have been measured yet, the result is
-        the number of all layers.
-
-        Args:
-            loaded_bytes: Number of bytes to load for the turn.
-            new_tokens: Number of tokens to compute in the turn.
+        The KV of the other layers is loaded while the turn computes its `new_tokens`. If no rates have been measured
+        yet, the result is the number of all layers.
         """
         layers = self.runner.adapter.geometry.layers
         if not (self.load_rate and self.compute_rate):

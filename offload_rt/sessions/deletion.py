@@ -19,7 +19,6 @@ class Removed:
     """Result of a deletion.
 
     Attributes:
-        bytes: Size in bytes of the deleted blocks.
         unreadable: Names of other sessions' histories that cannot be read. Their blocks are deleted too, because the
             store cannot know that they are used.
         kept: Names of unreadable files that were not deleted, because it is unknown whose text they contain.
@@ -55,9 +54,6 @@ def remove_session(store: DiskStore, namespace: str, document: str, needed: Iter
     These include blocks that no session needs since an edit, a truncation or a crash.
 
     Args:
-        store: Store, open for writing.
-        namespace: Digest of the namespace.
-        document: Name of the session's history file.
         needed: Keys of blocks that open sessions need.
 
     Raises:

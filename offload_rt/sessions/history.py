@@ -33,8 +33,6 @@ class History:
     positions of the removed tokens are the *gap*.
 
     Attributes:
-        name: Name of the session.
-        model: Name of the model.
         id: Hexadecimal id of the session. A fork has the id of the original session.
         tokens: Tokens of the conversation, without truncated tokens.
         computed: Number of tokens whose KV was computed. They are the first ones of `tokens`.
@@ -52,7 +50,6 @@ class History:
         tail_shared: Whether a fork may use the partly filled blocks.
         floor: Index of the first token that sliding-window layers may attend to.
         tail_windows: Keys of the partly filled last blocks of the sliding-window layers.
-        system: System message.
         salt: Part of the KV provenance key, derived from the cache salt of the first turn (`salt_provenance`).
         states: Subset of `keys`: the keys of snapshots of recurrent state.
     """

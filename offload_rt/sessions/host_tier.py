@@ -27,7 +27,6 @@ class TierStats:
     The new tokens of a turn are not counted. A turn that is restarted is counted again.
 
     Attributes:
-        turns: Number of turns.
         host_tokens: Number of tokens whose KV was in host memory when the turn started.
         disk_tokens: Number of tokens whose KV was loaded from disk for the turn.
         computed_tokens: Number of tokens whose KV was lost, so that the turn computed it again.
@@ -162,12 +161,9 @@ class HostTier:
         return False
 
     def look_ahead(self, waiting: Sequence[SessionKV]) -> None:
-        """Evict expired sessions, and prepare host memory for waiting turns. Call this before every step.
+        """Evict expired sessions, and prepare host memory for `waiting` turns, in their order. Call before every step.
 
         The next sessions of the queue are kept even if they are expired (L_ew, see the class).
-
-        Args:
-            waiting: Sessions with waiting turns, in the order of their turns, without duplicates.
         """
         self._expire()
         if self._options.policy != "lookahead":

@@ -43,9 +43,7 @@ def tokens_of_prompt(tokens: Seq[int], prompt: Seq[int]) -> TurnTokens:
 class StoredRequestFactory:
     """Creates the requests of an engine that uses a session store. The caller runs the engine. Not thread-safe.
 
-    Args:
-        store: The store.
-        call_soon: Schedules a function on the engine's thread. Thread-safe.
+    `call_soon` is thread-safe and schedules a function on the engine's thread.
     """
 
     def __init__(self, store: SessionStore, call_soon: Callable[[Callable[[], None]], None]) -> None:
@@ -124,16 +122,13 @@ class StoredRequestFactory:
         recorder: Recorder | None = None,
         cache_salt: str = "",
     ) -> Turn:
-        """Create the request that responds to `prompt` in the session `name`.
+        """Create the request that responds to `prompt` in the session `name`, which is opened or created if needed.
 
         The caller must call `ended` when the request has ended.
 
         Args:
-            name: Name of the session, which is opened or created if needed.
             number: Number of the request in the engine.
             prompt: Token ids of the whole conversation.
-            params: Sampling parameters.
-            recorder: Trace recorder of the request, or None.
             cache_salt: Cache salt of the request. Ignored if the session already has tokens.
 
         Raises:

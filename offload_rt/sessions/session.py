@@ -194,7 +194,6 @@ class Session:
 
         Args:
             tokens: Token ids to append, at least one.
-            params: Sampling parameters.
             replaced: Number of tokens to remove from the end first, 0 or 1. To continue the text unchanged, pass 1 and
                 begin `tokens` with the last token, because this token has no KV yet.
             on_prefill: Called with the number of finished layers of the prefill.

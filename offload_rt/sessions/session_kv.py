@@ -28,7 +28,6 @@ class SessionKV:
             tree.
         loader: Loads blocks from disk into `sequence`. None if no load is in progress.
         loaded_tokens: Number of tokens that the last load read from disk.
-        last_stats: Statistics of the last turn, or None before the first.
         for_prompt: Whether the KV belongs to a request without a session name. Its blocks are then marked in the store,
             because no stored history contains their keys (`DiskStore.mark_for_prompts`).
         keeps_decoded: Whether later turns reuse the KV of decoded tokens, even if this KV is approximate.

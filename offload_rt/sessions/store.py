@@ -39,8 +39,6 @@ class Namespace:
     """Properties of a runner that determine the KV of a text. Stored KV is reused only within one namespace.
 
     Attributes:
-        fingerprint: Fingerprint of the model.
-        dtype: Number format of the computation.
         kv_cache_dtype: Number format of the KV cache. For "auto", it is the name of `dtype`.
         planes: Number of stored vectors per token and KV head (`RowShape`).
     """
@@ -97,12 +95,6 @@ class SessionStore:
 
         A read-only store reuses stored KV and never writes. It must not be used for sessions.
 
-        Args:
-            runner: Runner of the model.
-            folder: Folder of the store.
-            options: Store options, or None for the defaults.
-            read_only: Whether the store only reads.
-
         Raises:
             ConfigError: Sessions cannot be restored exactly with the runner's policy or eviction.
             ModelError: The model's weights were changed after loading.
@@ -131,7 +123,6 @@ class SessionStore:
         If the latest history is damaged, warn and open the version saved before it.
 
         Args:
-            name: Name of the session.
             prompts_are_whole: Whether every turn contains the whole conversation. A new session then loses no text, so
                 a stored session of this name with another number format is ignored.
 

@@ -196,7 +196,7 @@ class StoredRequest(SampledRequest):
         if layer < kv.runner.adapter.geometry.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
-        kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
+        kv.mark_enqueued(pending.block for pending in (self._saving.pending if self._saving is not None else ()))
         kv.cancel_replaced()
         if kv.loader is not None:
             stalled = kv.end_loading()

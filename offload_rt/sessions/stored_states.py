@@ -41,13 +41,8 @@ class StoredStates:
     def needed(self, names: Seq[NamedBlock], sequence: Sequence | None, start: int) -> list[NamedBlock]:
         """Return the names of the snapshots that a session must have on disk to continue after a restart.
 
-        A snapshot that exists neither in host memory nor on disk is left out.
-
-        Args:
-            names: Names of the blocks of all computed tokens.
-            sequence: The sequence with these blocks, or None.
-            start: Number of tokens before the last turn. The last snapshot up to this position is needed to repeat the
-                turn.
+        `names` are the blocks of all computed tokens. The last snapshot up to token `start`, where the last turn began,
+        is needed to repeat this turn. A snapshot that exists neither in host memory nor on disk is left out.
         """
         states = {(name.index + 1) * BLOCK_SIZE: name.state() for name in names if name.count == BLOCK_SIZE}
         known = [
@@ -64,11 +59,7 @@ class StoredStates:
     def last(self, names: Seq[NamedBlock], start: int, stop: int, damaged: Container[bytes]) -> int:
         """Return how many tokens are before the last snapshot on disk in [start, stop]; `start` if there is none.
 
-        Args:
-            names: Names of the blocks of the text, from its first token on.
-            start: Number of tokens before a snapshot that is in host memory.
-            stop: Largest possible result.
-            damaged: Keys of damaged blocks.
+        `names` are the blocks of the text from its first token on. `damaged` are keys of blocks to ignore.
         """
         for name in reversed(names[start // BLOCK_SIZE : stop // BLOCK_SIZE]):
             key = name.state().key
@@ -91,13 +82,10 @@ class StoredStates:
         ]
 
     def save_slot(self, name: NamedBlock, slot: int, tokens: int, *, for_prompt: bool = False) -> bool:
-        """Copy a snapshot, and queue the copy for writing. Return False if too many bytes wait to be written.
+        """Copy the snapshot in `slot`, and queue the copy for writing. Return False if the write buffer is full.
 
-        Args:
-            name: Name of the snapshot.
-            slot: Slot of the snapshot in host memory.
-            tokens: Number of tokens in the text, which determines the order of eviction.
-            for_prompt: Whether to mark it as used by a request without a session name.
+        `tokens`, the number of tokens in the text, determines the order of eviction. With `for_prompt`, the snapshot is
+        marked as used by a request without a session name.
         """
         with self._mutex:
             if self._waiting + self._pool.slot_bytes > self._most:

@@ -38,7 +38,6 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
         computed: Number of tokens whose KV was computed.
         sinks: Number of tokens at the start to keep. Used only with `keep_last`.
         keep_last: Number of tokens at the end to keep, or None.
-        drop: Indices of the tokens to drop, or None.
 
     Raises InputError if not exactly one of `keep_last` and `drop` is set, or if `drop` is invalid.
     """
@@ -59,14 +58,9 @@ def kept_tokens(computed: int, sinks: int, keep_last: int | None, drop: Seq[int]
 def last_kept(tokens: int, new: int, positions: int) -> int:
     """Return how many tokens at the end an automatic truncation keeps, in addition to the first SINKS tokens.
 
-    Args:
-        tokens: Number of tokens in the session.
-        new: Number of tokens that the turn will add.
-        positions: Context length of the model.
-
-    Returns:
-        `tokens` if all tokens fit, or if truncation would not shorten the session. Otherwise half of `positions`
-        (CachedAttention §4.1, truncation ratio 0.5), or fewer if the new tokens need the space.
+    The result is `tokens` if these and the `new` tokens fit in the model's `positions`, or if truncation would not
+    shorten the session. Otherwise it is half of `positions` (CachedAttention §4.1, truncation ratio 0.5), or fewer if
+    the new tokens need the space.
     """
     if tokens + new <= positions:
         return tokens

@@ -81,8 +81,6 @@ class TurnQueue:
         A turn that cannot be computed fails when it starts: `step` then raises InputError, ModelError or PoolFullError.
 
         Args:
-            name: Name of the session.
-            prompt: Text or token ids.
             params: Sampling parameters, or None for the model's defaults.
 
         Raises:

@@ -56,7 +56,6 @@ class BlockHeader:
     """Header of a block file.
 
     Attributes:
-        key: Key of the block.
         layer_bytes: Number of bytes per layer in the file.
         checksums: xxh3-64 checksum of the data of each layer.
     """
@@ -138,9 +137,7 @@ class StoredBlock:
     """A KV block that was found in a store, with everything that is needed to read its layers. Reading may still fail.
 
     Attributes:
-        key: Key of the block.
         count: Number of tokens n.
-        layer_bytes: Number of bytes per layer in the file.
         checksums: xxh3-64 checksum of each layer.
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for reading and returns its descriptor. Raises OSError.
@@ -206,8 +203,6 @@ class BlockWriter:
     cannot be found in the store before `commit`.
 
     Args:
-        layers: Number of layers of the block.
-        layer_bytes: Number of bytes per layer.
         offset: Byte offset of layer 0 in the file.
         open: Opens the file for writing and returns its descriptor. Raises OSError.
         finish: Called by `commit` with the checksums of all layers, to make the block available in the store. Raises

@@ -30,10 +30,8 @@ class DiskStore:
     after it has its final name. A file is open only during a call, or while its `extent` is in use.
 
     Args:
-        folder: Root folder of the store.
         namespace: Text that identifies the model, the KV data type and the layout.
         layers: Number of layers per block: of the model, or of a layer group (`kv_cache.layer_groups`).
-        options: Limit, eviction policy and time to live.
         read_only: Open the folder without the write lock. No file is written or evicted.
         clock: Returns the time in nanoseconds since 1970.
 
@@ -103,8 +101,6 @@ class DiskStore:
         """Reserve space for a block and create its file.
 
         Args:
-            name: Name of the block.
-            layer_bytes: Number of bytes per layer.
             cost: Number of tokens to compute again if the block is lost (`policies.recomputation_cost`). It determines
                 the order of eviction.
             for_prompt: Whether a prompt without a session name uses the block (see `mark_for_prompts`).
@@ -166,7 +162,6 @@ class DiskStore:
         it replaced a block of its size whose header this process has already read.
 
         Args:
-            keys: Keys of the blocks to keep.
             namespace: Digest of the namespace. None is the store's own namespace.
             keep_marked: Whether to keep blocks with a prompt mark. If False, the marks of `keys` are removed.
 

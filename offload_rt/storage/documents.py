@@ -28,11 +28,9 @@ _SETTLED_NS = 2 * 10**9
 
 @dataclass(frozen=True)
 class Document:
-    """Content of a document.
+    """Content of a document: `data` of the newest intact generation.
 
-    Attributes:
-        data: Content of the newest intact generation.
-        damage: Why the newest generation cannot be read, so that `data` is the previous one; "" if it can.
+    `damage` is why the newest generation cannot be read, so that `data` is the previous one, or "" if it can.
     """
 
     data: bytes

@@ -53,9 +53,6 @@ class StoreFolder:
     Symbolic links in place of subfolders are not followed.
 
     Args:
-        path: Folder of the store.
-        options: Limit, eviction policy and time to live.
-        read_only: Open the folder without the write lock. No file is written or evicted.
         clock: Returns the time in nanoseconds since 1970.
 
     Raises:

@@ -34,7 +34,6 @@ class _File:
     """Index entry of a file.
 
     Attributes:
-        size: Size in bytes.
         last_used: Time of the last use in nanoseconds since 1970. With the policy "fifo", the time of creation.
         rank: Rank in the eviction order: `last_used`, plus a delay if the KV is costly to compute again.
         marked: Whether the file contains a prompt mark (`files.read_prompt_mark`). None if this is not known yet.
@@ -154,7 +153,6 @@ class DiskIndex:
         Expired files come first, then all other files in eviction order. Documents are never evicted.
 
         Args:
-            size: Number of bytes needed.
             pinned: Also evict pinned files, if no other files are left.
             cost: Number of tokens to compute again if the new file is lost, or None for a document. With the policy
                 "lookahead", a block file does not evict files with a higher rank than its own.

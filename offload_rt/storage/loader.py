@@ -29,14 +29,6 @@ tokens faster. On two busy cores, two threads take 0.6 times as long as one.
 
 
 class PlacedBlock(NamedTuple):
-    """A stored block that will be loaded into a block table.
-
-    Attributes:
-        block_index: Index of the block in the block table.
-        block: The stored block.
-        group: Layer group of the block.
-    """
-
     block_index: int
     block: StoredBlock
     group: int = 0
@@ -60,7 +52,6 @@ def read_buffer_layers(load_seconds: float, compute_seconds: float, layers: int)
     Args:
         load_seconds: T_load L_hist in the paper: the time to load the stored prefix.
         compute_seconds: T_pref L_new in the paper: the time to compute the new tokens.
-        layers: Number of layers.
     """
     if load_seconds <= 0:
         return 1
@@ -77,7 +68,6 @@ class BlockLoader:
     (`kv_cache.disk.extents`), and loading a layer only verifies its checksum.
 
     Args:
-        pool: KV pool to load into.
         blocks: Block table with the pool blocks to fill. It must not share them, nor be released before `close`.
         placed_blocks: Stored blocks with their indices in the block table. Each has data for every layer of its group.
         ahead: Maximum number of layers to load ahead of the computation.

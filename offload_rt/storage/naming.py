@@ -20,8 +20,6 @@ class NamedBlock:
     """Name of a stored block: its index in a sequence, and the inputs of its key.
 
     Attributes:
-        index: Index of the block in the block table.
-        parent: Key of the preceding block.
         provenance_key: KV provenance key, which describes how the KV was computed.
         tokens: Token ids of the block as little-endian int64.
         group: Layer group whose KV the block contains (`kv_cache.layer_groups`), or `STATE`.
@@ -78,9 +76,6 @@ def name_blocks(
     it does not.
 
     Args:
-        provenance: KV provenance that all blocks have in common.
-        tokens: Tokens of the sequence.
-        stop: Number of tokens to include.
         decoded: Ranges (start, stop) of tokens whose KV decode steps computed, ascending.
     """
     marks = bytearray(stop)
@@ -104,11 +99,7 @@ def name_blocks(
 def window_blocks(groups: LayerGroups, names: Seq[NamedBlock], stop: int, floor: int) -> list[NamedBlock]:
     """Return the names of the sliding-window blocks that the token at index `stop` can attend to.
 
-    Args:
-        groups: Layer groups of the model.
-        names: Names of the full-attention blocks of the same tokens.
-        stop: Index of the next token.
-        floor: Index of the first token that sliding layers may attend to.
+    `names` are the full-attention blocks of the same tokens. Sliding layers see no token before `floor`.
     """
     seen = names[groups.first_seen(stop, floor) // BLOCK_SIZE :] if groups.sliding else ()
     return [name.window(group) for name in seen for group in groups.groups if group]

@@ -49,9 +49,6 @@ class EvictionOrder(Generic[K]):
     The item with the lowest rank is evicted first: the least recently used one, or with "fifo" the oldest one. With
     "lookahead", items that queued requests need (the *eviction window*) are evicted after all others, beginning with
     the item that is needed last (CachedAttention §3.3.2).
-
-    Args:
-        policy: One of `LIVE_POLICIES`. Raises ConfigError for any other policy.
     """
 
     def __init__(self, policy: str) -> None:

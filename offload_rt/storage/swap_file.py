@@ -23,7 +23,6 @@ class SwapFile:
     Args:
         folder: A folder on the file system to use. The file does not appear in it.
         namespace: Text that identifies the model, the KV data type and the layout.
-        layers: Number of layers per block.
         slot_bytes: Number of bytes to reserve in the file per block.
         limit: Maximum total size in bytes, or None for no limit.
 

@@ -489,8 +489,8 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
     "phi3_long": (
         Architecture("Phi3", {"rope_parameters": LONGROPE}),
         "rope_length",
-        "a loaded model with RoPE `longrope` or `dynamic`: cached keys would go stale (by folder or hub id it runs, "
-        "with the frequencies of `max_model_len`)",
+        "a loaded model with RoPE `longrope` or `dynamic`, because its cached keys become wrong when the text grows. "
+        "Passed as a folder or hub id, it runs with the frequencies of `max_model_len`",
     ),
     "gemma3_bidirectional": (
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),

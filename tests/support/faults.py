@@ -30,7 +30,7 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "reserve": lambda llm: (llm.runner, "reserve"),
     "decode": lambda llm: (llm.runner, "decode"),
     "layer of a decode step": lambda llm: (llm.runner.transfer.storage, "append"),
-    "select": lambda llm: (type(llm.runner.policy), "correct_guess"),
+    "select": lambda llm: (type(llm.runner.policy), "correct_prediction"),
     "sample": lambda llm: (Sampler, "pick"),
     "publish": lambda llm: (llm.runner.pool, "publish"),
     "close": lambda llm: (llm.runner.transfer.storage, "close"),

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,6 +25,9 @@ from offload_rt.server.app import make_app
 from offload_rt.server.options import ServerOptions
 from offload_rt.server.protocol import make_server
 from offload_rt.server.run import bound
+
+if TYPE_CHECKING:
+    import anthropic
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}{{ '\\n' }}{% endif %}"
@@ -40,6 +44,13 @@ def reference_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(find_source("reference").name_or_path)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def claude_client(url: str, key: str = "none") -> anthropic.Anthropic:
+    """Return Anthropic's client. Its import takes two seconds, so only tests that use it import it."""
+    module = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    made: anthropic.Anthropic = module.Anthropic(base_url=url, api_key=key, max_retries=0)
+    return made
 
 
 class ScriptedEngine:

@@ -52,7 +52,6 @@ class Draft:
     """Draft tokens of a request in one round of speculative decoding.
 
     Attributes:
-        request: The request.
         start: Position of the newest token of the sequence.
         tokens: Draft tokens after it.
         decoded: Number of tokens to decode with the policy or draft model; 0 if they were looked up.

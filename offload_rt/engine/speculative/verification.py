@@ -14,18 +14,11 @@ from ..runner import Runner
 
 
 def verify(runner: Runner, batch: Seq[tuple[Sequence, int]]) -> list[torch.Tensor]:
-    """Compute the next tokens of each sequence with full attention in one pass.
+    """Compute the next tokens of sequences with full attention in one pass. Return float32 logits `[tokens, V]`.
 
-    Their slots must be reserved; KV of draft tokens in them is overwritten. Afterwards, the caller commits the tokens
-    one by one with `accept`. The recurrent state of a hybrid model includes all computed tokens until `replay` removes
-    the rejected ones.
-
-    Args:
-        runner: Runner of the model.
-        batch: Pairs (sequence, number of tokens to compute).
-
-    Returns:
-        float32 logits `[tokens, V]` for each sequence.
+    `batch` has pairs of a sequence and the number of its tokens to compute. Their slots must be reserved; KV of draft
+    tokens in them is overwritten. Afterwards, the caller commits the tokens one by one with `accept`. The recurrent
+    state of a hybrid model includes all computed tokens until `replay` removes the rejected ones.
     """
     used, storage = runner.weight_use, runner.transfer.storage
     device = runner.adapter.device

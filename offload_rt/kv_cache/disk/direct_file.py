@@ -69,7 +69,6 @@ class DirectFile(BlockFile):
     `files` is the table of files that `read` can access. Entry 0 is this file.
 
     Args:
-        folder: Folder on a disk with enough space.
         readers: Function that creates a reader for each reading thread. None selects the fastest available reader.
 
     Raises:

@@ -46,9 +46,6 @@ class FileArena:
     fails.
 
     Args:
-        layout: Number and shape of the blocks.
-        dtype: Data type of the stored elements.
-        file: The pool's own file.
         limit: Limit on host memory in bytes.
     """
 
@@ -148,9 +145,9 @@ class FileArena:
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Write a full block's buffer to a stored extent, `layers` storage layers.
+        """Write the first `layers` storage layers of a buffered full block to a stored extent.
 
-        Return False if it is no longer in a buffer.
+        Return False if the block is no longer in a buffer.
         """
         with self._mutex:
             if buffered := self.is_buffered(block):
@@ -297,7 +294,6 @@ class FileArena:
         """Read KV entries of one storage layer, from the cache, the buffers or the disk.
 
         Args:
-            storage_layer: Index of the storage layer in the block (`layer_groups`).
             ids: Distinct ids of KV entries (`FileLayout.entry_ids`), int64 `[n]`.
             out: Contiguous output `[m, planes * width]`, with K and V of an entry in one row.
             into: Row of `out` for each entry, int64 `[n]`.

@@ -42,7 +42,6 @@ class DiskTier:
     """Options of a KV cache on disk.
 
     Attributes:
-        folder: Folder on the disk.
         limit: Maximum size of the file in bytes. None means `TIMES_HOST` times the host memory limit, or half of the
             free disk space if that is less.
     """

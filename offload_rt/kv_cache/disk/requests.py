@@ -41,8 +41,6 @@ class DiskUse:
         wanted: Number of KV entries (K and V of a token, layer and head) requested by `gather`.
         cached: Number of these entries that were in memory.
         requests: Number of read requests sent to the disk.
-        bytes_read: Bytes read from the disk.
-        bytes_written: Bytes written to the disk.
     """
 
     wanted: int = 0
@@ -101,7 +99,6 @@ class Reads(NamedTuple):
     """Requests of whole disk blocks into consecutive parts of a buffer, and the pieces they contain, in file order.
 
     Attributes:
-        requests: The requests.
         pieces: Index of each piece in the argument `offsets` of `merge_reads`, int64 `[n]`.
         starts: Byte offset of each piece in the buffer, int64 `[n]`.
         first: Index of the first piece of each request, int64 `[requests + 1]`. Request i contains the pieces
@@ -133,7 +130,6 @@ def merge_reads(offsets: Offsets, size: int, gap: int, most: int) -> Reads:
 
     Args:
         offsets: Position of the first byte of each piece, int64 `[n]`, in any order.
-        size: Size in bytes of a piece.
         gap: Largest gap in bytes between two pieces that are read with one request.
         most: Largest size in bytes of a request: a multiple of the disk block size, and larger than a piece.
     """

@@ -36,9 +36,9 @@ def use_backends(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def computed_in_c(model: nn.Module) -> Iterator[None]:
-    """Context in which C code computes products of few rows with the plain weights of `model` on a CPU.
+    """Context in which C code multiplies few input rows by the plain weights of `model` on a CPU.
 
-    The weights do not change. Afterwards, the layers have their former classes again.
+    The weights do not change. At its end, the layers get their former classes again.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and type(module.weight) is nn.Parameter]
     changed = [layer for layer in layers if DENSE.supports(layer, layer.weight.device)]

@@ -25,7 +25,7 @@ PART_BYTES = 1 << 18
 """Number of bytes of a weight that a thread multiplies at a time, which takes about 20 microseconds."""
 
 MIN_THREADED_WORK = 1 << 20
-"""Size in bytes of a weight from which several threads are used."""
+"""Products with weights of fewer bytes use one thread."""
 
 TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""
@@ -47,7 +47,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class DenseLinear(BackendLinear):
-    """Computes up to `MAX_ROWS` input rows in C, and more rows with torch.
+    """Linear layer that multiplies up to `MAX_ROWS` input rows in C, and more rows with torch.
 
     Up to `MAX_ROWS` rows, the result of each row does not depend on the number of rows. Sums are float32.
     """

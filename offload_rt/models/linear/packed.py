@@ -54,7 +54,7 @@ PACKED = PackedWeights()
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the product `[..., out]` of x `[..., in]` and packed rows, plus `bias`.
+    """Multiply x `[..., in]` by packed weights and add `bias`. Return `[..., out]`.
 
     The inputs of x are already in the order of the packed rows.
     """
@@ -78,7 +78,7 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bia
 def _linear_on_gpu(
     x: torch.Tensor, packed: torch.Tensor, form: PackedFormat, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the product `[n, out]` of x `[n, in]` and packed rows, plus `bias`."""
+    """Multiply x `[n, in]` by packed weights and add `bias`. Return `[n, out]`."""
     if uses_triton(x):
         from ...kernels import triton_packed
 
@@ -110,8 +110,8 @@ def unpack_rows(
 class PackedEmbedding(nn.Embedding):
     """Embedding with packed weights. It unpacks only the rows of the requested tokens.
 
-    `use_packed_weights` changes existing embeddings to this class in place. Classes that scale the result (Gemma) still
-    do.
+    `use_packed_weights` changes existing embeddings to this class in place. Subclasses that scale embeddings (Gemma)
+    still scale them.
     """
 
     form: PackedFormat

@@ -16,7 +16,7 @@ _ROUTERS = ("gate", "router")
 """Name suffixes of layers that choose experts. They are small, and errors change the choice."""
 
 _ABSORBED = ("kv_b_proj",)
-"""Name suffixes of layers that latent attention multiplies into queries, which needs plain weights."""
+"""Name suffixes of layers whose weights latent attention multiplies by the queries. They stay unquantised."""
 
 _MAX_INPUTS_PER_OUTPUT = 16
 """Layers with a higher ratio of inputs to outputs are not quantised. They are small, and each output affects a head."""
@@ -90,9 +90,9 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         codes = ((groups - minima) / scales.clamp_min(1e-30)).round().clamp(0, 15)
         error = (codes * scales + minima - groups).square().sum(-1, keepdim=True)
         candidate = [codes, scales, minima, error]
-        better = None if not best else error < best[3]
-        best = (
-            candidate if better is None else [torch.where(better, a, b) for a, b in zip(candidate, best, strict=True)]
-        )
+        if best:
+            better = error < best[3]
+            candidate = [torch.where(better, a, b) for a, b in zip(candidate, best, strict=True)]
+        best = candidate
     codes, scales, minima, _ = best
     return codes.to(torch.uint8).flatten(1), scales[..., 0], minima[..., 0]

@@ -136,9 +136,10 @@ class LayerPages:
         return self._views[layer]
 
     def reserve(self, layer: int, tokens: range) -> Pages:
-        """Return the pages of the layer for writing `tokens`, which extend its length.
+        """Reserve space for the `tokens` of a layer, and return its pages for writing.
 
-        Pages are added, or copied if they are shared. `tokens` must not start after the end of the layer.
+        Missing pages are added, and pages that are shared with a fork are copied. `tokens` extend the length of the
+        layer, and must not start after its end.
         """
         assert tokens.start <= self.lengths[layer], "tokens must be contiguous"
         for index in range(tokens.start // PAGE_TOKENS, -(-tokens.stop // PAGE_TOKENS)):
@@ -238,10 +239,8 @@ class ApproximateKV:
         pages = self.storage(layer, range(target, target + 1))
         [(source_blocks, source_slots, _)] = pages.parts(range(source, source + 1))
         [(target_blocks, target_slots, _)] = pages.parts(range(target, target + 1))
-        (source_block, source_row), (target_block, target_row) = (
-            divmod(source_slots.start, BLOCK),
-            divmod(target_slots.start, BLOCK),
-        )
+        source_block, source_row = divmod(source_slots.start, BLOCK)
+        target_block, target_row = divmod(target_slots.start, BLOCK)
         for parts in (self._layout.keys, self._layout.values):
             for old, new in zip(parts(source_blocks), parts(target_blocks), strict=True):
                 new[:, target_block, target_row] = old[:, source_block, source_row]

@@ -28,7 +28,7 @@ class Basis:
         return self.query.nbytes + (0 if self.key is self.query else self.key.nbytes)
 
     def columns(self, columns: torch.Tensor) -> Basis:
-        """Return the basis with the columns `columns` of each KV head, int64 `[Hkv, r]`."""
+        """Return a basis with only some columns of each KV head, with the indices `columns`, int64 `[Hkv, r]`."""
         index = columns.unsqueeze(1).expand(-1, self.query.shape[1], -1)
         return Basis(self.query.gather(2, index), self.key.gather(2, index), self.scale)
 
@@ -78,7 +78,7 @@ class CalibratedColumns:
     nbytes = 0
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Use the basis of each layer that selects tokens, reduced to the stored columns."""
+        """Set the basis of each layer that selects tokens. Each contains only the stored columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None: ...
@@ -98,7 +98,7 @@ class PromptColumns:
     """
 
     def __init__(self, bases: dict[int, Basis], columns: int) -> None:
-        """Use the full basis of each layer that selects tokens. `columns` is the number of columns per KV head."""
+        """Set the full basis of each layer that selects tokens, and the number of columns to choose per KV head."""
         self._bases = bases
         self._kept = columns
         self._sums: dict[int, torch.Tensor] = {}
@@ -109,7 +109,7 @@ class PromptColumns:
         return sum(basis.nbytes for basis in self._chosen.values())
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Add |Q~| to the sum of each column, until the columns are chosen."""
+        """Add |Q~| of the queries to the sum of each column, until the columns are chosen."""
         if layer not in self._chosen:
             basis = self._bases[layer].query
             grouped = q.reshape(basis.shape[0], -1, q.shape[-1])

@@ -46,26 +46,21 @@ class KeyLists:
             device. Otherwise None.
         """
         self._keys = list(keys)
-        bases = [[item.basis(layer) for item in keys] for layer in self._index]
+        bases = [[sequence.basis(layer) for sequence in keys] for layer in self._index]
         if _differ(bases, self._bases):
-            self._bases, self._basis = bases, [Basis.stacked(layer_items) for layer_items in bases]
-        newest = [(item, range(slot, slot + 1)) for item, slot in zip(keys, slots, strict=True)]
-        stored = [[item.storage(layer, slot_range) for item, slot_range in newest] for layer in self._index]
+            self._bases, self._basis = bases, [Basis.stacked(layer_bases) for layer_bases in bases]
+        newest = [(sequence, range(slot, slot + 1)) for sequence, slot in zip(keys, slots, strict=True)]
+        stored = [[sequence.storage(layer, slot) for sequence, slot in newest] for layer in self._index]
         if not _differ(stored, self._stored):
             return None
         self._stored = stored
-        pages_by_layer = [tuple(item for item in layer_items if isinstance(item, Pages)) for layer_items in stored]
-        if pages_by_layer[0]:
-            self._storages = [PageTable(layer_items, self._pages[0]) for layer_items in pages_by_layer]
-            return page_table(pages_by_layer[0], self._pages.shape[2]).unsqueeze(0)
-        tensors_by_layer = [
-            tuple(item for item in layer_items if isinstance(item, torch.Tensor)) for layer_items in stored
-        ]
-        self._storages = [
-            PointerTable(layer_items, table)
-            for layer_items, table in zip(tensors_by_layer, self._pointers, strict=True)
-        ]
-        return torch.tensor([[entry(item) for item in layer_items] for layer_items in tensors_by_layer])
+        pages = [tuple(item for item in items if isinstance(item, Pages)) for items in stored]
+        if pages[0]:
+            self._storages = [PageTable(layer_pages, self._pages[0]) for layer_pages in pages]
+            return page_table(pages[0], self._pages.shape[2]).unsqueeze(0)
+        tensors = [tuple(item for item in items if isinstance(item, torch.Tensor)) for items in stored]
+        self._storages = [PointerTable(layer, table) for layer, table in zip(tensors, self._pointers, strict=True)]
+        return torch.tensor([[entry(tensor) for tensor in layer_tensors] for layer_tensors in tensors])
 
     def release(self) -> None:
         """Drop all references to sequences, until the next `load`."""

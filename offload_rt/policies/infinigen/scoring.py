@@ -167,7 +167,7 @@ class QuantisedKeys:
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Create empty keys. All sequences share `quantisers`, so their size does not count."""
+        """Create empty keys. All sequences share `quantisers`, so `bytes` does not include their size."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, tokens_per_slot=self._fields)
@@ -211,10 +211,8 @@ class QuantisedKeys:
 
     def move(self, layer: int, source: int, target: int) -> None:
         data = self.storage(layer, range(target, target + 1))
-        (source_byte, source_field), (target_byte, target_field) = (
-            divmod(source, self._fields),
-            divmod(target, self._fields),
-        )
+        source_byte, source_field = divmod(source, self._fields)
+        target_byte, target_field = divmod(target, self._fields)
         codes = unpack(data[:, target_byte : target_byte + 1], self._bits)
         codes[:, target_field] = unpack(data[:, source_byte : source_byte + 1], self._bits)[:, source_field]
         data[:, target_byte : target_byte + 1] = pack(codes, self._bits)

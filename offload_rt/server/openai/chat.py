@@ -42,10 +42,7 @@ class TraceEvents:
         """Create the first event.
 
         Args:
-            llm: The model with its policy.
-            text: Rendered prompt.
             spans: (start, end) of each prompt token in `text`, in characters. Empty if unknown.
-            tokens: Number of prompt tokens.
         """
         self._size = max(1, -(-tokens // MAX_BINS))
         self._starts = list(range(0, tokens, self._size))

@@ -38,7 +38,6 @@ class _Prompt:
     """A prompt of a completion request.
 
     Attributes:
-        ids: Token ids of the prompt.
         ends: Token ids that end the completion, in addition to those of the model.
         echo: Text to return before the completion, if the client requested an echo.
         first: Text of the first prompt token, if the client requested both an echo and log-probabilities. The other
@@ -269,7 +268,6 @@ def completion_logprobs(step: Step, top: int, offset: int, first: str) -> dict[s
     """Return the log-probabilities of new tokens in the format of text completions.
 
     Args:
-        step: New tokens.
         top: Number of most probable alternatives to return for each token.
         offset: Character offset of the first new token in the text.
         first: Text of the first token of an echoed prompt, which has no log-probabilities.

@@ -312,11 +312,7 @@ def structured_outputs(
 ) -> dict[str, Any]:
     """Return the field `structured_outputs` of `SamplingParams`, or {} if the request sets no format.
 
-    Args:
-        requested: Format in OpenAI's fields.
-        vllm: Format in vLLM's field `structured_outputs`.
-
-    Raises RefusedError or ConfigError if the format is invalid.
+    `requested` is the format in OpenAI's fields, `vllm` in vLLM's. Raises RefusedError or ConfigError if it is invalid.
     """
     if vllm is not None and (given := vllm.model_dump(exclude_none=True, by_alias=True)):
         return {"structured_outputs": StructuredOutputs(**given)}

@@ -60,8 +60,6 @@ def answer_parser(
     """Return a parser that extracts reasoning first and tool calls from the remaining text.
 
     Args:
-        tools: Format of tool calls.
-        reasoning: Format of reasoning.
         offered: Tools that may be called. None disables tool calls.
         thinking: Whether the prompt ends inside a reasoning section.
     """

@@ -57,9 +57,7 @@ class Think:
 def ends_within_thinking(prompt: str, prefill: str = "") -> bool:
     """Return whether the response begins inside a reasoning section.
 
-    Args:
-        prompt: Rendered prompt. Some chat templates end it with the opening tag.
-        prefill: Text of the assistant message that the response continues, or "".
+    The opening tag may end the rendered `prompt`, or the assistant message `prefill` that the response continues.
     """
     return prompt.rstrip().endswith(THINK) or THINK in prefill.rpartition(THINK_END)[2]
 

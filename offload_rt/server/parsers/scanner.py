@@ -26,11 +26,8 @@ _CLOSING = {"{": "}", "[": "]", "(": ")"}
 class Brackets:
     """Finds the end of a bracketed text that arrives in parts.
 
-    The text begins with a bracket and ends with the matching one. Brackets inside strings are ignored. `done` is set at
-    the end, and `failed` if a bracket does not match.
-
-    Args:
-        quotes: Characters that begin and end a string.
+    The text begins with a bracket and ends with the matching one. Brackets inside strings, which the characters in
+    `quotes` delimit, are ignored. `done` is set at the end, and `failed` if a bracket does not match.
     """
 
     def __init__(self, quotes: str = '"') -> None:

@@ -23,8 +23,6 @@ class XmlCalls(Scanner):
         """Read the value of a parameter.
 
         Args:
-            tool: Name of the tool.
-            name: Name of the parameter.
             end: Tag after the value.
             strip: Whether one newline on each side of the value belongs to the format.
         """

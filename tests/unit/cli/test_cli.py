@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +49,7 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(generate: Cli, pages: Path)
         assert chatter not in run.err
 
 
+@pytest.mark.slow
 def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> None:
     short, long = generate("--policy", "infinigen").err, generate("--policy", "infinigen", "--stats").err
     rows = [line for line in short.splitlines() if "│" in line]
@@ -181,6 +182,7 @@ def test_stop_string_ends_the_text(generate: Cli) -> None:
     assert generate("--quiet", "--stop", stop).out == whole[: whole.index(stop)]
 
 
+@pytest.mark.slow
 def test_skew_then_generate_with_the_artifact(
     cli: Cli, generate: Cli, pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,21 +238,17 @@ def test_info_prints_the_plan_and_the_working_set(cli: Cli) -> None:
     cli(*arguments, "--working-set", "-1").fails_with("--working-set -1")
 
 
-@pytest.mark.slow
-def test_reader_that_leaves_early_is_no_error(pages: Path, tmp_path: Path) -> None:
-    model = tiny_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
-    flags = ("--prompt-file", str(pages), *SHORT, "--max-new-tokens", "40", "--policy", "full")
-    command = (sys.executable, "-P", "-m", "offload_rt", "generate", model, *flags)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    errors = process.stderr.read().decode()
-    process.stderr.close()
-    assert process.wait(60) == 0, errors
-    assert "continues 96 tokens" in errors
-    assert "Statistics" not in errors  # generation stopped early
-    assert "Traceback" not in errors
-    assert "BrokenPipe" not in errors
+def test_reader_that_leaves_early_is_no_error(generate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is a pipe that nobody reads. Python flushes stdout again at exit, which must not fail either."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        run = generate()
+        stdout.write("flushed at exit")
+    assert run.code == 0 and "continues 96 tokens" in run.err
+    assert "Statistics" not in run.err  # generation stopped early
+    assert "Traceback" not in run.err
 
 
 # ---------------------------------------------------------------------------------------------------------- Ctrl-C

@@ -232,6 +232,7 @@ def test_each_of_n_completions_has_a_seed_of_its_own() -> None:
     assert drawn[0] == drawn[1] and len(set(drawn)) == 3 and len(set(drawn[0])) > 4
 
 
+@pytest.mark.slow
 def test_random_numbers_depend_on_the_absolute_position_alone() -> None:
     """Continuing a text with another request gives the text of one request. Counts of pairs are those of independent
     draws, also for neighbouring seeds."""

@@ -1,15 +1,15 @@
-"""Test threads that share a runtime and take turns on it step by step. Each gets the tokens that it gets alone."""
+"""Test threads that share a runtime and take turns on it step by step. Each gets the tokens that it gets alone.
+
+`adversary/interleavings.py` runs random requests on engines that share a pool.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import signal
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,73 +129,6 @@ def test_a_fork_of_a_loaded_runtime_is_refused(tmp_path: Path) -> None:
         [history], SHORT
     )[0].outputs[0].token_ids
     llm.close()
-
-
-class _Pool:
-    """Create random requests for several engines. Their pool is little larger than the largest request needs."""
-
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool_order, "RECHECK_SECONDS", 0.0)
-        rng = random.Random(seed)
-        self.model = architecture("gemma3") if seed % 2 else tiny_model("llama", num_hidden_layers=2)
-        self.asked = [
-            [(self._prompt(rng), self._params(rng)) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(2, 3))
-        ]
-        every = [request for engine in self.asked for request in engine]
-        self.expected = {str(one): self._alone(*one) for one in every}
-        self.llm = self._llm(max(self._least(*one) for one in every) + rng.randint(0, 2))
-
-    def _llm(self, blocks: int) -> LLM:
-        probe = getattr(self, "block_bytes", None)
-        if probe is None:
-            probe = self.block_bytes = LLM(self.model, policy="full", verify="off").runner.pool.block_bytes
-        return LLM(self.model, policy="full", host_memory=blocks * probe, verify="off")
-
-    @staticmethod
-    def _prompt(rng: random.Random) -> list[int]:
-        return [token % 90 + 1 for token in tiny_prompt(rng.randint(50, 140), seed=rng.randrange(99))]
-
-    @staticmethod
-    def _params(rng: random.Random) -> SamplingParams:
-        count, kind = rng.randint(2, 30), rng.choice(("beams", "beams", "several", "sampled"))
-        if kind == "beams":
-            return SamplingParams(max_tokens=count, temperature=0, num_beams=rng.randint(2, 3))
-        return SamplingParams(max_tokens=count, seed=rng.randrange(99), n=rng.randint(2, 3) if kind == "several" else 1)
-
-    def _alone(self, prompt: list[int], params: SamplingParams) -> list[list[int]]:
-        return [one.token_ids for one in completed(self._llm(200).generate([prompt], params))]
-
-    def _least(self, prompt: list[int], params: SamplingParams) -> int:
-        """Return the number of blocks that the request needs if it runs alone."""
-        for blocks in itertools.count(3):
-            with suppress(PoolFullError):
-                self._llm(blocks).generate([prompt], params)
-                return blocks
-        raise AssertionError
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_engines_that_share_a_tight_pool_make_progress(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request must end within a bound. While the oldest waits, the others only drain. Then it runs alone.
-
-    With at most T new tokens and L layers, draining takes L + T rounds, and so does the oldest request. A completion
-    may be preempted by older ones of its engine and drain again, so each completion takes at most 3 (L + T) rounds.
-    """
-    case = _Pool(seed, monkeypatch)
-    engines = [Engine(case.llm.runner, max_num_seqs=4) for _ in case.asked]
-    added = list(zip(engines, case.asked, strict=True))
-    requests = [(str(one), engine.add(*one)) for engine, asked in added for one in asked]
-    longest = max(params.max_tokens for asked in case.asked for _, params in asked) + case.llm.geometry.layers
-    completions = sum(max(params.n, params.num_beams) for asked in case.asked for _, params in asked)
-
-    def check() -> None:
-        for engine in engines:
-            engine.check_integrity()
-
-    run_in_rounds(engines, seed, 3 * longest * completions, check)
-    for name, request in requests:
-        assert [one.token_ids for one in request.completions()] == case.expected[name]
-    assert case.llm.runner.pool.sequence_bytes == 0
 
 
 def test_the_oldest_request_of_a_pool_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from offload_rt.eval.quality.perplexity import PerplexityConfig, cut_windows
 from offload_rt.models.source import find_source
 
 BOOK = Path(__file__).parents[3] / "offload_rt" / "data" / "black_arrow.txt"
+TEXT = BOOK.read_text(encoding="utf-8")[:40_000]
 CONFIG = PerplexityConfig(512, 2, 496)
 
 
@@ -45,7 +46,7 @@ def test_summary_weights_windows_by_their_tokens() -> None:
 
 def test_distributions_are_those_of_transformers() -> None:
     tested = ModelUnderTest("reference")
-    text = cut_windows(tested, BOOK.read_text(encoding="utf-8"), CONFIG)[0].text
+    text = cut_windows(tested, TEXT, CONFIG)[0].text
     model = AutoModelForCausalLM.from_pretrained(find_source("reference").name_or_path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([text.tokens])).logits[0, text.scored_from - 1 : -1]
@@ -54,7 +55,7 @@ def test_distributions_are_those_of_transformers() -> None:
 
 
 def test_rows_are_measured_once_and_tell_policies_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation = Evaluation(ModelUnderTest("reference"), BOOK.read_text(encoding="utf-8"), "book", tmp_path)
+    evaluation = Evaluation(ModelUnderTest("reference"), TEXT, "book", tmp_path)
     window = {"sinks": 4, "recent": 16, "dense_layers": (0,)}
     variants = [Variant(policy, window | {"budget": 0.08}) for policy in ("infinigen", "streaming")]
     first = run_divergence(evaluation, variants, CONFIG)

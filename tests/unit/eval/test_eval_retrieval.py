@@ -32,7 +32,7 @@ from offload_rt.eval.quality.retrieval import (
 )
 
 ROOT = Path(__file__).parents[3]
-BOOK = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")
+BOOK = (ROOT / "offload_rt" / "data" / "black_arrow.txt").read_text(encoding="utf-8")[:100_000]
 
 
 @pytest.fixture(scope="module")

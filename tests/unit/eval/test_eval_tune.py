@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.tiny_models import tiny_model, tiny_prompt
 
-import offload_rt
 from offload_rt import LLM
 from offload_rt.cli import main
 from offload_rt.core import Selection, VisibleTokens
@@ -21,8 +20,6 @@ from offload_rt.eval.quality import tune
 from offload_rt.eval.quality.tune import Search, Trial, TuneConfig, cut_text
 from offload_rt.policies.infinigen.policy import InfiniGenState
 from offload_rt.skewing.tuned import TunedPolicy, default_options
-
-BOOK = str(Path(offload_rt.__file__).parent / "data" / "black_arrow.txt")
 
 
 @pytest.fixture
@@ -37,11 +34,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_choice_keeps_the_limit_and_is_loaded(
-    short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    short: None, tmp_path: Path, pages: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "tuned"
+    out, book = tmp_path / "tuned", str(pages)
     flags = ("--max-missed-mass", "0.1", "--context", "200", "--scored", "8", "--quiet")
-    assert main(("tune", "reference", "--prompt-file", BOOK, "--out", str(out), *flags)) == 0
+    assert main(("tune", "reference", "--prompt-file", book, "--out", str(out), *flags)) == 0
     assert capsys.readouterr().out.startswith("# Tuning infinigen for reference: at most 10.00% missed")
     table = json.loads((out / "tune.json").read_text())
     record = json.loads((out / "policy.json").read_text())
@@ -58,7 +55,7 @@ def test_the_choice_keeps_the_limit_and_is_loaded(
     assert tuned.runner.policy.provenance_key == explicit.runner.policy.provenance_key
     other = LLM("reference", policy_options={"recent": 33}, skew=out)
     assert other.runner.policy.recent == 33
-    again = ("generate", "reference", "--prompt-file", BOOK, "--prompt-tokens", "100", "--max-new-tokens", "3")
+    again = ("generate", "reference", "--prompt-file", book, "--prompt-tokens", "100", "--max-new-tokens", "3")
     assert main((*again, "--skew", str(out), "--quiet")) == 0
     assert main((*again, "--skew", str(out), "--quiet", "--policy", "h2o")) == 0
 

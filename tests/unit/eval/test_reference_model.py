@@ -80,7 +80,7 @@ def test_recall_is_looking_back(name):
     corpus, encoder = Corpus.from_ids(ids, tokenizer), Encoder(tokenizer)
     rng = np.random.default_rng(5)
     shares = {}
-    facts = [make_facts(rng, 2, held_out=True, kinds=("number", "birthplace")) for _ in range(24)]
+    facts = [make_facts(rng, 2, held_out=True, kinds=("number", "birthplace")) for _ in range(12)]
     for told in (True, False):
         shown = [[fact if told else replace(fact, statements=(" It was late.",)) for fact in pair] for pair in facts]
         shares[told] = share_right(ask(model, [make_passage(rng, 256, pair, corpus, encoder) for pair in shown]))

@@ -163,6 +163,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     unload()
 
 
+@pytest.mark.sampled(7)  # coprime to the number of values of each parameter, so that all pairs of values occur
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize(("d", "group"), [(32, 1), (64, 7), (64, 3), (96, 9), (128, 4), (32, 33)])
 @pytest.mark.parametrize("tokens", [range(5, 177), range(1100), range(64, 65), range(500, 530)])

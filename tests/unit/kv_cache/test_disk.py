@@ -276,21 +276,6 @@ def test_other_tokens_parents_provenance_keys_models_and_layouts_miss(
     assert load(store, 5) is None and load(store, 1) == blocks_of(1)
 
 
-def test_eviction_order_survives_a_clock_that_went_back(tmp_path: Path) -> None:
-    """Block 1 has a timestamp in the future of the second start. Blocks saved later still count as younger."""
-    first = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18)
-    save(first, 1)
-    first.close()
-    second = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
-    save(second, 2)
-    save(second, 3)
-    second.close()
-    third = open_store(tmp_path, 3 * FILE_BYTES, clock=lambda: 10**18 - 5)
-    save(third, 4)
-    assert load(third, 1) is None and load(third, 2) == blocks_of(2)
-    third.close()
-
-
 def test_the_limit_holds_also_while_files_are_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path, 3 * FILE_BYTES)
     writers = [store.begin(block_name(store, n), LAYER_BYTES) for n in range(5)]
@@ -328,18 +313,6 @@ def test_documents_come_before_blocks_that_are_in_use(tmp_path: Path) -> None:
     assert [load(store, n) is not None for n in (0, 1)] == [False, True]
     assert store.documents.get(named("history")) == Document(bytes(100))
     store.check_integrity()
-
-
-def test_blocks_of_waiting_turns_are_evicted_last_from_the_end(tmp_path: Path) -> None:
-    for policy, kept in (("lookahead", [0, 1, 4, 9]), ("lru", [3, 4, 8, 9]), ("fifo", [3, 4, 8, 9])):
-        store = open_store(tmp_path / policy, 4 * FILE_BYTES, policy=policy)
-        for number in range(4):
-            save(store, number)
-        store.expect([block_name(store, n).key for n in (0, 1, 4, 9, 8)])
-        for number in (4, 8, 9):
-            save(store, number)
-        assert [n for n in range(10) if load(store, n)] == kept, policy
-        store.check_integrity()
 
 
 def test_a_path_is_evicted_from_its_end(tmp_path: Path) -> None:

@@ -116,16 +116,6 @@ def test_sequences_that_grow_together_keep_long_runs() -> None:
     assert max(pieces) <= 5, pieces  # 15 if each takes the next free block
 
 
-def test_waste_is_less_than_a_block_for_each_sequence() -> None:
-    pool = make_pool(32)
-    blocks = pool.new_block_table(1)
-    for length in range(1, 200):
-        append(pool, blocks, 1)
-        assert pool.bytes_used == -(-length // BLOCK_SIZE) * BLOCK_BYTES
-        assert blocks.capacity - length <= 63
-    assert pool.bytes_peak == pool.bytes_used
-
-
 def test_a_fork_shares_until_its_first_append_and_copies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(32)
     first = pool.new_block_table(0)

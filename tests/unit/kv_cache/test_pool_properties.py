@@ -286,10 +286,10 @@ class LatentMachine(PoolMachine):
     value_dim = 1
 
 
-MANY = 20 if "OFFLOAD_RT_STRESS" in os.environ else 1
+MANY = 40 if "OFFLOAD_RT_STRESS" in os.environ else 1
 
 OTHERS = (SlidingMachine, AllSlideMachine, NarrowWindowMachine, ManyHeadsMachine, LatentMachine)
-for machine, examples, steps in ((PoolMachine, 30, 40), *((each, 15, 25) for each in OTHERS)):
+for machine, examples, steps in ((PoolMachine, 15, 40), *((each, 8, 25) for each in OTHERS)):
     machine.TestCase.settings = settings(
         max_examples=MANY * examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )

@@ -89,7 +89,7 @@ MODEL = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
 MODEL_THAT_SLIDES = tiny_model(
     "qwen2", dtype=torch.float32, num_hidden_layers=3, use_sliding_window=True, max_window_layers=2, sliding_window=16
 )
-STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "7"))
+STEP = int(os.environ.get("OFFLOAD_RT_CELLS", "11"))
 RIGHT = [cell for cell in CELLS if not cell.refusal]
 DAILY = [cell for cell in RIGHT if not cell.slides][::STEP] + [cell for cell in RIGHT if cell.slides][:: 4 * STEP - 3]
 

@@ -1,4 +1,5 @@
-"""Test speculative decoding with `exact=...`: output equals full attention, and rejected drafts leave no trace."""
+"""Test speculative decoding with `exact=...`: output equals full attention. `test_exact_hybrids.py` tests sessions,
+preemption and rejected drafts, with attention beside recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,18 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.interrupts import interrupt_call
 from support.outputs import completed
 from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, SamplingParams
 from offload_rt.config import DraftOptions
-from offload_rt.engine.engine import Engine
 from offload_rt.engine.speculative import decoder
 from offload_rt.engine.speculative.draft_source import Acceptance, Costs, Lookup
-from offload_rt.engine.speculative.verification import accept, rewind, verify
 from offload_rt.model_runner import verification_pass
 from offload_rt.model_runner.sequence import Sequence
 
@@ -215,51 +213,6 @@ def test_rows_are_those_of_a_run_that_never_drafted(dtype: torch.dtype, bound: f
     torch.testing.assert_close(rows[0].v, rows[1].v, rtol=0, atol=bound)
 
 
-def test_sessions_truncation_and_forks_go_on_exactly(tmp_path: Any) -> None:
-    """Turns of a session reopened from disk, and of a fork, equal those with full attention."""
-    model = tiny_model("llama")
-    said = []
-    for name, llm in (
-        ("exact", runtime(model, exact={"method": "sparse", "tokens": 3, "adaptive": False})),
-        ("full", runtime(model, "full")),
-    ):
-        answers = []
-        for turn in range(3):
-            session = llm.session("talk", tmp_path / name)
-            answers.append([event.token_id for event in session.send(tiny_prompt(30 + turn, seed=turn), GREEDY)])
-            if turn == 2:
-                fork = session.fork("other")
-                answers.append([event.token_id for event in fork.send(tiny_prompt(9, seed=7), GREEDY)])
-                fork.close()
-            session.close()
-        said.append(answers)
-    assert said[0] == said[1]
-    session = runtime(model, "full").session("talk", tmp_path / "exact")
-    list(session.send(tiny_prompt(5), GREEDY))
-    assert session.last_stats is not None
-    assert session.last_stats.reused_tokens >= 128, "rows of verified tokens are those of full attention"
-    session.close()
-
-
-@pytest.mark.parametrize("where", ["decode", "verify"])
-def test_an_interrupted_draft_is_no_answer(where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C, the session holds the tokens that were returned and continues with the right ones."""
-    llm = runtime(_LLAMA, exact={"method": "sparse", "tokens": 4, "adaptive": False})
-    session = llm.session("talk", tmp_path)
-    events, target = session.send(tiny_prompt(40), GREEDY), llm.runner if where == "decode" else decoder
-    interrupt_call(monkeypatch, target, where, 6 if where == "decode" else 2)
-    seen: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        seen.extend(event.token_id for event in events)
-    monkeypatch.undo()
-    assert session.kv.history.tokens == [*tiny_prompt(40), *seen]
-    session.check_integrity()
-    found = [event.token_id for event in session.send(tiny_prompt(5), GREEDY)]
-    session.close()
-    plain = completed(runtime(_LLAMA, "full").generate([*tiny_prompt(40), *seen, *tiny_prompt(5)], GREEDY))
-    assert found == plain[0].token_ids
-
-
 def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
     model = tiny_model("llama")
     llm, plain = runtime(model, exact={"method": "sparse", "adaptive": False}), runtime(model, "full")
@@ -273,27 +226,6 @@ def test_completions_beams_and_scores_are_those_of_full_attention() -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_a_preempted_request_goes_on_exactly() -> None:
-    """The pool holds two of three requests. The youngest is preempted and its tokens are prefilled."""
-    model = tiny_model("llama")
-    prompts = [tiny_prompt(n, seed=n) for n in (180, 118, 122)]
-    params = SamplingParams(max_tokens=18, temperature=0, ignore_eos=True)
-    small = LLM(
-        model,
-        policy_options=SMALL,
-        host_memory="900KiB",  # 9 blocks, and 10 are needed
-        exact={"method": "sparse", "adaptive": False},
-        enable_prefix_caching=False,
-    )
-    engine = Engine(small.runner, max_num_seqs=3)
-    requests = [engine.add(prompt, params) for prompt in prompts]
-    while not engine.idle:
-        engine.step()
-    assert engine.scheduler.preemptions
-    assert [one.new_tokens for one in requests] == texts(runtime(model, "full"), prompts, params)
-
-
 def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
     """Two sliding sequences share three blocks: the next token fits, but not drafts in another block."""
     model, prompts = tiny_model("mistral", num_hidden_layers=2), [tiny_prompt(n, seed=1) for n in (50, 51)]
@@ -302,52 +234,7 @@ def test_no_room_for_the_windows_of_drafts_is_no_error() -> None:
     assert texts(full, prompts, GREEDY) == texts(runtime(model, "full"), prompts, GREEDY)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@given(st.data())
-@settings(max_examples=8, deadline=None)
-def test_any_drafts_leave_nothing_behind(dtype: torch.dtype, data: st.DataObject) -> None:
-    """Logits and KV equal those of a sequence without drafts, for any drafts and acceptances."""
-    llm, bound = runtime(_MODELS[dtype], exact=True), 1e-6 if dtype == torch.float64 else 5e-5
-    runner, prompt = llm.runner, tiny_prompt(60)
-    sequence, plain = (runner.new_sequence(prompt, 160) for _ in range(2))
-    for one in (sequence, plain):
-        runner.prefill(one, 59)
-    for _ in range(data.draw(st.integers(1, 6))):
-        _round(data, runner, sequence, plain, 10 * bound)
-        runner.check_integrity()
-    for layer in (0, runner.adapter.geometry.layers - 1):
-        mine, theirs = (one.keys(layer, range(one.position)) for one in (sequence, plain))
-        # KV left by a rejected draft would differ by far more than rounding: of RMSNorm in float32, 1e-6.
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=bound)
-    for one in (sequence, plain):
-        runner.free(one)
-
-
 _LLAMA = tiny_model("llama")
-_MODELS = {torch.float64: tiny_model("llama", dtype=torch.float64), torch.float32: _LLAMA}
-
-
-def _round(data: st.DataObject, runner: Any, sequence: Sequence, plain: Sequence, bound: float) -> None:
-    """Draft random tokens, verify them, accept a random number and compare the logits."""
-    tokens = st.integers(0, runner.adapter.geometry.vocab - 1)
-    drafts = data.draw(st.lists(tokens, min_size=0, max_size=8))
-    start, kept = sequence.position, data.draw(st.integers(0, len(drafts)))
-    sequence.draft_start = start
-    for token in drafts:
-        runner.decode([sequence])
-        sequence.tokens.append(token)
-    sequence.draft_start = None
-    rewind(runner, sequence, start)
-    [logits] = verify(runner, [(sequence, len(drafts) + 1)])
-    for row in range(kept + 1):
-        accept(runner, sequence)
-        [expected] = verify(runner, [(plain, 1)])
-        accept(runner, plain)
-        torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=bound)
-        following = drafts[row] if row < kept else data.draw(tokens)
-        plain.tokens.append(following)
-    sequence.tokens[start + 1 :] = plain.tokens[start + 1 :]
-    runner.reload(sequence)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(2, 5), st.integers(1, 4))

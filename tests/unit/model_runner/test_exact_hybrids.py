@@ -153,7 +153,7 @@ def _round(data: st.DataObject, runner: Any, pairs: list[tuple[Sequence, Sequenc
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
 def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that continues an answer begins at a snapshot after one of its tokens. Rounds end there."""
-    prompt, params = prompt_of(70), SamplingParams(max_tokens=140, temperature=0, ignore_eos=True)
+    prompt, params = prompt_of(125), SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
     model, plain = make(name)
     [text] = texts(plain, [prompt], params)
     drafts = ControlledDrafts([[*prompt, *text]], [4, 4, 1, 3])
@@ -161,7 +161,7 @@ def test_snapshots_are_taken_after_verified_tokens(name: str, monkeypatch: pytes
     _, llm = make(name, **LOOKUP)
     assert texts(llm, [prompt], params) == [text]
     monkeypatch.undo()
-    following = [*prompt, *text[:130], *prompt_of(5, seed=3)]
+    following = [*prompt, *text[:75], *prompt_of(5, seed=3)]
     [output] = llm.generate([following], SamplingParams(max_tokens=6, temperature=0))
     assert output.num_cached_tokens == 200 // BLOCK_SIZE * BLOCK_SIZE
     assert_greedy(model, following, output.outputs[0].token_ids)
@@ -202,13 +202,13 @@ def test_preempted_requests(slots: int, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "kimi_linear"])
 def test_sessions(name: str, tmp_path: Path) -> None:
     """Turns of a session that is reopened from disk equal those with full attention. Each answer fills a block."""
-    found, params = [], SamplingParams(max_tokens=26, temperature=0, ignore_eos=True)
+    found, params = [], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     for options in (SPARSE, {}):
         answers = []
         for turn in range(3):
             _, llm = make(name, **options)
             session = llm.session("talk", tmp_path / str(bool(options)))
-            answers.append(answer(session, prompt_of(40 + turn, seed=turn), params))
+            answers.append(answer(session, prompt_of(56 + turn, seed=turn), params))
             assert not turn or session.last_stats.reused_tokens >= BLOCK_SIZE  # type: ignore[union-attr]
             session.check_integrity()
             session.close()
@@ -306,7 +306,7 @@ def test_draft_models(target: str, draft: str, right: bool, tmp_path: Path) -> N
 def test_completions_and_beams() -> None:
     """They are verified without drafts, and fork the state."""
     (_, llm), (_, plain) = make("qwen3_5", **SPARSE), make("qwen3_5")
-    several = SamplingParams(max_tokens=40, temperature=0.9, seed=3, n=3)
+    several = SamplingParams(max_tokens=26, temperature=0.9, seed=3, n=3)
     beams = SamplingParams(max_tokens=8, temperature=0, num_beams=3, n=2)
     for params in (several, beams):
         assert texts(llm, [prompt_of(40), prompt_of(30, seed=1)], params) == texts(

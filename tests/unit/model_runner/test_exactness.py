@@ -1,6 +1,6 @@
 """Test two invariants.
 
-Policy full gives the logits and greedy tokens of transformers. A selecting policy with a budget of 1.0 gives those of
+Policy full gives the logits of transformers. A selecting policy with a budget of 1.0 gives those of
 full.
 """
 
@@ -18,7 +18,6 @@ from support.tiny_models import NAMES, assert_greedy, tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
 EVERYTHING = {"alpha": math.inf, "max_fraction": 1.0}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in NAMES),
@@ -43,28 +42,14 @@ def decoded_logits(llm: LLM, tokens: list[int], prefilled: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
 def test_full_gives_transformers_logits(name: str, options: dict[str, Any]) -> None:
-    """Prefill and decode, past Mistral's window of 48."""
+    """Prefill and decode, past Mistral's window of 48 and the end of a block."""
     model = tiny_model(name, **options)
-    tokens = tiny_prompt(90)
-    expected = model(torch.tensor([tokens])).logits[0, 69:].float()
+    tokens = tiny_prompt(84)
+    expected = model(torch.tensor([tokens])).logits[0, 59:].float()
     llm = LLM(model, policy="full", host_memory="8MiB")
-    logits = decoded_logits(llm, tokens, prefilled=70)
+    logits = decoded_logits(llm, tokens, prefilled=60)
     # float32 rounding of sums in another order
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
-@pytest.mark.parametrize("length", [1, 45])
-def test_full_gives_transformers_greedy_tokens(name: str, options: dict[str, Any], length: int) -> None:
-    """The longer prompt passes the end of a block, and Mistral's window of 48."""
-    model = tiny_model(name, **options)
-    prompt = tiny_prompt(length)
-    llm = LLM(model, policy="full", host_memory="8MiB")
-    [completion] = completed(llm.generate([prompt], GREEDY))
-    assert len(completion.token_ids) == GREEDY.max_tokens
-    assert_greedy(model, prompt, completion.token_ids)
-    assert completion.finish_reason == "length"
-    assert llm.runner.pool.sequence_bytes == 0
 
 
 @pytest.mark.parametrize("slice_tokens", [1, 7, 64, 1000])
@@ -104,7 +89,7 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(name: str, policy: 
     model = tiny_model(name, dtype=torch.float64)
     llm = LLM(model, policy=policy, policy_options=options, host_memory="64MiB", dtype="float64")
     prompts = [tiny_prompt(length, seed=length) for length in (150, 1, 70)]
-    short = SamplingParams(max_tokens=8, temperature=0)
+    short = SamplingParams(max_tokens=5, temperature=0)
     together = [completion.token_ids for completion in completed(llm.generate(prompts, short))]
     alone = [completed(llm.generate([prompt], short))[0].token_ids for prompt in prompts]
     assert together == alone

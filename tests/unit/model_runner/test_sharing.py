@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.outputs import completed
 from support.sharing import BLOCK_BYTES, LAYERS, ROW, greedy, make
 from support.tiny_models import depth, tiny_model, tiny_prompt
@@ -67,7 +65,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 def test_a_tree_of_prompts_gives_each_what_it_gets_alone(policy: str, options: dict[str, Any], staged: bool) -> None:
     llm = make(policy=policy, policy_options=options, staged=staged)
     prompts = tree(random.Random(3), 6)
-    params = [greedy(4 + 3 * i) for i in range(6)]
+    params = [greedy(4 + 2 * i) for i in range(6)]
     expected = alone(llm, prompts, params)
     assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
     again = completed(llm.generate(prompts, params))
@@ -93,35 +91,6 @@ def test_a_tree_of_prompts_for_other_models(name: str, policy: str) -> None:
         assert [c.token_ids for c in completed(llm.generate(prompts, params))] == expected
 
 
-@pytest.mark.slow
-@settings(max_examples=100 if STRESS else 4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 10_000))
-def test_joins_leaves_and_cancellations_mid_decode(seed: int) -> None:
-    """Random trees and times in a pool that is often too small."""
-    rng = random.Random(seed)
-    prompts = tree(rng, 6)
-    params = [greedy(rng.randint(1, 50)) for _ in prompts]
-    needed = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
-    llm = make(blocks=-(-needed // BLOCK_SIZE) + rng.randint(0, 6))
-    engine = Engine(llm.runner, max_num_seqs=4)
-    requests = []
-    cancelled = set()
-    waiting = list(zip(prompts, params, strict=True))
-    while waiting or not engine.idle:
-        if waiting and rng.random() < 0.3:
-            requests.append(engine.add(*waiting.pop(0)))
-        engine.step()
-        engine.check_integrity()
-        if requests and rng.random() < 0.01:
-            index = rng.randrange(len(requests))
-            cancelled.add(index)
-            engine.cancel(requests[index])
-    for i, (one, expected) in enumerate(zip(requests, alone(llm, prompts, params), strict=True)):
-        got = one.new_tokens  # type: ignore[attr-defined]
-        assert got == (expected[: len(got)] if i in cancelled else expected)
-    assert llm.runner.pool.sequence_bytes == 0
-
-
 def test_samples_and_beams_share_a_pool_with_others() -> None:
     llm = make()
     prompts = tree(random.Random(5), 4)
@@ -138,15 +107,15 @@ def test_samples_and_beams_share_a_pool_with_others() -> None:
     ("policy", "kv_cache_dtype"), [("full", "auto"), ("infinigen", "auto"), ("full", "int8"), ("infinigen", "int4")]
 )
 def test_preemption_loses_nothing(policy: str, kv_cache_dtype: str) -> None:
-    """Six requests need three blocks each in a pool of five: the youngest are preempted.
+    """Four requests need three blocks each in a pool of five: the youngest are preempted.
 
     Tokens with quantised KV or selection are decoded again, not prefilled.
     """
     roomy = make(policy=policy, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     memory = 5 * roomy.runner.pool.block_bytes
     tight = make(policy=policy, kv_cache_dtype=kv_cache_dtype, host_memory=memory)
-    prompts, params = [tiny_prompt(120, seed=i) for i in range(6)], [greedy(12)] * 6
-    engine = Engine(tight.runner, max_num_seqs=6)
+    prompts, params = [tiny_prompt(120, seed=i) for i in range(4)], [greedy(12)] * 4
+    engine = Engine(tight.runner, max_num_seqs=4)
     requests = [engine.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     while not engine.idle:
         engine.step()
@@ -230,21 +199,6 @@ def test_bytes_of_a_selection_count_the_union(staged: bool) -> None:
     assert max(crossed) == round(fetched[0] * (4 * BLOCK_SIZE + 1)) * ROW
     for sequence in batch:
         runner.free(sequence)
-
-
-def test_waste_is_less_than_a_block_a_sequence() -> None:
-    """None of PagedAttention's three kinds of waste exceeds the unused slots of each sequence's last block."""
-    llm = make()
-    engine = Engine(llm.runner, max_num_seqs=8)
-    requests = [engine.add(tiny_prompt(20 + 30 * i, seed=i), greedy(80)) for i in range(8)]
-    pool = llm.runner.pool
-    while not engine.idle:
-        engine.step()
-        sequences = [s for one in requests for s in one.sequences if s.position]
-        assert all(s.blocks.capacity - s.position <= BLOCK_SIZE for s in sequences)
-        held = {block for s in sequences for block in s.blocks.ids}
-        if engine.scheduler.prefilling is None:
-            assert pool.sequence_bytes == len(held) * BLOCK_BYTES
 
 
 def test_a_request_that_outgrows_what_others_hold_is_refused_clearly() -> None:

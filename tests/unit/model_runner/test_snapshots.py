@@ -27,6 +27,7 @@ from offload_rt.model_runner.prefill import StateCapture
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 STRESS = "OFFLOAD_RT_STRESS" in os.environ
+MOST_TOKENS = 70 if STRESS else 40
 
 
 def run(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> RequestOutput:
@@ -56,14 +57,12 @@ def test_prompts_continue_at_snapshots(name: str) -> None:
         assert recomputed(output) <= max(0, len(prompt) - len(stem)) + 2 * edit + BLOCK_SIZE
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
 def test_every_edit_recomputes_little(name: str) -> None:
     """An edit d tokens before the end of prompt and answer recomputes at most 2 d + 64 tokens."""
     model, llm = make(name)
-    prompt = prompt_of(100)
-    text = (
-        prompt + run(llm, prompt, SamplingParams(max_tokens=160, temperature=0, ignore_eos=True)).outputs[0].token_ids
-    )
+    prompt = prompt_of(190)
+    text = prompt + run(llm, prompt, SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)).outputs[0].token_ids
     text.pop()  # the last token was not computed
     for d in (1, 2, 64, 65, 130, 200, len(text) - 1):
         edited = text[: len(text) - d] + prompt_of(d, d)
@@ -100,7 +99,7 @@ def test_approximate_states_are_not_shared(name: str, policy: str) -> None:
 def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """Return requests whose prompts continue, edit or cut earlier texts, with one to three completions or beams."""
     texts, requests = [prompt_of(rng.randrange(1, 300), rng.randrange(1 << 30))], []
-    for _ in range(8 if STRESS else 5):
+    for _ in range(8 if STRESS else 4):
         text = list(rng.choice(texts))
         change = rng.choice(["same", "longer", "edit", "cut", "new"])
         if change == "longer":
@@ -118,7 +117,12 @@ def stream(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
             {"num_beams": width} if rng.random() < 0.3 else {"seed": 1, "temperature": rng.choice([0, 1])}
         )
         requests.append(
-            (text, SamplingParams(max_tokens=rng.choice([1, 6, 70]), n=width, **({"temperature": 0} | kind)))
+            (
+                text,
+                SamplingParams(
+                    max_tokens=rng.choice([1, 6, 70 if STRESS else 40]), n=width, **({"temperature": 0} | kind)
+                ),
+            )
         )
     return requests
 
@@ -202,8 +206,8 @@ def test_a_preempted_request_continues_at_a_snapshot() -> None:
 @pytest.mark.parametrize("failing", range(6))
 def test_a_slot_that_cannot_be_page_locked_is_not_used(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One lock fails, in the prefill or in a decode step of two requests. Only this snapshot is missing."""
-    prompts = [prompt_of(150, seed) for seed in (1, 2)]
-    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    prompts = [prompt_of(180, seed) for seed in (1, 2)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     expected = [one.token_ids for one in completed(make("qwen3_5")[1].generate(prompts, params))]
     _, llm = make("qwen3_5")
     states, table = llm.runner.pool.states, llm.runner.pool.cached.snapshots

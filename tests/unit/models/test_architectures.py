@@ -106,9 +106,9 @@ def test_a_ragged_batch_continues_as_transformers(name: str, policy: str) -> Non
     chosen, options = POLICIES[policy]
     llm = LLM(model, policy=chosen, policy_options=options, host_memory="8MiB", verify="always")
     assert model.config._attn_implementation == "eager"
-    completions = completed(llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0)))
+    completions = completed(llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0)))
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert len(completion.token_ids) == 6
+        assert len(completion.token_ids) == 4
         assert_greedy(model, prompt, completion.token_ids)
         assert completion.stats.exact_fraction == 1.0
 
@@ -230,7 +230,7 @@ class TestCapsAndSinks:
     def test_prompts_that_begin_alike(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Attention to the shared prefix is one product, and the sinks' share is counted once. Capped scores are not
         shared."""
-        monkeypatch.setattr("offload_rt.engine.runner.PAYS_FROM_BYTES", 1)
+        monkeypatch.setattr("offload_rt.engine.runner.MIN_SAVED_BYTES", 1)
         model = architecture(name)
         stem = prompt_of(70)
         prompts = [stem + prompt_of(3, seed=i) for i in (1, 2, 3)]
@@ -319,8 +319,8 @@ FAULTS: dict[str, tuple[str, Callable[[DecoderAdapter], Any], str]] = {
     ),
     "no norm of queries": ("qwen3", lambda a: setattr(a._projections[0], "_query_norm", unnormed), "layer 0"),
     "no temperature scaling": ("ministral3", lambda a: setattr(a, "_temperatures", [None] * 3), "layer 0"),
-    "no norm of latents": ("youtu", lambda a: setattr(a._projections[0], "_latent_norm", nn.Identity()), "layer 0"),
-    "no norm of low-rank queries": ("deepseek_v3", lambda a: a._projections[1]._query.pop(1), "layer 1"),
+    "no norm of latents": ("youtu", lambda a: setattr(a._projections[0], "_kv_a_norm", nn.Identity()), "layer 0"),
+    "no norm of low-rank queries": ("deepseek_v3", lambda a: a._projections[1]._query_modules.pop(1), "layer 1"),
     "the scale of latent keys": ("glm4_moe_lite", lambda a: geometry_with(a, scales=(32**-0.5,) * 3), "layer 0"),
     "latent keys rotated as half-split": ("youtu", lambda a: setattr(a._rotary, "_layout", HalfSplit), "layer 0"),
     "no multiplier of residuals": ("minicpm3", lambda a: setattr(a._layers[1], "_after_mlp", nn.Identity()), "layer 1"),

@@ -39,7 +39,7 @@ def copies(llm: LLM) -> list[torch.Tensor]:
     while not isinstance(adapter, DecoderAdapter):
         adapter = adapter._inner
     assert all(isinstance(one, LatentProjections) for one in adapter._projections)
-    return [one._unpacked for one in adapter._projections if one._unpacked is not None]  # type: ignore[union-attr]
+    return [one._unpacked_weights for one in adapter._projections if one._unpacked_weights is not None]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -141,27 +141,6 @@ def test_alpha_inf_and_full_fraction_select_every_candidate(scorer: str, group: 
     assert as_sets(selected) == [set(visible.candidates)] * shape.kv_heads
 
 
-def test_nothing_to_select_from() -> None:
-    shape = geometry()
-    rule = policy(shape)
-    q, k = tokens(shape, 5)
-    selection = filled(rule, q, k, 5).select(0, q[0, :, -1], VisibleTokens.of(5, sinks=4, recent=8, window=None))
-    assert selection.tokens.shape == (2, 0) and selection.tokens.dtype == torch.int64
-
-
-@given(seed=st.integers(0, 100), low=st.floats(0, 20), more=st.floats(0, 20))
-@settings(max_examples=25, deadline=None)
-def test_a_larger_alpha_never_selects_fewer(seed: int, low: float, more: float) -> None:
-    shape = geometry(group=2)
-    q, k = tokens(shape, TOTAL, seed)
-    visible = VisibleTokens.of(TOTAL, sinks=4, recent=8, window=None)
-    counts = [
-        filled(policy(shape, alpha=alpha, max_fraction=0.7), q, k).select(0, q[0, :, -1], visible).count
-        for alpha in (low, low + more)
-    ]
-    assert 1 <= counts[0] <= counts[1] <= math.floor(0.7 * len(visible.candidates))
-
-
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 1.0])
 def test_budget_fixes_the_attended_share(share: float) -> None:
     shape = geometry(group=2)

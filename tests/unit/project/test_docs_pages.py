@@ -55,6 +55,7 @@ def test_the_picture_has_every_folder_and_no_import_points_up(
     assert len(capsys.readouterr().out.splitlines()) == len(lines)
 
 
+@pytest.mark.slow
 def test_the_table_of_architectures_is_up_to_date() -> None:
     models = script("models")
     text = models.PAGE.read_text(encoding="utf-8")

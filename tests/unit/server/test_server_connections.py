@@ -198,6 +198,23 @@ def test_the_end_of_the_server_is_said(tokenizer: PreTrainedTokenizerBase, strea
     assert engine.aborted == 1
 
 
+def test_small_writes_are_sent_at_once() -> None:
+    """Otherwise, the body of a response waits 40 ms for the acknowledgement of its head."""
+
+    async def option(listener: socket.socket) -> int:
+        accepted = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=listener)
+        async with server:
+            _, mine = await asyncio.open_connection(*listener.getsockname())
+            theirs = await accepted
+            found = theirs.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for writer in (mine, theirs):
+                writer.close()
+        return int(found)
+
+    assert asyncio.run(option(bound(ServerOptions(port=0)))) == 1
+
+
 def test_a_refused_client_can_read_why(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
     """The client sends its request late. A closed socket would reset the connection and lose the response."""
     engine = ScriptedEngine(tokenizer, lambda prompt: "It was. " * 50, pause=0.1)

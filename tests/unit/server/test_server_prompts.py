@@ -192,6 +192,7 @@ def test_what_can_never_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) ->
         assert recorded.given_back == len(PATHS)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_delays_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     engine = ScriptedEngine(reference_tokenizer(), lambda prompt: "Yes.")

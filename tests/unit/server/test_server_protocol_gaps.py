@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import httpx2
 import openai
 import pytest
-from support.serving import ScriptedEngine, reference_tokenizer, served
+from support.serving import ScriptedEngine, claude_client, reference_tokenizer, served
 from transformers import PreTrainedTokenizerBase
 
 PLAIN = (
@@ -153,7 +152,7 @@ def test_tools_of_a_model_that_knows_none() -> None:
         assert said.prompts[-1].endswith(f"user: Who?\nassistant: {CALLS}\n{results}")
 
         tool: Any = {"name": "find", "input_schema": {"type": "object"}}
-        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        with claude_client(url) as claude:
             options: Any = {"model": "scripted", "max_tokens": 100, "tools": [tool], "messages": [USER]}
             with claude.messages.stream(tool_choice={"type": "any"}, **options) as stream:
                 blocks = stream.get_final_message().content
@@ -204,7 +203,7 @@ def test_a_cut_off_call_in_every_protocol(stream: bool) -> None:
             )
             response = list(made)[-1].response if stream else made
             assert response.status == "incomplete" and response.output[0].arguments.startswith('{"q": "Dick')
-        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        with claude_client(url) as claude:
             asked: Any = {"model": "scripted", "max_tokens": 60, "tools": [tool], "messages": [USER]}
             if stream:
                 with claude.messages.stream(**asked) as events:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
+from support.serving import claude_client
+
+if TYPE_CHECKING:
+    import anthropic
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "Dick"}}\n</tool_call>'
 SAID = f"<think>\nWell…\n</think>\n\nLook, café: {CALL}\n{CALL}"
@@ -25,7 +28,7 @@ def say(prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="one", max_retries=0) as made:
+    with claude_client(url, "one") as made:
         yield made
 
 
@@ -82,6 +85,8 @@ def test_results_of_tools_go_back(claude: anthropic.Anthropic) -> None:
 
 
 def test_anthropics_errors(claude: anthropic.Anthropic, url: str) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
         claude.post("/v1/messages", body={"messages": [{"role": "user", "content": "x"}]}, cast_to=object)
     assert caught.value.body == {
@@ -94,7 +99,7 @@ def test_anthropics_errors(claude: anthropic.Anthropic, url: str) -> None:
     with pytest.raises(anthropic.NotFoundError, match="claude"):
         claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "x"}])
     with pytest.raises(anthropic.AuthenticationError):
-        anthropic.Anthropic(base_url=url, api_key="three", max_retries=0).models.list()
+        claude_client(url, "three").models.list()
 
 
 def test_a_response_streamed_and_not(client: openai.OpenAI) -> None:

@@ -1,150 +1,43 @@
-"""Test CUDA graph capture and replay without CUDA. A stand-in for the graph records every operation and every launch
-of an interpreted Triton kernel with its tensors, and repeats them on the same memory. Streams, events and the
-graph's memory pool are not covered."""
+"""Test which steps are captured as CUDA graphs, and captures that fail. The cells "graphs" of `test_cuda_path.py`
+compare the tokens of replayed steps."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.batches import OPTIONS, begun, compiled, make
+from support.batches import OPTIONS, begun, make
 from support.outputs import completed
 from support.staged_transfer import staged
 from support.tiny_models import tiny_model, tiny_prompt
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.engine.runner import Runner
 from offload_rt.errors import ConfigError
 from offload_rt.model_runner import cuda_graphs
-from offload_rt.model_runner.batch import SharedPrefixes
 from offload_rt.model_runner.cuda_graphs import GraphSteps
 from offload_rt.policies.rule import Rule
 
 
-def tensors(out: Any) -> list[torch.Tensor]:
-    return [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)]
-
-
-class Repeating(TorchDispatchMode):
-    """Stand-in for `Graph`. `replay` repeats each operation and copies the results into the memory of the first run;
-    views stay views."""
+class Repeating:
+    """Stand-in for `Graph`. `replay` runs the step again and copies the results into the memory of the first run."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._again: list[Callable[[], None]] = []
-        self._inside = False
         self.replays = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        out = func(*args, **named)
-        if not self._inside:
-            given = {x.untyped_storage().data_ptr() for x in (*args, *named.values()) if isinstance(x, torch.Tensor)}
-            outs = tensors(out)
-            fresh = [x.untyped_storage().data_ptr() not in given for x in outs]
-
-            def again() -> None:
-                for old, one, made in zip(outs, tensors(func(*args, **named)), fresh, strict=True):
-                    if made:
-                        old.copy_(one)
-
-            self._again.append(again)
-        return out
-
     def capture(self, body: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        from triton.runtime.interpreter import InterpretedFunction
-
-        run: Any = InterpretedFunction.run
-
-        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-            self._again.append(lambda: run(kernel, *args, grid=grid, warmup=warmup, **named))
-            self._inside = True
-            run(kernel, *args, grid=grid, warmup=warmup, **named)
-            self._inside = False
-
-        with pytest.MonkeyPatch.context() as patch, self:
-            patch.setattr(InterpretedFunction, "run", launch)
-            results = body()
-        for result in results:
+        self._body, self._results = body, body()
+        for result in self._results:
             result.fill_(0)  # a captured graph has no results before its first replay
-        return results
+        return self._results
 
     def replay(self) -> None:
         self.replays += 1
-        for again in self._again:
-            again()
-
-
-def graphed(**options: Any) -> tuple[Runner, list[Repeating]]:
-    runner, made = make(True, **options), []
-
-    def graph() -> Repeating:
-        made.append(Repeating())
-        return made[-1]
-
-    runner.steps = GraphSteps(runner.eager, graph)
-    return runner, made
-
-
-REPLAYED: dict[str, dict[str, Any]] = {"dense": {"dense_layers": (0,)}, "tail": {"approximate_kv": "int4"}}
-if "OFFLOAD_RT_STRESS" in os.environ:
-    REPLAYED["partial"] = {"scorer": "partial", "source": "attention_input"}
-
-
-@pytest.mark.parametrize("options", REPLAYED.values(), ids=REPLAYED)
-def test_a_replayed_step_is_the_eager_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch uses two buckets: only the first step of all is eager. In between, one sequence ends and another one
-    that reuses its blocks joins."""
-    compiled(monkeypatch)
-    eager, (runner, made) = make(True, **options), graphed(**options)
-    runs = []
-    for one in (eager, runner):
-        batch = [begun(one, 46), begun(one, 61, seed=1)]
-        logits = [one.decode(batch) for _ in range(2)]
-        one.free(batch.pop(0))
-        batch.append(begun(one, 26, seed=2))
-        logits += [one.decode(batch) for _ in range(4)]
-        one.check_integrity()
-        for sequence in batch:
-            sequence.trace.flush_pending()
-        runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
-    assert [graph.replays for graph in made] == [2, 3]
-    for want, got in zip(runs[0][0], runs[1][0], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert runs[0][1] == runs[1][1]
-
-
-@pytest.mark.parametrize("joined", [False, True], ids=["selected", "all"])
-def test_a_replayed_step_of_sequences_that_share_blocks_is_the_eager_one(
-    joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shared tokens are fetched once: those that several sequences select, and in dense layers if shared runs pay."""
-    compiled(monkeypatch)
-    runs, options = [], {"dense_layers": (0,)}
-    for runner, made in ((make(True, **options), []), graphed(**options)):
-        if joined:
-            runner.prefixes = SharedPrefixes(256, min_saved=1)
-        first = begun(runner, 70)
-        batch = [first, runner.fork(first, 110), begun(runner, 66, seed=3)]
-        batch[1].tokens[70] = 5  # otherwise the sequences select the same tokens
-        logits = [runner.decode(batch) for _ in range(4)]
-        runner.check_integrity()
-        for sequence in batch:
-            sequence.trace.flush_pending()
-        runs.append((logits, [(s.trace.attended, s.trace.bytes_to_device, s.trace.bytes_to_host) for s in batch]))
-        assert [graph.replays for graph in made] == ([3] if made else [])
-    for want, got in zip(runs[0][0], runs[1][0], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    (eager, replayed), (first_one, second_one) = (run[1] for run in runs), runs[1][1][:2]
-    assert [one[::2] for one in eager] == [one[::2] for one in replayed]
-    assert second_one[1] < first_one[1], "shared KV is fetched for each sequence"
-    if not joined:
-        assert eager == replayed
+        for result, again in zip(self._results, self._body(), strict=True):
+            result.copy_(again)
 
 
 def test_steps_that_cannot_be_captured_run_eagerly() -> None:
@@ -196,11 +89,8 @@ def test_steps_are_eager_after_a_failed_capture(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("fits", [False, True], ids=["never", "alone"])
-def test_a_capture_without_memory_drops_the_other_graphs(
-    fits: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_without_memory_drops_the_other_graphs(fits: bool, caplog: pytest.LogCaptureFixture) -> None:
     """If a graph fits alone, it replaces the others. If not, its steps are eager, and those of other shapes are not."""
-    compiled(monkeypatch)
     eager, runner, made, tried = make(), make(), [], []
 
     class Small(Repeating):

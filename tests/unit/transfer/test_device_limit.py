@@ -57,6 +57,7 @@ TABLE = [
     Row("rows, batch", "infinigen", 3, ROWS),
     Row("rows, graphs", "infinigen", 3, ROWS, {"cuda_graphs": True, "enable_prefix_caching": False}),
     Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
+    Row("h2o", "h2o", 2, WINDOW),
     Row("quest", "quest", options=WINDOW, daily=True),
     Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
 ]

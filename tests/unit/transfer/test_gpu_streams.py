@@ -1,10 +1,10 @@
 """Test stream order: a late stream never lets KV be read before it arrives, or overwritten while it is still read.
-On CUDA each stream is delayed in turn, and tokens must not change. Without CUDA the same tests run on a CPU with
-synchronous streams and on a simulated device, to show that they work. `test_cuda_path.py` tests late streams on the
+On CUDA each stream is delayed in turn, and tokens must not change. `test_cuda_path.py` tests late streams on the
 simulated device."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from support.tiny_models import tiny_model, tiny_prompt
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.transfer.cuda import CudaTransfer
-from offload_rt.transfer.streams import DeviceStream, InlineStream, Stream
+from offload_rt.transfer.streams import DeviceStream, Stream
 
 CYCLES = 2_000_000
 """About a millisecond: several steps of a tiny model."""
@@ -47,14 +47,12 @@ class LateLane:
 class Delay:
     """Delay the current stream and count calls. With a seed, the delay is random."""
 
-    def __init__(self, device: torch.device, seed: int | None) -> None:
-        self._cuda, self._random, self.calls = device.type == "cuda", random.Random(seed), 0
-        self._varies = seed is not None
+    def __init__(self, seed: int | None) -> None:
+        self._random, self._varies, self.calls = random.Random(seed), seed is not None, 0
 
     def __call__(self) -> None:
         self.calls += 1
-        if self._cuda:
-            torch.cuda._sleep(int(CYCLES * (self._random.random() if self._varies else 1)))
+        torch.cuda._sleep(int(CYCLES * (self._random.random() if self._varies else 1)))
 
 
 def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...], delay: Delay) -> LLM:
@@ -65,8 +63,7 @@ def make(device: torch.device, policy: str, options: dict[str, Any], late: tuple
     runner = llm.runner
 
     def stream(name: str) -> Any:
-        plain: Stream = DeviceStream(device) if device.type == "cuda" else InlineStream()
-        return LateLane(plain, delay) if name in late else plain
+        return LateLane(DeviceStream(device), delay) if name in late else DeviceStream(device)
 
     streams = (stream("prefetch"), stream("write-back"))
     llm = linked(llm, CudaTransfer(runner.pool, runner.adapter.geometry, device, streams=streams))
@@ -92,31 +89,25 @@ def tokens(llm: LLM, count: int, batch: int) -> list[list[int]]:
     return found + [c.token_ids for c in completed(llm.generate([stem], SamplingParams(count, seed=1, n=3)))]
 
 
-SIMULATED = not torch.cuda.is_available()
-"""Whether the `cuda` device, if used, is the simulated one."""
-
 LATE = [("prefetch",), ("compute",), ("write-back",), ("prefetch", "write-back"), ("prefetch", "compute", "write-back")]
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "window": ("infinigen", {"recent": 8, "sinks": 2}),
+    "paper": ("infinigen", {"preset": "paper"}),
+}
+SIMULATED = not torch.cuda.is_available()
+CASES = [("full", LATE[-1])] if SIMULATED else [*itertools.product(POLICIES, LATE)]
+"""On a simulated device, one case shows that the test runs."""
 
 
+@pytest.mark.gpu
 @pytest.mark.simulated
-@pytest.mark.parametrize("late", LATE, ids=" and ".join)
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [("full", {}), ("infinigen", {"recent": 8, "sinks": 2}), ("infinigen", {"preset": "paper"})],
-    ids=["full", "window", "paper"],
-)
-def test_late_streams_change_no_token(
-    device: torch.device, policy: str, options: dict[str, Any], late: tuple[str, ...]
-) -> None:
-    if device.type == "cpu" and late != LATE[-1]:
-        pytest.skip("a CPU has no streams; once is enough to see that it runs")
-    once = late == LATE[-1] and policy == "full" and "OFFLOAD_RT_STRESS" in os.environ
-    if device.type == "cuda" and SIMULATED and not once:
-        pytest.skip("on a simulated device once, in `make stress PART=cuda`, is enough")
-    real = device.type == "cuda" and not SIMULATED
-    size = (16, 4) if real else (3, 2)
-    plain = tokens(make(device, policy, options, (), Delay(device, None)), *size)
-    for seed in (None, 0) if real else (None,):
-        delay = Delay(device, seed)
-        assert tokens(make(device, policy, options, late, delay), *size) == plain
+@pytest.mark.skipif(SIMULATED and "OFFLOAD_RT_STRESS" not in os.environ, reason="simulated in make stress PART=cuda")
+@pytest.mark.parametrize(("policy", "late"), CASES, ids=str)
+def test_late_streams_change_no_token(policy: str, late: tuple[str, ...]) -> None:
+    device, size = torch.device("cuda"), (3, 2) if SIMULATED else (16, 4)
+    plain = tokens(make(device, *POLICIES[policy], (), Delay(None)), *size)
+    for seed in (None,) if SIMULATED else (None, 0):
+        delay = Delay(seed)
+        assert tokens(make(device, *POLICIES[policy], late, delay), *size) == plain
         assert delay.calls > 100

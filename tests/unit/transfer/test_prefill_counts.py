@@ -27,7 +27,8 @@ def test_a_layer_takes_few_launches(policy: str, tokens: int) -> None:
     assert all(count <= layer + chunks * chunk for count, layer, chunk in limits), found
 
 
-@pytest.mark.parametrize("policy", list(PER_LAYER))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", ["infinigen", "full"])
 def test_launches_do_not_depend_on_the_length_of_a_chunk(policy: str) -> None:
     """The longer prompt fills three times as many blocks, and another page."""
     assert count_prefill(300, policy=policy) == count_prefill(1024, policy=policy)

@@ -182,14 +182,6 @@ def test_outputs_are_right_for_any_choice_of_experts(
     assert cache.device_bytes == min(slots, 6) * one
 
 
-def test_the_least_recently_used_expert_is_evicted(stacked: Any) -> None:
-    cache = ExpertCache(copy.deepcopy(stacked), 3, torch.device("cpu"))
-    for expert in (0, 1, 2, 0, 3, 1):  # 3 evicted 1
-        cache(torch.ones(1, 32), torch.tensor([[expert]]), torch.ones(1, 1))
-    assert {expert for expert in cache._expert_in_slot if expert is not None} == {0, 3, 1}
-    assert (cache.chosen, cache.found) == (6, 1)
-
-
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
