@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core import BLOCK_SIZE, BlockTable, KVPart
-from ..kernels import dispatch, lists
+from ..kernels import dispatch, pool_rows
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .open_sequences import DeviceState, OpenSequence
@@ -66,7 +66,7 @@ class RowLists:
         self.heads = layout.kv_heads  # of full-attention layers
         self.entry_bytes = layout.entry_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
-        self._moves: Any = dispatch if state.in_place else lists
+        self._moves: Any = dispatch if state.in_place else pool_rows
         """Kernels if the pool is read in place, else torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         storage_layers = state.pool.groups.storage_layer
