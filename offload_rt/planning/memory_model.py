@@ -47,6 +47,7 @@ class DeviceCosts:
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. `total` then includes the memory of a
             second graph.
         draft_tokens: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
+        device_kv: Size in bytes of the memory for copies of KV blocks.
     """
 
     shape: ModelShape
@@ -57,6 +58,7 @@ class DeviceCosts:
     working_set: int = 0
     graphs: bool = False
     draft_tokens: int | None = None
+    device_kv: int = 0
 
     def basis(self) -> int:
         """Return the size in bytes of the bases of scoring keys and the corrections of predicted queries."""
@@ -234,7 +236,7 @@ class DeviceCosts:
     def total(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
         permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
-        permanent += self.states(len(contexts))
+        permanent += self.states(len(contexts)) + self.device_kv
         step = self.staging(contexts) + self.decode(contexts)
         return permanent + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
@@ -265,11 +267,13 @@ class Requirements:
     graphs: int = 0  # captured CUDA graphs, except the one that runs
     states: int = 0  # recurrent state of a hybrid model, which does not depend on the context
     snapshots: int = 0  # limit on snapshots of recurrent state in host memory
+    device_kv: int = 0  # memory for copies of KV blocks
 
     @property
     def device(self) -> int:
         """Required device memory in bytes: the larger of the requirements of prefill and decoding."""
         permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
+        permanent += self.device_kv
         return permanent + max(self.prefill, self.staging + self.decode)
 
 
@@ -294,6 +298,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
         prefill=costs.prefill(context),
         graphs=max_graphs * (staging + decode) if costs.graphs else 0,
         states=costs.states(1),
+        device_kv=costs.device_kv,
     )
 
 
