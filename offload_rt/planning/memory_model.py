@@ -22,7 +22,7 @@ from ..models.linear.packed import PACKED, TILE_WEIGHTS
 from ..models.rotary import MAX_CACHED_POSITIONS
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
-from ..policies.growing import max_slots
+from ..policies.growing import max_capacity
 from ..policies.infinigen.scoring import PROMPT_KEYS_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
@@ -65,7 +65,7 @@ class DeviceCosts:
         return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
+        """Return the size in bytes of data that every context needs: `basis`, RoPE of one slice, cuBLAS workspaces."""
         workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
         return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
@@ -89,7 +89,7 @@ class DeviceCosts:
         layers = self.demand.learning_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
             return self.demand.scoring_bytes(layers, -(-context // page) * page)
-        return self.demand.scoring_bytes(layers + 1, max_slots(context, TOKENS_PER_BYTE))
+        return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
 
     @property
     def working_set_bytes(self) -> int:
