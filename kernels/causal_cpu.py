@@ -54,7 +54,7 @@ def attend_causal(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `causal.attend_causal` with `library`, the result of `library_for`."""
+    """Return exact causal attention like `causal.attend_causal`, computed by `library` (`library_for`)."""
     heads, m, d = q.shape
     out = q.new_empty(m, heads, d).transpose(0, 1)
     sinks = None if sinks is None else sinks.float().contiguous()

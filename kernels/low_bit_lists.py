@@ -95,9 +95,7 @@ def merge_approximate(
     for b, pages in enumerate(table.pages):
         lists = slice(b * table.heads, (b + 1) * table.heads)
         candidates = range(int(starts[lists.start]), int(stops[lists.start]))
-        approximate, approximate_lse = approximate_attention(
-            q[lists], mean, pages, layout, candidates, excluded[lists], softcap
-        )
-        merged.append(merge_lse((out[lists], approximate @ mixing.T), (lse[lists], approximate_lse)))
+        rest, rest_lse = approximate_attention(q[lists], mean, pages, layout, candidates, excluded[lists], softcap)
+        merged.append(merge_lse((out[lists], rest @ mixing.T), (lse[lists], rest_lse)))
     outs, lses = zip(*merged, strict=True)
     return torch.cat(outs), torch.cat(lses)

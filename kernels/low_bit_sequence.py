@@ -223,6 +223,5 @@ def store_rows(pages: Pages, layout: Layout, rows: torch.Tensor, start: int, *, 
     rows = rows.contiguous()
     heads, count, _ = rows.shape
     call = _StoreCall(pages.addresses.data_ptr(), pages.offset, heads, start, count, rows.data_ptr(), values)
-    team.runner()(
-        code.store_rows, ctypes.byref(call), heads, team.threads(rows.numel() // native.MIN_SCORES_PER_THREAD)
-    )
+    threads = team.threads(rows.numel() // native.MIN_SCORES_PER_THREAD)
+    team.runner()(code.store_rows, ctypes.byref(call), heads, threads)

@@ -22,7 +22,7 @@ PART_BYTES = 1 << 16
 """Number of bytes of packed weights that a thread reads at a time."""
 
 MIN_THREADED_WORK = 1 << 18
-"""Size in bytes of a packed weight from which several threads are used."""
+"""Products with packed weights of fewer bytes use one thread."""
 
 
 class _Call(ctypes.Structure):

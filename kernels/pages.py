@@ -99,9 +99,8 @@ class PageTable:
     @classmethod
     def of(cls, pages: Sequence[Pages]) -> PageTable:
         device = pages[0].tensors[0].device
-        return cls(
-            tuple(pages), page_table(pages, max(len(sequence_pages.tensors) for sequence_pages in pages)).to(device)
-        )
+        max_pages = max(len(sequence.tensors) for sequence in pages)
+        return cls(tuple(pages), page_table(pages, max_pages).to(device))
 
     @property
     def heads(self) -> int:

@@ -112,9 +112,9 @@ def quantised_scores(
 def _affine(
     q: torch.Tensor, mean: torch.Tensor, step: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int8 weights `[Hkv, G, d]`, a scale `[Hkv, G, 1]` and an offset `[Hkv, G, 1]` for each query.
+    """Return integer weights w, a scale s and an offset o for each query: the score of a key with codes c is s w·c + o.
 
-    The score of a key is scale * (sum of its codes times the weights) + offset.
+    w is int8 `[Hkv, G, d]`. s and o are `[Hkv, G, 1]`.
     """
     weights, scale = quantise_query(q * step.unsqueeze(1))
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)

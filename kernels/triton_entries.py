@@ -69,7 +69,10 @@ def _mask_scores(
     tokens: tl.tensor, blocks: tl.tensor,
     G: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute `mask_scores` for pages [i * BLOCK, (i + 1) * BLOCK) of list p, in program (p, i)."""
+    """Set scores of pages without candidates to -inf, and compute block statistics, like `lists.mask_scores`.
+
+    Program (p, i) computes pages [i * BLOCK, (i + 1) * BLOCK) of list p.
+    """
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
     mask = (head < G)[:, None] & (token < tokens)[None, :]

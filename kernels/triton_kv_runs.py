@@ -47,8 +47,9 @@ def _attend(
 ) -> None:  # fmt: skip
     """Attend with one block of queries to one piece of a run, in program (run, piece, KV head and query block).
 
-    Stores the output `[d]` and the lse of each query as the part of this piece. Programs beyond the run's last piece or
-    last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use 16-byte loads.
+    The output `[d]` and the lse of each query are stored as a part of the query's sequence. Programs beyond the run's
+    last piece or last query do nothing. All strides are multiples of ALIGN elements, so that the compiler can use
+    16-byte loads.
     """
     run, piece = table + tl.program_id(0) * _FIELDS, tl.program_id(1)
     head, block = tl.program_id(2) % kv_heads, tl.program_id(2) // kv_heads
@@ -82,12 +83,12 @@ def attend_runs(q: torch.Tensor, runs: Sequence[Run], scale: float) -> tuple[tor
     shared = [run for run in runs if run.stop - run.first > 1 and run.k.shape[1]]
     private = [run for run in runs if run.stop - run.first == 1 and run.k.shape[1]]
     kv_heads = len(private[0].k)
-    slots = [0] * batch
-    tables = [[_table_row(run, slots) for run in group] for group in (shared, private)]
-    parts = max(slots)
+    parts_of = [0] * batch
+    tables = [[_table_row(run, parts_of) for run in group] for group in (shared, private)]
+    parts = max(parts_of)
     outs = torch.empty(parts, heads * batch, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(parts, heads * batch, dtype=torch.float32, device=q.device)
-    if min(slots) < parts:
+    if min(parts_of) < parts:
         lses.fill_(-torch.inf)
     group = heads // kv_heads
     for rows, block in zip(tables, (max_queries(d, q.itemsize), 16), strict=True):
@@ -116,21 +117,21 @@ def max_queries(d: int, itemsize: int) -> int:
     return max(16, min(64, _QUERY_BYTES // (width * itemsize)))
 
 
-def _table_row(run: Run, slots: list[int]) -> list[int]:
-    """Return the table fields of a run, and reserve places for its partial results.
+def _table_row(run: Run, parts_of: list[int]) -> list[int]:
+    """Return the fields of a run in the table, with the number of its first part.
 
-    The parts of a sequence are numbered, and `slots[b]` is the next free number of sequence b. It must be equal in all
-    sequences of the run, and is increased by the number of pieces. If runs form a tree, it is equal if parents are
-    passed before their children.
+    The partial results (*parts*) of each sequence are numbered in the order of its runs. `parts_of[b]` is the number of
+    parts that sequence b has so far, and is increased. It must be equal in all sequences of the run. If runs form a
+    tree, it is equal if parents are passed before their children.
     """
     k, v, n = run.k, run.v, run.k.shape[1]
-    assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(slots)
+    assert k.stride(2) == v.stride(2) == 1 and k.shape == v.shape and run.stop <= len(parts_of)
     size = max(_PIECE, triton.cdiv(triton.cdiv(n, _PIECES), _PIECE) * _PIECE)
-    slot = max(slots[run.first : run.stop])
-    slots[run.first : run.stop] = [slot + triton.cdiv(n, size)] * (run.stop - run.first)
+    first_part = max(parts_of[run.first : run.stop])
+    parts_of[run.first : run.stop] = [first_part + triton.cdiv(n, size)] * (run.stop - run.first)
     return [
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        n, run.first, run.stop, slot, size,
+        n, run.first, run.stop, first_part, size,
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from triton import knobs
 from .low_bit import Layout
 from .pages import BLOCK, PAGE_BLOCKS, PageTable
 from .triton_attention import LISTED, peak_and_sum
-from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
+from .triton_low_bit_rows import block_of, decoded_steps, padded_sizes, page_arguments
 from .triton_low_bit_scores import key_products, query_weights
 
 _LISTED_TOKENS = 1024
@@ -62,10 +62,8 @@ def _exclude(
     program of a list also marks the tokens outside [start, stop) in the list's first and last block.
     """
     p, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * LISTED_TOKENS + tl.arange(0, LISTED_TOKENS)
-    token, excluded_list = (
-        tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1),
-        excluded + p * tokens,
-    )
+    token = tl.load(chosen + p * n + index, mask=index < tl.load(counts + p), other=-1)
+    excluded_list = excluded + p * tokens
     tl.store(excluded_list + token, tl.full((LISTED_TOKENS,), 1, tl.uint8), mask=(token >= 0) & (token < tokens))
     if tl.program_id(1) == 0:
         start, stop, row = tl.load(starts + p), tl.load(stops + p), tl.arange(0, _BLOCK)
@@ -284,7 +282,7 @@ def _parts(
     outs = torch.empty(pieces, lists * group, d, dtype=torch.float32, device=q.device)
     lses = torch.empty(pieces, lists * group, dtype=torch.float32, device=q.device)
     _attend[(lists, pieces)](
-        *addressed(table), q, mean, starts, stops, excluded, outs, lses, table.heads, padded_tokens, lists,
+        *page_arguments(table), q, mean, starts, stops, excluded, outs, lses, table.heads, padded_tokens, lists,
         softcap or 0.0,
         d=d, **padded_sizes(layout), BITS=layout.value_bits,
         G=group, GROUP=triton.next_power_of_2(group), PIECE=PAGE_BLOCKS,

@@ -150,7 +150,7 @@ def append_rows(
     assert basis.dtype == mean.dtype == mixing.dtype == torch.float32 and table.lists == lists
     assert basis.is_contiguous() and mean.is_contiguous() and mixing.is_contiguous()
     _append[(lists, 2)](
-        k, v, basis, mean, mixing, *addressed(table), slots, table.heads,
+        k, v, basis, mean, mixing, *page_arguments(table), slots, table.heads,
         d=d, **padded_sizes(layout), KEY=KEY_BITS, VALUE=layout.value_bits,
         ROWS=min(128, triton.next_power_of_2(d)), num_warps=8,
     )  # fmt: skip
@@ -215,6 +215,6 @@ def padded_sizes(layout: Layout) -> dict[str, int]:
     return {"KEYS": keys, "VALUES": values} | padded
 
 
-def addressed(table: PageTable) -> tuple[torch.Tensor, int, int]:
+def page_arguments(table: PageTable) -> tuple[torch.Tensor, int, int]:
     """Return the first three arguments of `block_of`: page addresses, pages per sequence, and offset of the layer."""
     return table.table, table.table.shape[1], table.offset

@@ -14,7 +14,7 @@ from triton import knobs
 from .lists import Scores
 from .low_bit import KEY_BITS, Layout
 from .pages import BLOCK, PageTable
-from .triton_low_bit_rows import addressed, block_of, decoded_steps, padded_sizes
+from .triton_low_bit_rows import block_of, decoded_steps, padded_sizes, page_arguments
 from .triton_scores import _outputs, _rint, store_scores
 
 _SCORED = 4 * BLOCK
@@ -123,7 +123,7 @@ def scores(
     blocks, sizes = triton.cdiv(tokens, _SCORED), padded_sizes(layout)
     out, maxima, sums = _outputs(q, tokens, blocks)
     _score[(lists, blocks)](
-        q, mean, *addressed(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
+        q, mean, *page_arguments(table), starts, stops, out, maxima, sums, table.heads, tokens, blocks,
         d=d, KEYS=sizes["KEYS"], K=sizes["K"], VALUES=sizes["VALUES"],
         G=group, GROUP=triton.next_power_of_2(group), TOKENS=_SCORED,
         INTERPRETED=knobs.runtime.interpret,

@@ -104,7 +104,8 @@ def _first_input(unit: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.
 def _raw(row: tl.tensor, unit: tl.tensor, mask: tl.tensor, PART: tl.constexpr) -> tl.tensor:
     """Load the first or last 8 bytes of units, uint8 `[OUTS, UNITS, 8]`.
 
-    Inputs are loaded in eights, too. With the same layout, they need not pass through shared memory.
+    Inputs are loaded in groups of 8 too (`_inputs`), with the same layout, so that they need not pass through shared
+    memory.
     """
     address = (row + unit * 16 + 8 * PART)[:, :, None] + tl.arange(0, 8)[None, None, :]
     return tl.load(address, mask=mask[:, :, None], other=0)

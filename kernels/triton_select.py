@@ -76,10 +76,8 @@ def _peaks_and_logs(
         peak = tl.maximum(peak, tl.max(block_maxima, 1))
     finite_peak = tl.where(peak == float("-inf"), 0.0, peak)
     for first in range(0, parts, PARTS):
-        mask, index = (
-            (head < G)[:, None] & (first + part < parts)[None, :],
-            row[:, None] * parts + first + part[None, :],
-        )
+        mask = (head < G)[:, None] & (first + part < parts)[None, :]
+        index = row[:, None] * parts + first + part[None, :]
         block_maxima = tl.load(maxima + index, mask=mask, other=float("-inf"))
         sizes = tl.load(sums + index, mask=block_maxima > float("-inf"), other=0.0)
         total += tl.sum(sizes * tl.exp(block_maxima - finite_peak[:, None]), 1)

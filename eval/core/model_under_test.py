@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ class ModelUnderTest:
 
     @cached_property
     def _first(self) -> LLM:
-        """Return the runtime with the default engine settings."""
         return LLM(self.model, policy="full", **self._settings)
 
     @property
@@ -220,3 +219,8 @@ class Evaluation:
     out: Path
     say: Say = say_nothing
     deadline_passed: Callable[[], bool] = lambda: False
+
+    def about(self, config: Any = None) -> dict[str, Any]:
+        """Return what all rows have in common: model, text, and the fields of the dataclass `config`."""
+        text = {"text": self.name, "text_digest": text_digest(self.text)}
+        return {**self.tested.identity, **text, **(asdict(config) if config is not None else {})}

@@ -134,17 +134,9 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
 
 def run_divergence(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
     """Run `measure_all`, and write divergence.json, .csv and .md."""
-    rows, title = (
-        measure_all(evaluation, variants, config),
-        f"Divergence of {evaluation.tested.name} from full attention",
-    )
-    shared = {
-        **evaluation.tested.identity,
-        "text": evaluation.name,
-        "text_digest": text_digest(evaluation.text),
-        **asdict(config),
-    }
-    report = Report("divergence", title, shared, COLUMNS, rows, NOTES)
+    rows = measure_all(evaluation, variants, config)
+    title = f"Divergence of {evaluation.tested.name} from full attention"
+    report = Report("divergence", title, evaluation.about(config), COLUMNS, rows, NOTES)
     report.write(evaluation.out)
     return report
 

@@ -178,27 +178,12 @@ def measure_all(evaluation: Evaluation, variants: Sequence[Variant], config: Per
     return rows
 
 
-def about(evaluation: Evaluation, config: PerplexityConfig) -> dict[str, Any]:
-    found = {
-        **evaluation.tested.identity,
-        "text": evaluation.name,
-        "text_digest": text_digest(evaluation.text),
-        **asdict(config),
-    }
-    return found | {"decode_from": config.start, "bootstrap_seed": 0}
-
-
 def run_perplexity(evaluation: Evaluation, variants: Sequence[Variant], config: PerplexityConfig) -> Report:
     """Run `measure_all`, and write perplexity.json, .csv, .md and two plots."""
     rows = measure_all(evaluation, variants, config)
-    report = Report(
-        "perplexity",
-        f"Perplexity of {evaluation.tested.name} on {evaluation.name}",
-        about(evaluation, config),
-        COLUMNS,
-        rows,
-        NOTES,
-    )
+    title = f"Perplexity of {evaluation.tested.name} on {evaluation.name}"
+    about = evaluation.about(config) | {"decode_from": config.start, "bootstrap_seed": 0}
+    report = Report("perplexity", title, about, COLUMNS, rows, NOTES)
     report.write(evaluation.out)
     draw(report, evaluation.out / "perplexity_by_attended_share.png")
     draw_chunks(report, evaluation.out / "perplexity_along_the_text.png")

@@ -27,7 +27,7 @@ from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.plots import lines, picture
 from ..core.report import Report, Row, RowStore
 from ..core.variants import Variant, grid, text_digest
-from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, about, cut_windows, measure_all, run_perplexity
+from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
 POLICIES = ("infinigen", "quest", "h2o", "streaming", "oracle")
@@ -155,7 +155,7 @@ class Paper:
         rows = measure_all(self.evaluation, variants, config)
         shown = {"against_full_shown": "against no limit [95 %]"}
         columns = tuple(replace(c, heading=shown.get(c.key, c.heading)) for c in COLUMNS[:-1])
-        Report("perplexity_with_a_bounded_pool", title, about(self.evaluation, config), columns, rows, NOTES).write(
+        Report("perplexity_with_a_bounded_pool", title, self.evaluation.about(config), columns, rows, NOTES).write(
             self.evaluation.out
         )
         length, kinds = self.size.lengths[0], ("single", "several queries")

@@ -110,13 +110,13 @@ def diverging() -> list[Variant]:
     return [*found, Variant("full", {}, {"kv_cache_dtype": "int8"}), KV_INT4]
 
 
-def looked_up(budget: float = BUDGETS[0]) -> list[Variant]:
+def looked_up() -> list[Variant]:
     """Return the variants of the retrieval and task tables.
 
-    These are `full`, the default `infinigen`, and at `budget`: `infinigen` with and without approximate KV, `quest`,
-    `landmarks` and `streaming`.
+    These are `full`, the default `infinigen`, and at the first budget: `infinigen` with and without approximate KV,
+    `quest`, `landmarks` and `streaming`.
     """
-    sized = WINDOW | {"budget": budget}
+    sized = WINDOW | {"budget": BUDGETS[0]}
     ours = [Variant("infinigen", sized | {"approximate_kv": tail}) for tail in ("int4", "off")]
     rivals = [Variant(policy, sized) for policy in ("quest", "landmarks", "streaming")]
     return [Variant("full"), Variant("infinigen", {"preset": "default"}), *ours, *rivals]
@@ -248,12 +248,12 @@ COLUMNS = (
 )
 
 
-def model_folders(names: Sequence[str], folder: Path | None = None) -> list[Path]:
-    """Return the folders of models. A name is an existing path, or the name of a folder below `folder`.
+def model_folders(names: Sequence[str]) -> list[Path]:
+    """Return the folders of models. A name is an existing path, or the name of a folder below $OFFLOAD_RT_MODELS.
 
-    `folder` is $OFFLOAD_RT_MODELS by default. Raises InputError if a model does not exist.
+    Raises InputError if a model does not exist.
     """
-    place = folder or Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
+    place = Path(os.environ.get("OFFLOAD_RT_MODELS", Path.home() / ".cache" / "offload-rt-models"))
     found = [Path(name) if Path(name).is_dir() else place / name for name in names]
     for path in found:
         if not (path / "config.json").is_file():

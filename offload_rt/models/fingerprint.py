@@ -75,9 +75,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def _architecture(model: nn.Module) -> str:
     config: Any = text_config(model.config)
-    declared = {
-        key: value for key, value in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")
-    }
+    declared = {key: v for key, v in config.to_dict().items() if key not in _NEUTRAL and not key.startswith("_")}
     if packing_of(model) is None:  # irrelevant if the weights have been dequantised
         declared.pop("quantization_config", None)
     entries = {"architecture": type(model).__name__, "config": _canonical(declared)}
@@ -114,7 +112,7 @@ def _digest(weight: torch.Tensor) -> bytes:
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements of `weight` as flat blocks on the CPU, each with the index of its first row."""
+    """Yield blocks of rows of `weight`, flattened and on the CPU, each with the index of its first row."""
     rows = weight.reshape(1, -1) if weight.dim() < 2 else weight
     rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), rows_per_block):

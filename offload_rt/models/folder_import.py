@@ -107,7 +107,10 @@ class _Layers:
     """
 
     def __init__(self, config: Any, source: ModelSource, skeleton: PreTrainedModel) -> None:
-        """Raise CannotPackError if names in the checkpoint differ from names in transformers' model."""
+        """Group the tensors of `source` by module.
+
+        Raise CannotPackError if names in the checkpoint differ from names in transformers' model.
+        """
         method = packing(config)
         assert method is not None
         self._importer: Importer = IMPORTERS[method]
@@ -133,9 +136,8 @@ class _Layers:
         if (shape := self._shape(name)) is None or parts.keys().isdisjoint(self._importer.suffixes):
             return None
         try:
-            return self._importer.packed_format(
-                {part: stored.shape for part, stored in parts.items()}, self._options, shape[1]
-            )
+            shapes = {part: stored.shape for part, stored in parts.items()}
+            return self._importer.packed_format(shapes, self._options, shape[1])
         except (KeyError, IndexError) as error:
             raise CannotPackError(f"{name} lacks {error}") from error
 

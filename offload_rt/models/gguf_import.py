@@ -89,7 +89,10 @@ class _TensorMap:
     """
 
     def __init__(self, skeleton: PreTrainedModel, header: GGUFHeader) -> None:
-        """Raise CannotPackError if no tensor can stay packed or if transformers merges several tensors."""
+        """Map the weights of `skeleton` to the tensors in `header`.
+
+        Raise CannotPackError if no tensor can stay packed, or if transformers merges several tensors.
+        """
         from transformers import modeling_gguf_pytorch_utils
 
         loader: Any = modeling_gguf_pytorch_utils

@@ -93,9 +93,9 @@ class LatentProjections:
         """
         weight: torch.Tensor | None = absorbable_weight(self._kv_b_proj, like.dtype)
         if weight is None:
-            weight = self._unpacked_weights = (
-                self._unpack(like) if self._unpacked_weights is None else self._unpacked_weights
-            )
+            if self._unpacked_weights is None:
+                self._unpacked_weights = self._unpack(like)
+            weight = self._unpacked_weights
         return weight.view(self.heads, -1, self._rank)
 
     def _unpack(self, like: torch.Tensor) -> torch.Tensor:

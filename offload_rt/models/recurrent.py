@@ -63,7 +63,7 @@ class StateSlots:
         return slot
 
     def copy(self, slot: int, source: StateSlots, origin: int) -> None:
-        """Copy the state in slot `origin` of `source` to `slot`."""
+        """Copy the state of a sequence to `slot` from slot `origin` of `source`, which may be another object."""
         for targets, sources in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
             for layer, states in targets.items():
                 states[slot] = sources[layer][origin]

@@ -77,9 +77,7 @@ class WeightSizes:
         fixed, layers = self.fixed - (self.embedding if placement.embedding else 0), self.layers
         if placement.experts is not None and self.experts is not None:
             fixed += placement.experts * sum(self.experts.one_expert)
-            layers = tuple(
-                size - all_experts for size, all_experts in zip(layers, self.experts.all_experts, strict=True)
-            )
+            layers = tuple(size - experts for size, experts in zip(layers, self.experts.all_experts, strict=True))
         return replace(self, fixed=fixed, layers=layers)
 
     def on_host(self, placement: Placement) -> int:
@@ -249,9 +247,8 @@ def place_weights(model: nn.Module, device: torch.device, placement: Placement) 
     embedding = untied_embedding(model) if placement.embedding else None
     host_modules: list[nn.Module] = [layers[layer] for layer in placement.layers]
     host_modules += [] if embedding is None else [embedding]
-    host_modules += (
-        [] if placement.experts is None else [experts for layer in layers if (experts := experts_of(layer)) is not None]
-    )
+    if placement.experts is not None:
+        host_modules += [experts for layer in layers if (experts := experts_of(layer)) is not None]
     host_ids = {id(weight) for module in host_modules for weight in module.parameters()}
     for weight in model.parameters():
         if id(weight) not in host_ids:

@@ -18,7 +18,7 @@ from .infinigen.policy import InfiniGen
 from .options import AutoOptions
 from .registry import PolicyContext
 
-WORTH_SELECTING = 64 << 20
+MAX_DENSE_BYTES = 64 << 20
 """On a CPU, tokens are always selected if a layer has more than this number of bytes of KV per sequence.
 
 With KV in host memory on an AMD EPYC, selection was slower than full attention at every measured length, up to 24 MiB
@@ -30,7 +30,7 @@ def dense_limit(options: AutoOptions, geometry: ModelGeometry, device: torch.dev
     """Return the longest context that may get full attention: `dense_until`, or the default of the device."""
     if options.dense_until is not None:
         return options.dense_until
-    return WORTH_SELECTING // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
+    return MAX_DENSE_BYTES // geometry.full_rows.bytes(dtype) if device.type == "cpu" else 0
 
 
 class Auto(InfiniGen):

@@ -64,8 +64,8 @@ class PolicyOptions:
         return from_mapping(cls, {**cls.presets[name], **overrides})
 
     @classmethod
-    def given(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options that are set explicitly: those of the preset, if any, overridden by `options`."""
+    def with_preset(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of the preset that `options` names, if any, overridden by the other `options`."""
         return {**cls.presets.get(str(options.get("preset")), {}), **options}
 
     def check_context(self, context: int) -> None:

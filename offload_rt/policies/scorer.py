@@ -129,7 +129,7 @@ class ScorerPolicy(Generic[Chosen]):
     """
 
     def __init__(self, options: Chosen, geometry: ModelGeometry, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ConfigError if an option does not fit the model."""
+        """Create the policy. Raise ConfigError if an option does not fit the model."""
         self.geometry, self.budget = geometry, options.budget
         self.sinks, self.recent = options.sinks, options.recent
         self.dense_layers = dense_layers(options.dense_layers, geometry)

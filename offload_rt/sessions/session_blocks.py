@@ -33,7 +33,6 @@ class SessionBlocks:
         self.damaged: set[bytes] = set()
 
     def names(self, stop: int) -> list[NamedBlock]:
-        """Return the names of the blocks with the tokens [0, stop)."""
         return name_blocks(self._provenance, self._history.tokens, stop, self._history.decoded)
 
     def full_names(self, stop: int) -> list[NamedBlock]:

@@ -54,8 +54,7 @@ class StoredRequest(SampledRequest):
         """Check that the request fits, and adapt the session's history to it if necessary. Called before each start."""
 
     @abstractmethod
-    def _undo_prepare(self) -> None:
-        """Revert `_prepare` after a failed start."""
+    def _undo_prepare(self) -> None: ...
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:
@@ -196,7 +195,7 @@ class StoredRequest(SampledRequest):
         if layer < kv.runner.adapter.geometry.layers - 1:
             return
         assert self.sequence is not None and self._prefill is not None
-        kv.mark_enqueued(entry.block for entry in (self._saving.entries if self._saving is not None else ()))
+        kv.mark_enqueued(pending.block for pending in (self._saving.pending if self._saving is not None else ()))
         kv.cancel_replaced()
         if kv.loader is not None:
             stalled = kv.end_loading()

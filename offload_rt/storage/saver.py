@@ -65,13 +65,13 @@ class SaveHandle:
     """Blocks of one block table that are being saved.
 
     Attributes:
-        entries: The blocks, parents first.
+        pending: The blocks, parents first.
         buffered: Number of blocks that wait in the write buffer.
         ended: Whether all blocks are committed or given up.
     """
 
     blocks: BlockTable
-    entries: list[PendingBlock] = field(default_factory=list)
+    pending: list[PendingBlock] = field(default_factory=list)
     buffered: int = 0
     ended: bool = False
 
@@ -83,9 +83,9 @@ class Saver:
     It is written while the next one is computed. Only `flush`, `wait_for`, `abort` and `close` wait for the disk.
 
     The pool itself is the write buffer, so the owner of the block table must keep the blocks until `flush` or
-    `wait_for`. If the block table replaces a block, `cancel_replaced` cancels its pending writes. At most
-    `buffer_bytes` wait to be written: `begin` accepts only as many blocks as fit, and the caller must pass the others
-    again later.
+    `wait_for`. If the block table replaces a block, `cancel_replaced` cancels its pending writes. At most WRITE_BUFFER
+    bytes wait to be written: `begin` accepts only as many blocks as fit, and the caller must pass the others again
+    later.
 
     For a pool on disk, blocks are saved after their last layer. If the store keeps each block in a separate file, the
     pool writes full blocks directly to that file (*stored extent*, `kv_cache.disk.extents`), and reads them there:
@@ -102,12 +102,9 @@ class Saver:
     writes to the store.
     """
 
-    def __init__(
-        self, store: DiskStore | SwapFile, pool: HostPool, rows: KVStorage, buffer_bytes: int = WRITE_BUFFER
-    ) -> None:
+    def __init__(self, store: DiskStore | SwapFile, pool: HostPool, rows: KVStorage) -> None:
         self._store, self._pool, self._rows, self._file = store, pool, rows, pool.file
         self._last = len(pool.groups.group) - 1
-        self._buffer_bytes = buffer_bytes
         self._waiting = 0
         self._active: list[SaveHandle] = []
         self._failure: BaseException | None = None
@@ -122,20 +119,20 @@ class Saver:
         Return a handle for `layer_done`, or None if no block fits. For `for_prompt`, see `DiskStore.begin`.
         """
         with self._mutex:
-            most = max(0, (self._buffer_bytes - self._waiting) // self._pool.block_bytes)
+            most = max(0, (WRITE_BUFFER - self._waiting) // self._pool.block_bytes)
         saving = SaveHandle(blocks)
         for block in named:
             tokens = range(block.index * BLOCK_SIZE, block.index * BLOCK_SIZE + block.count)
             [span] = self._pool.spans(blocks, block.group, tokens)
             # A block table with only sliding-window blocks has capacity 0.
             cost = recomputation_cost(max(blocks.capacity, tokens.stop), tokens.start)
-            entry = PendingBlock(block, self._pool_block_id(blocks, block), span, cost, for_prompt)
-            if not self._attach_extent(saving, entry):
+            pending = PendingBlock(block, self._pool_block_id(blocks, block), span, cost, for_prompt)
+            if not self._attach_extent(saving, pending):
                 if saving.buffered == most:
                     break
                 saving.buffered += 1
-            saving.entries.append(entry)
-        if not saving.entries:
+            saving.pending.append(pending)
+        if not saving.pending:
             return None
         with self._mutex:
             self._waiting += saving.buffered * self._pool.block_bytes
@@ -150,41 +147,41 @@ class Saver:
         if self._file is not None:
             if layer < self._last:
                 return
-            for entry in saving.entries:
-                self._move_to_store(self._file, entry)
+            for pending in saving.pending:
+                self._move_to_store(self._file, pending)
         self._jobs.put((saving, layer))
 
-    def _attach_extent(self, saving: SaveHandle, entry: PendingBlock) -> bool:
+    def _attach_extent(self, saving: SaveHandle, pending: PendingBlock) -> bool:
         """Let the pool write a block directly to a new store file. Return False if the block must be copied instead."""
-        file, block = self._file, entry.block
+        file, block = self._file, pending.block
         if (
             file is None
             or block.count < BLOCK_SIZE
-            or entry.pool_block < 0
+            or pending.pool_block < 0
             or block.index * BLOCK_SIZE < saving.blocks.length
         ):
             return False
-        if file.is_empty(entry.pool_block) and (extent := self._begin_extent(entry)) is not None:
-            if file.attach(entry.pool_block, extent):
+        if file.is_empty(pending.pool_block) and (extent := self._begin_extent(pending)) is not None:
+            if file.attach(pending.pool_block, extent):
                 return True
-            entry.give_up()
+            pending.give_up()
         return False
 
-    def _move_to_store(self, file: FileArena, entry: PendingBlock) -> None:
+    def _move_to_store(self, file: FileArena, pending: PendingBlock) -> None:
         """Write a complete block of a pool on disk directly to a store file, if it is still in memory."""
-        if entry.extent is not None or entry.block.count < BLOCK_SIZE or not file.is_buffered(entry.pool_block):
+        if pending.extent is not None or pending.block.count < BLOCK_SIZE or not file.is_buffered(pending.pool_block):
             return
-        layers = self._pool.groups.used_storage_layers(entry.block.group)
-        if (extent := self._begin_extent(entry)) is not None and not file.move_to(entry.pool_block, extent, layers):
-            entry.give_up()
+        layers = self._pool.groups.used_storage_layers(pending.block.group)
+        if (extent := self._begin_extent(pending)) is not None and not file.move_to(pending.pool_block, extent, layers):
+            pending.give_up()
 
-    def _begin_extent(self, entry: PendingBlock) -> StoredExtent | None:
+    def _begin_extent(self, pending: PendingBlock) -> StoredExtent | None:
         """Create a store file to which the pool can write a block. Return None if the store provides none."""
-        if (writer := self._begin_writer(entry)) is not None:
-            entry.extent = writer.extent()
-        if entry.extent is None:
-            entry.give_up()
-        return entry.extent
+        if (writer := self._begin_writer(pending)) is not None:
+            pending.extent = writer.extent()
+        if pending.extent is None:
+            pending.give_up()
+        return pending.extent
 
     def save(self, blocks: BlockTable, named: Seq[NamedBlock], *, for_prompt: bool = False) -> int:
         """Save all layers of complete blocks. Return how many of `named` were accepted.
@@ -196,7 +193,7 @@ class Saver:
             return 0
         for layer in range(len(self._pool.groups.group)):
             self.layer_done(saving, layer)
-        return len(saving.entries)
+        return len(saving.pending)
 
     def _pool_block_id(self, blocks: BlockTable, block: NamedBlock) -> int:
         """Return the id of the pool block with the KV of `block`, or -1 if it has been released."""
@@ -214,21 +211,21 @@ class Saver:
         with self._mutex:
             self._active = [saving for saving in self._active if not saving.ended]
             for saving in self._active:
-                for entry in saving.entries:
-                    if self._pool_block_id(saving.blocks, entry.block) != entry.pool_block:
-                        entry.moved = True
-                        cancelled.add(entry.block.key)
+                for pending in saving.pending:
+                    if self._pool_block_id(saving.blocks, pending.block) != pending.pool_block:
+                        pending.moved = True
+                        cancelled.add(pending.block.key)
         return cancelled
 
     def abort(self, saving: SaveHandle) -> None:
         """Stop saving blocks whose layers are not all complete, after pending writes."""
         self.flush()
         unfinished = [
-            entry.pool_block
-            for entry in saving.entries
-            if entry.extent is not None
-            and (entry.block.index + 1) * BLOCK_SIZE > saving.blocks.length
-            and self._pool_block_id(saving.blocks, entry.block) == entry.pool_block
+            pending.pool_block
+            for pending in saving.pending
+            if pending.extent is not None
+            and (pending.block.index + 1) * BLOCK_SIZE > saving.blocks.length
+            and self._pool_block_id(saving.blocks, pending.block) == pending.pool_block
         ]
         self._give_up(saving)
         if self._file is not None:
@@ -284,62 +281,62 @@ class Saver:
         if saving.ended:
             return
         self._rows.settle(saving.blocks)
-        for entry in saving.entries:
+        for pending in saving.pending:
             if self._file is not None:
-                self._write_stored(self._file, entry)
-            elif (writer := self._begin_writer(entry)) is not None:
-                self._write_layers(writer, entry, [layer])
+                self._write_stored(self._file, pending)
+            elif (writer := self._begin_writer(pending)) is not None:
+                self._write_layers(writer, pending, [layer])
                 if layer == self._last:
-                    self._commit(writer, entry)
+                    self._commit(writer, pending)
         if layer == self._last:
             self._finish(saving)
 
-    def _write_stored(self, file: FileArena, entry: PendingBlock) -> None:
+    def _write_stored(self, file: FileArena, pending: PendingBlock) -> None:
         """Commit a block of a pool on disk, after copying its KV if it is not in a file of the store."""
         try:
-            if entry.extent is not None and file.extent(entry.pool_block) is not entry.extent:
-                entry.give_up()
-            if (writer := self._begin_writer(entry)) is not None:
-                if entry.extent is None:
-                    self._write_layers(writer, entry, range(self._last + 1))
-                self._commit(writer, entry)
+            if pending.extent is not None and file.extent(pending.pool_block) is not pending.extent:
+                pending.give_up()
+            if (writer := self._begin_writer(pending)) is not None:
+                if pending.extent is None:
+                    self._write_layers(writer, pending, range(self._last + 1))
+                self._commit(writer, pending)
         except DiskError:  # KV that cannot be read or was not written is computed again
-            entry.give_up()
+            pending.give_up()
 
-    def _write_layers(self, writer: BlockWriter, entry: PendingBlock, layers: Iterable[int]) -> None:
+    def _write_layers(self, writer: BlockWriter, pending: PendingBlock, layers: Iterable[int]) -> None:
         groups = self._pool.groups
         for layer in layers:
-            if groups.group[layer] == entry.block.group:
-                for storage_layer, part in self._pool.view_storage_layers(layer, entry.span):
+            if layer in groups.kv_layers and groups.group[layer] == pending.block.group:
+                for storage_layer, part in self._pool.view_storage_layers(layer, pending.span):
                     writer.write(storage_layer, layer_data(self._pool, part))
 
-    def _begin_writer(self, entry: PendingBlock) -> BlockWriter | None:
+    def _begin_writer(self, pending: PendingBlock) -> BlockWriter | None:
         """Return the store's writer for a block, or None if the store has the block already or does not accept it."""
-        if entry.writer is None and not entry.refused:
-            size = layer_bytes(self._pool, entry.block.count)
-            entry.writer = self._store.begin(entry.block, size, entry.cost, for_prompt=entry.for_prompt)
-            entry.refused = entry.writer is None
-        return entry.writer
+        if pending.writer is None and not pending.refused:
+            size = layer_bytes(self._pool, pending.block.count)
+            pending.writer = self._store.begin(pending.block, size, pending.cost, for_prompt=pending.for_prompt)
+            pending.refused = pending.writer is None
+        return pending.writer
 
-    def _commit(self, writer: BlockWriter, entry: PendingBlock) -> None:
+    def _commit(self, writer: BlockWriter, pending: PendingBlock) -> None:
         """Commit a block whose layers are all written, unless the block table has replaced it."""
         # If a stored block has more storage layers than its layer group uses, write zeros for the remaining ones.
-        for storage_layer in range(self._pool.groups.used_storage_layers(entry.block.group), self._store.layers):
-            writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, entry.block.count))))
+        for storage_layer in range(self._pool.groups.used_storage_layers(pending.block.group), self._store.layers):
+            writer.write(storage_layer, memoryview(bytes(layer_bytes(self._pool, pending.block.count))))
         with self._mutex:  # all KV has been read, so later changes of the block do no harm
-            moved = entry.moved
+            moved = pending.moved
         writer.abort() if moved else writer.commit()
 
     def _give_up(self, saving: SaveHandle) -> None:
-        for entry in saving.entries:
-            entry.give_up()
+        for pending in saving.pending:
+            pending.give_up()
         self._finish(saving)
 
     def _finish(self, saving: SaveHandle) -> None:
         if not saving.ended:
             saving.ended = True
-            for entry in saving.entries:
-                entry.extent = None  # closes the file if it is no longer in use
+            for pending in saving.pending:
+                pending.extent = None  # closes the file if it is no longer in use
             with self._mutex:
                 self._waiting -= saving.buffered * self._pool.block_bytes
 

@@ -43,7 +43,7 @@ RECORDS = (
 
 FILLER = (
     "The afternoon was quiet and the corridor smelled of floor polish.",
-    "Nobody had repaired the clock above the door since the winter.",
+    "The clock above the door had stood still since the winter.",
     "A cart with old folders stood beside the window, and rain ran down the glass.",
     "The clerk turned the page, sharpened a pencil and went on.",
     "Somewhere below, a radio played a tune that stopped in the middle.",

@@ -48,7 +48,7 @@ class StoredExtent:
 
 
 @dataclass(eq=False)
-class _Entry:
+class _OpenExtent:
     """A stored extent in use. `storage_layers` are written or queued, and `number` is its file number (`FileTable`)."""
 
     extent: StoredExtent
@@ -69,11 +69,11 @@ class Extents:
 
     def __init__(self, file: DirectFile, layout: FileLayout) -> None:
         self._file, self._layout = file, layout
-        self._stored: dict[int, _Entry] = {}
+        self._stored: dict[int, _OpenExtent] = {}
         # File position (`requests`) of storage layer 0 of each block, and the distance in bytes between storage layers.
         self._base = layout.block_offset(np.arange(layout.arena.blocks, dtype=np.int64))
         self._step = np.full(layout.arena.blocks, layout.layer_stride, np.int64)
-        self._released: list[_Entry] = []
+        self._released: list[_OpenExtent] = []
         self._reading = 0
         self._mutex = threading.Lock()
         self._most: int | None = None
@@ -85,8 +85,8 @@ class Extents:
         return len(self._stored)
 
     def get(self, block: int) -> StoredExtent | None:
-        entry = self._stored.get(block)
-        return None if entry is None else entry.extent
+        opened = self._stored.get(block)
+        return None if opened is None else opened.extent
 
     def can_open_file(self) -> bool:
         if self._most is None:
@@ -98,15 +98,15 @@ class Extents:
         assert block not in self._stored and extent.layer_bytes == self._layout.layer_bytes
         with self._mutex:
             number = self._file.files.add(extent.file.handle, direct=extent.file.direct)
-        self._stored[block] = _Entry(extent, number, set(storage_layers))
+        self._stored[block] = _OpenExtent(extent, number, set(storage_layers))
         self._base[block], self._step[block] = file_position(number, extent.offset), extent.layer_bytes
 
     def release(self, block: int) -> None:
         """Let a block use its extent in the pool's file again. No KV is copied."""
-        if (entry := self._stored.pop(block, None)) is not None:
+        if (opened := self._stored.pop(block, None)) is not None:
             self._base[block], self._step[block] = self._layout.block_offset(block), self._layout.layer_stride
             with self._mutex:
-                self._released.append(entry)
+                self._released.append(opened)
             self._close_released()
 
     def accepts(self, block: int, storage_layer: int) -> bool:
@@ -114,15 +114,15 @@ class Extents:
 
         In a file of a session store, each is written only once.
         """
-        return (entry := self._stored.get(block)) is None or storage_layer not in entry.storage_layers
+        return (opened := self._stored.get(block)) is None or storage_layer not in opened.storage_layers
 
     def target(self, block: int, storage_layer: int) -> tuple[StoredExtent | DirectFile, int]:
         """Return the file and byte offset for writing a storage layer, and record that it is written."""
-        if (entry := self._stored.get(block)) is None:
+        if (opened := self._stored.get(block)) is None:
             return self._file, int(self.layer_positions(block, storage_layer))
-        assert storage_layer not in entry.storage_layers
-        entry.storage_layers.add(storage_layer)
-        return entry.extent, entry.extent.offset + storage_layer * entry.extent.layer_bytes
+        assert storage_layer not in opened.storage_layers
+        opened.storage_layers.add(storage_layer)
+        return opened.extent, opened.extent.offset + storage_layer * opened.extent.layer_bytes
 
     def layer_positions(self, blocks: Offsets | int, storage_layer: Offsets | int) -> Offsets:
         """Return the file positions (`requests.file_position`) at which a storage layer of each block begins."""
@@ -155,18 +155,18 @@ class Extents:
         with self._mutex:
             if self._reading:
                 return
-            for entry in self._released:
-                self._file.files.remove(entry.number)
+            for opened in self._released:
+                self._file.files.remove(opened.number)
             self._released.clear()
 
     def check_integrity(self) -> None:
         own = self._layout.block_offset(np.arange(len(self._base), dtype=np.int64))
         assert set(np.flatnonzero(self._base != own).tolist()) == self._stored.keys()
-        numbers = [entry.number for entry in (*self._stored.values(), *self._released)]
+        numbers = [opened.number for opened in (*self._stored.values(), *self._released)]
         assert len(set(numbers)) == len(numbers) and 0 not in numbers
-        for block, entry in self._stored.items():
-            assert self._base[block] == file_position(entry.number, entry.extent.offset)
-            assert self._file.files.handles[entry.number] == entry.extent.file.handle
+        for block, opened in self._stored.items():
+            assert self._base[block] == file_position(opened.number, opened.extent.offset)
+            assert self._file.files.handles[opened.number] == opened.extent.file.handle
 
 
 def most_files() -> int:

@@ -145,9 +145,9 @@ class FileArena:
             return blank
 
     def move_to(self, block: int, extent: StoredExtent, layers: int) -> bool:
-        """Write a full block's buffer to a stored extent, `layers` storage layers.
+        """Write the first `layers` storage layers of a buffered full block to a stored extent.
 
-        Return False if it is no longer in a buffer.
+        Return False if the block is no longer in a buffer.
         """
         with self._mutex:
             if buffered := self.is_buffered(block):
@@ -253,7 +253,6 @@ class FileArena:
         return data.view(layers, size)
 
     def _wait(self, block: int) -> None:
-        """Wait for pending writes of a block. Raise DiskError if one failed."""
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _as_vectors(self, data: torch.Tensor) -> torch.Tensor:

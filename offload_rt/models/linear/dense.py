@@ -25,7 +25,7 @@ PART_BYTES = 1 << 18
 """Number of bytes of a weight that a thread multiplies at a time, which takes about 20 microseconds."""
 
 MIN_THREADED_WORK = 1 << 20
-"""Size in bytes of a weight from which several threads are used."""
+"""Products with weights of fewer bytes use one thread."""
 
 TILE_BYTES = 1 << 22
 """Maximum size in bytes of a weight tile in float32. bfloat16 weights are converted tile by tile."""

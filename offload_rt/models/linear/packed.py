@@ -110,8 +110,8 @@ def unpack_rows(
 class PackedEmbedding(nn.Embedding):
     """Embedding with packed weights. It unpacks only the rows of the requested tokens.
 
-    `use_packed_weights` changes existing embeddings to this class in place. Classes that scale the result (Gemma) still
-    do.
+    `use_packed_weights` changes existing embeddings to this class in place. Subclasses that scale embeddings (Gemma)
+    still scale them.
     """
 
     form: PackedFormat

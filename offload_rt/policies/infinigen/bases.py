@@ -78,7 +78,7 @@ class CalibratedColumns:
     nbytes = 0
 
     def __init__(self, bases: dict[int, Basis]) -> None:
-        """Use the basis of each layer that selects tokens, reduced to the stored columns."""
+        """Set the basis of each layer that selects tokens. Each contains only the stored columns."""
         self._bases = bases
 
     def observe(self, layer: int, q: torch.Tensor) -> None: ...
@@ -98,7 +98,7 @@ class PromptColumns:
     """
 
     def __init__(self, bases: dict[int, Basis], columns: int) -> None:
-        """Use the full basis of each layer that selects tokens. `columns` is the number of columns per KV head."""
+        """Set the full basis of each layer that selects tokens, and the number of columns to choose per KV head."""
         self._bases = bases
         self._kept = columns
         self._sums: dict[int, torch.Tensor] = {}

@@ -167,7 +167,7 @@ class QuantisedKeys:
     """
 
     def __init__(self, quantisers: dict[int, Quantiser], bits: int, device: torch.device) -> None:
-        """Create empty keys. All sequences share `quantisers`, so their size does not count."""
+        """Create empty keys. All sequences share `quantisers`, so `bytes` does not include their size."""
         self._quantisers = quantisers
         self._bits, self._fields = bits, 8 // bits
         self._packed = LayerTensors(1, torch.int8, device, tokens_per_slot=self._fields)

@@ -68,7 +68,7 @@ class ScoringKeys(BatchedKeys, Protocol):
         ...
 
     def observe(self, layer: int, q: torch.Tensor) -> None:
-        """Use the queries `[H, m, d]` of a prefill chunk to choose columns, if these are not fixed yet."""
+        """Observe the queries `[H, m, d]` of a prefill chunk, to choose columns if these are not fixed yet."""
         ...
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:

@@ -110,7 +110,6 @@ class FirstCall:
 
 
 def text_of(pieces: Iterable[Piece], kind: type[Content] | type[Reasoning]) -> str:
-    """Return the joined text of the pieces of one kind."""
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 

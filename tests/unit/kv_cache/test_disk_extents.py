@@ -355,7 +355,7 @@ def test_a_block_that_is_loaded_gets_no_stored_extent(tmp_path: Path) -> None:
         pool.commit(blocks, 140)
         saving = saver.begin(blocks, session.kv.blocks.names(256))
         assert saving is not None and stored_blocks(llm) == 4 + 1
-        assert [entry.extent is not None for entry in saving.entries] == [False, False, False, True]
+        assert [pending.extent is not None for pending in saving.pending] == [False, False, False, True]
         saver.abort(saving)
         assert stored_blocks(llm) == 4 and other.bytes_used == 0
         saver.close()

@@ -84,7 +84,7 @@ def test_what_is_short_attends_to_everything_beside_what_selects_together() -> N
 def test_the_limit_depends_on_shapes(device: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is 64 tokens of one layer's KV on CPU, and 0 on a device, which copies each KV entry."""
     geometry = runtime("full").runner.adapter.geometry
-    monkeypatch.setattr(auto, "WORTH_SELECTING", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
+    monkeypatch.setattr(auto, "MAX_DENSE_BYTES", 64 * geometry.kv_bytes(1, torch.float32) // geometry.layers)
     assert auto.dense_limit(AutoOptions(), geometry, torch.device(device), torch.float32) == expected
     assert auto.dense_limit(AutoOptions(dense_until=7), geometry, torch.device(device), torch.float32) == 7
 
