@@ -28,7 +28,7 @@ from ..models.shape import load_shape
 from ..models.source import hub_of
 from ..models.weights import ON_DEVICE, Placement
 from ..planning.device_plan import DevicePlan, plan_for, requested_placement
-from ..planning.host_memory import divide_host_memory
+from ..planning.host_memory import check_conversion, divide_host_memory
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
 from ..skewing.artifact import SkewArtifact
@@ -160,13 +160,17 @@ def _plan_memory(model: Model, config: EngineConfig) -> tuple[DevicePlan | None,
 
     Only the model's dimensions are read. Raises ConfigError, ModelError, ArtifactError or MemoryLimitError.
     """
-    if config.device_memory is None and config.experts_on_device is None and not config.embedding_on_host:
+    quantised = config.quantize in ("int4", "int8") and isinstance(model, (str, os.PathLike))
+    placed = config.experts_on_device is not None or config.embedding_on_host
+    if config.device_memory is None and not placed and not quantised:
         return None, ON_DEVICE
     options = default_options(config.skew, config.policy, config.policy_options, fingerprint=None)
     shape = load_shape(
         model, device=config.device, dtype=config.dtype, hub=hub_of(config), max_model_len=config.max_model_len,
         quantize=config.quantize,
     )  # fmt: skip
+    if isinstance(model, (str, os.PathLike)):
+        check_conversion(model, shape.dtype, config)
     if config.device_memory is None:
         return None, requested_placement(config, shape)
     plan = plan_for(replace(config, policy_options=options), shape)

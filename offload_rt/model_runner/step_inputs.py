@@ -70,7 +70,7 @@ class StepInputs:
         self.rows, self.shape, self.size, self.capacity = rows, shape, size, capacity
         self._rule, self._heads = rule, geometry.kv_heads
         layers = range(geometry.layers)
-        selecting = [layer for layer in layers if layer not in policy.dense_layers]
+        selecting = [layer for layer in geometry.kv_layers if layer not in policy.dense_layers]
         self._selecting = selecting[0]
         # One layer of each window size, and of each group of layers whose KV is in the same blocks.
         self._by_window = geometry.layer_of_window

@@ -84,16 +84,16 @@ class DeviceCosts:
         """
         if self.keys_on_host:
             return 0
+        layers = self.demand.learning_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
-            return self.demand.scoring_bytes(self.shape.geometry.layers, -(-context // page) * page)
-        return self.demand.scoring_bytes(self.shape.geometry.layers + 1, max_capacity(context, TOKENS_PER_BYTE))
+            return self.demand.scoring_bytes(layers, -(-context // page) * page)
+        return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
 
     @property
     def working_set_bytes(self) -> int:
         """Size in bytes of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
-        selecting = geometry.layers - len(self.demand.dense)
-        return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
+        return self.demand.learning_layers(geometry) * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
@@ -101,7 +101,7 @@ class DeviceCosts:
         geometry = self.shape.geometry
         rows = (
             sum(geometry.resident(layer, 0, self.demand.resident)) * geometry.rows(layer).bytes(self.shape.dtype)
-            for layer in range(geometry.layers)
+            for layer in geometry.kv_layers
         )
         return sum(rows) + self.working_set_bytes
 
@@ -168,6 +168,8 @@ class DeviceCosts:
         """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._widest_itemsize
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
+        # KV that later layers use stays in memory until the last layer.
+        rows += context * sum(geometry.rows(layer).bytes(self.shape.dtype) for layer in geometry.shared_kv)
         heads = geometry.heads * geometry.head_dim
         # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention to
         # earlier tokens and attention to the slice are merged in the wider dtype.
@@ -281,7 +283,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     groups, staging, decode = LayerGroups.from_geometry(geometry), costs.staging([context]), costs.decode([context])
     return Requirements(
         context=context,
-        kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.full_rows.bytes(dtype),
+        kv_per_token=len(set(geometry.kv_layers) - set(geometry.sliding)) * geometry.full_rows.bytes(dtype),
         kv_host=groups.blocks(context) * groups.layers * BLOCK_SIZE * geometry.full_rows.bytes(dtype),
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),

@@ -20,7 +20,7 @@ from .row_lists import RowLists
 
 @dataclass(frozen=True)
 class PrefilledLayer:
-    """KV of one layer during prefill, valid until the next layer is prefilled.
+    """KV of one layer during prefill, valid until the sequence is prefilled further or closed.
 
     Attributes:
         kv: Contiguous K and V of the tokens from `first` on. In a sliding-window layer, only tokens that a new token
@@ -28,8 +28,8 @@ class PrefilledLayer:
         first: Index of the first token in `kv`.
         bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
         bytes_to_host: Size in bytes of the new KV that was written back to the pool.
-        past: KV of the visible tokens before `first`, as parts in token order. It can be iterated over once. Empty
-            unless KV is on disk, or is read in place and is not contiguous.
+        past: KV of the visible tokens before `first`, as parts in token order. A part from disk is read when it is
+            accessed, again in each iteration. Empty unless KV is on disk, or is read in place and is not contiguous.
     """
 
     kv: KVPart

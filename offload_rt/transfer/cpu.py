@@ -132,8 +132,8 @@ class CpuStorage(KVStorage):
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         self._resident[id(blocks)] = sum(
-            sum(self._geometry.resident(layer, sinks, recent)) * size
-            for layer, size in enumerate(self._pages.token_bytes)
+            sum(self._geometry.resident(layer, sinks, recent)) * self._pages.token_bytes[layer]
+            for layer in self._geometry.kv_layers
         )
 
     def close(self, blocks: BlockTable) -> None:
