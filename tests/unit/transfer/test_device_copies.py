@@ -12,7 +12,7 @@ import torch
 from support.cuda_cells import BLOCK_BYTES, BY_NAME, LAYERS, LOW_BITS, POLICIES, SCHEDULES, Cell
 from support.cuda_simulator import Late, Lazy, simulated
 from support.outputs import completed
-from support.pools import geometry, kv, make_pool, read
+from support.pools import append, geometry, kv, make_pool, read
 from support.tiny_models import tiny_checkpoint, tiny_model, tiny_prompt
 
 from offload_rt import LLM, ConfigError, MemoryLimitError, SamplingParams
@@ -117,14 +117,20 @@ def test_kv_with_copies_is_not_transferred(policy: str, options: dict[str, Any])
 
 def test_a_prefix_is_transferred_once() -> None:
     """The prefill after a cached prefix copies it to the device, where the decode steps then read it."""
+    params, stem = SamplingParams(max_tokens=DECODED, temperature=0), tiny_prompt(128)
+    # The second request overwrites the copies of the first one.
+    prompts = [stem + tiny_prompt(9, seed=1), tiny_prompt(137, seed=2), stem + tiny_prompt(9, seed=3)]
+    runs = []
     with simulated(Lazy()):
-        model = tiny_model("llama", num_hidden_layers=LAYERS).to("cuda")
-        llm = LLM(model, policy="full", host_memory="4MiB", device_kv_memory=3 * BLOCK_BYTES)  # for one request
-        params, stem = SamplingParams(max_tokens=DECODED, temperature=0), tiny_prompt(128)
-        first, second = (completed(llm.generate([stem + tiny_prompt(9, seed=seed)], params))[0] for seed in (1, 2))
-        llm.runner.check_integrity()
-    assert first.stats.h2d_bytes == 0 and second.stats.reused_tokens == 128
-    assert (second.stats.h2d_bytes, second.stats.h2d_bytes_steps) == (2 * BLOCK_BYTES, 0)
+        for memory in (None, 3 * BLOCK_BYTES):  # for one request
+            model = tiny_model("llama", num_hidden_layers=LAYERS).to("cuda")
+            llm = LLM(model, policy="full", host_memory="4MiB", device_kv_memory=memory)
+            runs.append([completed(llm.generate([prompt], params))[0] for prompt in prompts])
+            llm.runner.check_integrity()
+    assert [one.token_ids for one in runs[0]] == [one.token_ids for one in runs[1]]
+    *others, last = runs[1]
+    assert [one.stats.h2d_bytes for one in others] == [0, 0] and last.stats.reused_tokens == 128
+    assert (last.stats.h2d_bytes, last.stats.h2d_bytes_steps) == (2 * BLOCK_BYTES, 0)
 
 
 @pytest.mark.parametrize(("memory", "swaps"), [(FEW, True), (MANY, True), (MANY, False)])
@@ -169,6 +175,39 @@ def test_a_moved_entry_moves_in_the_copy_too() -> None:
     want, _ = kv(range(60, 140), 1)
     want[:, 10] = kv(range(150, 151), 1)[0][:, 0]
     assert torch.equal(k, want) and torch.equal(v, -want - 0.5)
+    transfer.storage.close(blocks)
+    pool.release(blocks)
+
+
+class NamedStream(InlineStream):
+    """Record each wait as (name of the waiting stream, name of the other stream)."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self.waits = name, waits
+
+    def record_event(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        return
+
+    def wait_for(self, event: Any) -> None:
+        self.waits.append((self.name, event.name))
+
+
+def test_loads_and_reused_slots_are_ordered_with_writes() -> None:
+    """A copy is loaded after all writes to its slot and before the next ones, which the simulator cannot interleave."""
+    pool, waits = make_pool(4), list[tuple[str, str]]()
+    streams = NamedStream("prefetch", waits), NamedStream("write-back", waits)
+    transfer = CudaTransfer(pool, geometry(), torch.device("cpu"), streams=streams, device_blocks=2)
+    blocks = pool.new_block_table(BLOCK_SIZE)
+    append(pool, blocks, 20)
+    transfer.storage.open(blocks, 0, 1)
+    assert waits == [("prefetch", "write-back"), ("write-back", "prefetch")], "the slot is new to the block"
+    transfer.storage.append(blocks, 0, 20, *(rows.expand(-1, 2, -1) for rows in kv(range(1), 0)))
+    waits.clear()
+    transfer.rows.fetch_range(blocks, 0, range(20)).wait()
+    assert waits == [("prefetch", "write-back"), ("prefetch", "write-back"), ("write-back", "prefetch")]
     transfer.storage.close(blocks)
     pool.release(blocks)
 
