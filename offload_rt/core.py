@@ -22,11 +22,15 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # not at run time: the list of sessions needs this module, but no torch
 
 BLOCK_SIZE = 64
 """Tokens per block. Blocks are the unit of sharing, reference counting and storage on disk."""
+
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class StateShape:
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the size in bytes of a sequence's float32 state and convolution state."""
-        recurrent = math.prod(self.recurrent) * torch.float32.itemsize if self.recurrent else 0
+        recurrent = math.prod(self.recurrent) * FLOAT32_BYTES if self.recurrent else 0
         return recurrent, math.prod(self.conv) * dtype.itemsize
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -319,7 +323,7 @@ class KVPart:
 
     def mix(self, weights: torch.Tensor) -> torch.Tensor:
         """Return `weights @ v` `[Hkv, G, d]` in the dtype of v, for weights `[Hkv, G, n]`."""
-        return torch.bmm(weights.to(self.v.dtype), self.v)
+        return weights.to(self.v.dtype).bmm(self.v)
 
 
 @dataclass

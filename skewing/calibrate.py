@@ -194,7 +194,7 @@ def _segment_sums(
     adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
     adapter.run_stages(-1, hidden, slices)
-    kept: dict[int, KVPart] = {}  # of the latest layer, and of layers whose KV later layers use
+    kept: dict[int, KVPart] = {}  # KV by layer: the latest layer, and layers whose KV later layers use
     for layer in range(geometry.layers):
         yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:

@@ -226,7 +226,6 @@ class _TimedAdapter(ModelAdapter):
 
 
 def _synthetic(geometry: ModelGeometry, layers: int) -> ModelGeometry:
-    """Return a geometry of `layers` equal full-attention layers."""
     scales, windows = (geometry.head_dim**-0.5,) * layers, (None,) * layers
     return replace(
         geometry, layers=layers, hidden=1, vocab=1, scales=scales, windows=windows, max_positions=1 << 40, sinks=False,

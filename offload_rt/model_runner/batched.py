@@ -222,7 +222,7 @@ class EagerSteps:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return `StepInputs` with the values of the batch, or None if policy or transfer need separate selection.
+        """Return `StepInputs` with the values of the batch, or None if each sequence must select separately.
 
         `size` is the number of sequences including padding; None means no padding.
         """

@@ -71,6 +71,8 @@ class PerSequenceMode:
         shared = [rows.fetch_range(batch.block_tables[s.first], kv_layer, s.tokens) for s in shared_runs]
         for run, pending in zip(shared_runs, shared, strict=True):
             batch.sequences[run.first].trace.bytes_requested += pending.bytes
+            for b in range(run.first, run.stop):
+                self._record_copies(layer, b, pending, len(run.tokens))
         if shared_runs:
             visible = [batch.sharing.private_part(b, tokens) for b, tokens in enumerate(visible)]
         selections = [None] * len(visible)
@@ -103,10 +105,15 @@ class PerSequenceMode:
             all_visible = batch.visible[layer][b]
             if selection is None:
                 sequence.trace.record_fetch(layer, all_visible, len(all_visible.candidates))
+                self._record_copies(layer, b, fetch, len(visible[b].candidates))
             else:
                 counts = selection.counts
                 sequence.trace.record_fetch(layer, all_visible, selection.count if counts is None else counts[0])
         return fetches
+
+    def _record_copies(self, layer: int, b: int, fetch: PendingFetch, tokens: int) -> None:
+        heads, seen = self._batch.geometry.rows(layer).kv_heads, self._batch.visible[layer][b]
+        self._batch.sequences[b].trace.record_copies(layer, seen, fetch, tokens, heads)
 
     def _attend_each(
         self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor

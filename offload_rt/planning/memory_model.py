@@ -22,7 +22,7 @@ from ..models.linear.packed import PACKED, TILE_WEIGHTS
 from ..models.rotary import MAX_CACHED_POSITIONS
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
-from ..policies.growing import max_slots
+from ..policies.growing import max_capacity
 from ..policies.infinigen.scoring import PROMPT_KEYS_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
@@ -47,6 +47,7 @@ class DeviceCosts:
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. `total` then includes the memory of a
             second graph.
         draft_tokens: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
+        device_kv: Size in bytes of the memory for copies of KV blocks.
     """
 
     shape: ModelShape
@@ -57,13 +58,14 @@ class DeviceCosts:
     working_set: int = 0
     graphs: bool = False
     draft_tokens: int | None = None
+    device_kv: int = 0
 
     def basis(self) -> int:
         """Return the size in bytes of the bases of scoring keys and the corrections of predicted queries."""
         return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
+        """Return the size in bytes of data that every context needs: `basis`, RoPE of one slice, cuBLAS workspaces."""
         workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
         return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
@@ -87,7 +89,7 @@ class DeviceCosts:
         layers = self.demand.learning_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
             return self.demand.scoring_bytes(layers, -(-context // page) * page)
-        return self.demand.scoring_bytes(layers + 1, max_slots(context, TOKENS_PER_BYTE))
+        return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
 
     @property
     def working_set_bytes(self) -> int:
@@ -234,7 +236,7 @@ class DeviceCosts:
     def total(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
         permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
-        permanent += self.states(len(contexts))
+        permanent += self.states(len(contexts)) + self.device_kv
         step = self.staging(contexts) + self.decode(contexts)
         return permanent + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
@@ -265,11 +267,13 @@ class Requirements:
     graphs: int = 0  # captured CUDA graphs, except the one that runs
     states: int = 0  # recurrent state of a hybrid model, which does not depend on the context
     snapshots: int = 0  # limit on snapshots of recurrent state in host memory
+    device_kv: int = 0  # memory for copies of KV blocks
 
     @property
     def device(self) -> int:
         """Required device memory in bytes: the larger of the requirements of prefill and decoding."""
         permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
+        permanent += self.device_kv
         return permanent + max(self.prefill, self.staging + self.decode)
 
 
@@ -294,6 +298,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
         prefill=costs.prefill(context),
         graphs=max_graphs * (staging + decode) if costs.graphs else 0,
         states=costs.states(1),
+        device_kv=costs.device_kv,
     )
 
 

@@ -39,6 +39,7 @@ class _Fetch:
     tokens: torch.Tensor | None
     bytes: int
     savings: Savings | None = None
+    copied_tokens: int | None = None
 
     def wait(self) -> list[KVPart]:
         pages, blocks, layer = self.pages, self.blocks, self.layer
@@ -255,6 +256,9 @@ class CpuTransfer:
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
+        return 0
+
+    def loaded_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:

@@ -27,7 +27,11 @@ _MAX_INPUTS_PER_OUTPUT = 16
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of a group's range that 4-bit codes may cover. The one with the smallest squared error is used."""
 
-_WEIGHTS_AT_ONCE = 1 << 22
+_WEIGHTS_AT_ONCE = 1 << 20
+"""Number of weights whose codes are computed together. This needs up to 50 bytes of device memory for each.
+
+The device then has no weights yet, so that memory plans need not count these 50 MiB.
+"""
 
 
 def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -> None:
@@ -53,7 +57,8 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
             form = PackedFormat(module.in_features, layer_bits, GROUP, layer_bits == 4, 0 if layer_bits == 4 else 128)
             # the exponent makes all scaled values less than 2^15, so that few scales are subnormal float16 numbers
             if not weight.is_meta:
-                form = replace(form, exponent=int(torch.frexp(weight.abs().amax().float()).exponent) - 15)
+                low, high = weight.aminmax()  # without a copy of the weight, as `abs` would make
+                form = replace(form, exponent=int(torch.frexp(torch.maximum(-low, high).float()).exponent) - 15)
             use_packed_weights(module, form, weight.dtype, _quantized(weight, form, device or weight.device))
 
 

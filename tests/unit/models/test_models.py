@@ -281,8 +281,9 @@ class TestLoading:
         assert load_model(tmp_path, device="cpu", dtype="bfloat16").adapter.dtype == torch.bfloat16
         assert load_model(tmp_path, device="cpu", dtype=torch.float64).adapter.dtype == torch.float64
         cuda = torch.device("cuda")
-        config = tiny_model("llama", dtype=torch.bfloat16).config
-        assert checkpoint.resolve_dtype("auto", ModelSource("anywhere"), config, cuda) == torch.bfloat16
+        source, config = ModelSource("anywhere"), tiny_model("llama", dtype=torch.bfloat16).config
+        stated = checkpoint.declared_dtype(source, config)
+        assert checkpoint.resolve_dtype("auto", source, stated, cuda) == torch.bfloat16
         with pytest.raises(ConfigError, match=r"dtype='bfloat61' is unknown; did you mean 'bfloat16'\?"):
             load_model(tmp_path, dtype="bfloat61")
         wrong = {"tpu": "is not a device", "xpu": "page-locked through CUDA", "cuda:99": "this machine has"}

@@ -176,7 +176,7 @@ def test_a_configuration_parses_what_people_write() -> None:
     assert EngineConfig(eviction={"protect": "none"}).eviction == EvictionOptions(protect="none")  # type: ignore[arg-type]
     for wrong in (
         {"host_memory": 0}, {"device_memory": "much"}, {"max_model_len": 0}, {"prefill_chunk_size": 0},
-        {"max_num_batched_tokens": 0}, {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0}, {"max_num_seqs": 0}, {"device_kv_memory": 0},
         {"missed_mass_every": -1}, {"working_set": -1}, {"kv_cache_dtype": "int3"}, {"eviction": "lfu"},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
