@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..config import DType, SkewMethod, Source
 from ..errors import ArtifactError, ConfigError, InputError, ModelError
-from ..models.checkpoint import read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
+from ..models.checkpoint import declared_dtype, read_config, read_tokenizer, read_weights, resolve_device, resolve_dtype
 from ..models.linear import refuse_packed
 from ..models.loading import LoadedModel, load_model
 from ..models.source import find_source
@@ -218,7 +218,7 @@ def _load(model: str, dtype: DType) -> tuple[PreTrainedModel, LoadedModel]:
     """Load a model. Return the transformers model, which is folded, and the `LoadedModel` for calibration."""
     source = find_source(model)
     config, device = read_config(source), resolve_device("auto")
-    network = read_weights(source, config, device, resolve_dtype(dtype, source, config, device))
+    network = read_weights(source, config, device, resolve_dtype(dtype, source, declared_dtype(source, config), device))
     return network, load_model(network, tokenizer=read_tokenizer(source))
 
 

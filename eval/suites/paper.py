@@ -26,7 +26,7 @@ from ...utils.texts import read_file
 from ..core.model_under_test import Evaluation, ModelUnderTest
 from ..core.plots import lines, picture
 from ..core.report import Report, Row, RowStore
-from ..core.variants import Variant, grid
+from ..core.variants import Variant, grid, text_digest
 from ..quality.perplexity import COLUMNS, NOTES, PerplexityConfig, cut_windows, measure_all, run_perplexity
 from ..quality.retrieval import RetrievalConfig, run_retrieval
 
@@ -61,6 +61,7 @@ class PaperSize:
     Attributes:
         length_windows: Number of windows per context of Figure 19b.
         pool_windows: Number of windows of Table 2.
+        limit: Number of documents per harness task.
         also_dense: Further sets of dense layers. All policies are compared with each set.
     """
 
@@ -139,7 +140,12 @@ class Paper:
         with picture(self.evaluation.out / "perplexity_by_context_with_64_tokens.png", title, series) as (axis,):
             lines(axis, series, x="tokens of a window", y="perplexity")
             axis.set_xscale("log", base=2)
-        Report("perplexity_by_context", title, self.evaluation.about(), COLUMNS, rows, NOTES).write(self.evaluation.out)
+        shared = {
+            **self.evaluation.tested.identity,
+            "text": self.evaluation.name,
+            "text_digest": text_digest(self.evaluation.text),
+        }
+        Report("perplexity_by_context", title, shared, COLUMNS, rows, NOTES).write(self.evaluation.out)
 
     def pool_limit(self) -> None:
         """Table 2: perplexity and needles with a pool of 80 % of the KV cache."""
@@ -149,8 +155,9 @@ class Paper:
         rows = measure_all(self.evaluation, variants, config)
         shown = {"against_full_shown": "against no limit [95 %]"}
         columns = tuple(replace(c, heading=shown.get(c.key, c.heading)) for c in COLUMNS[:-1])
-        about = self.evaluation.about(config) | {"bootstrap_seed": 0}
-        Report("perplexity_with_a_bounded_pool", title, about, columns, rows, NOTES).write(self.evaluation.out)
+        Report("perplexity_with_a_bounded_pool", title, self.evaluation.about(config), columns, rows, NOTES).write(
+            self.evaluation.out
+        )
         length, kinds = self.size.lengths[0], ("single", "several queries")
         needles = RetrievalConfig((length,), max(1, self.size.passages // 2), kinds, prefilled=0.6)
         evaluation = replace(self.evaluation, out=self.evaluation.out / "needles_with_a_bounded_pool")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig
 from ..errors import InputError, ModelError, StoreError
 from ..kv_cache.system_memory import memory_limit
+from ..models.plain_shape import check_shapes
 from ..models.source import find_source, hub_of
 from ..models.stored_tensors import check_weights
 from ..utils.private_files import make_private_folder
@@ -102,6 +103,7 @@ def check_before_loading(model: str, config: EngineConfig, *, text: bool = True)
     source = find_source(model, hub)
     source.check_files()
     check_weights(source)
+    check_shapes(source)
     source.check_reachable()
     tokenizer = source if config.tokenizer is None else find_source(config.tokenizer, replace(hub, revision=None))
     if text and not tokenizer.has_tokenizer:

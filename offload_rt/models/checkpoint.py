@@ -236,24 +236,27 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
+def declared_dtype(source: ModelSource, config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the dtype that a configuration declares, or None. For GGUF files it is bfloat16."""
+    declared: Any = config.dtype or text_config(config).dtype  # a torch.dtype, as transformers has read it
+    return torch.bfloat16 if source.gguf is not None else declared
+
+
 def resolve_dtype(
-    dtype: str | torch.dtype, source: ModelSource, config: PreTrainedConfig, device: torch.device
+    dtype: str | torch.dtype, source: ModelSource, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype | None:
     """Return the torch dtype that `dtype` names. None means the dtype of the weights, if the configuration states none.
 
-    "auto" is the checkpoint's dtype on CUDA (bfloat16 for GGUF files). On a CPU, it is bfloat16 for half-precision
-    checkpoints, which halves the time to read the weights. In three cases, it is at least float32: for other
-    checkpoints, on CPUs on which bfloat16 is slow, and for models in the package, whose results are then the same on
-    every machine. Raises ConfigError for an unknown name.
+    "auto" is the checkpoint's dtype on CUDA. On a CPU, it is bfloat16 for half-precision checkpoints, which halves the
+    time to read the weights. In three cases, it is at least float32: for other checkpoints, on CPUs on which bfloat16
+    is slow, and for models in the package, whose results are then the same on every machine. Raises ConfigError for an
+    unknown name.
     """
     name = str(dtype).removeprefix("torch.")
     check_choice("dtype", name, get_args(DType))
     if name != "auto":
         chosen: torch.dtype = getattr(torch, name)
         return chosen
-    # the dtype of the checkpoint; after loading, it is a torch.dtype or None
-    declared: Any = config.dtype or text_config(config).dtype
-    checkpoint_dtype: torch.dtype | None = torch.bfloat16 if source.gguf is not None else declared
     if device.type != "cpu":
         return checkpoint_dtype
     if checkpoint_dtype in (torch.bfloat16, torch.float16) and computes_bfloat16() and not source.shipped:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ..errors import ModelError
 from ..utils.extras import install_command
-from ..utils.small_files import incomplete_file
+from ..utils.small_files import foreign_file, incomplete_file
 
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -30,6 +30,7 @@ _NUMBERS = {
 """numpy dtype of metadata values, by GGUF value type."""
 _STRING, _ARRAY = 8, 9
 _MAX_BYTES = 1 << 30
+_REQUIRED = ("block_count", "embedding_length")  # metadata of each architecture that transformers reads
 _PATCHING = threading.RLock()
 """Lock for replacing functions of the module gguf, which all threads share."""
 
@@ -101,6 +102,16 @@ class GGUFHeader:
         field = self.fields.get("general.architecture")
         return "" if field is None or field.types != [_STRING] else bytes(field.parts[0]).decode(errors="replace")
 
+    def check(self, name: object) -> None:
+        """Raise ModelError if the file `name` has no tensors, or does not state the architecture of its model."""
+        if not self.tensors:
+            raise ModelError(f"{name} has no tensors, only metadata; expected a GGUF file with the weights of a model")
+        required = ["general.architecture", *(f"{self.architecture}.{key}" for key in _REQUIRED if self.architecture)]
+        if absent := next((key for key in required if key not in self.fields), None):
+            raise ModelError(
+                f"{name} is not a language model, or is damaged: its header lacks {absent}; download it again"
+            )
+
 
 def require_gguf(name: object) -> None:
     """Raise ModelError if the package gguf, which is needed to read the model `name`, is not installed."""
@@ -133,11 +144,15 @@ def read_header(path: Path) -> GGUFHeader:
     Raises:
         ModelError: The file is not a GGUF file, or ends before the end of its last tensor.
     """
+    if (foreign := foreign_file(path, "a GGUF file")) is not None:
+        raise foreign
     with path.open("rb") as file:
         try:
             fields, tensors, start = _read_header(file)
         except _EarlyEndError:
-            raise ModelError(f"'{path}' is damaged, or truncated within its header; copy it again") from None
+            raise ModelError(
+                f"'{path}' is damaged, or truncated within its header; download or copy it again"
+            ) from None
     described = tuple(_tensor(path, name, shape, kind, start + offset) for name, shape, kind, offset in tensors)
     missing = max((tensor.start + tensor.size for tensor in described), default=0) - path.stat().st_size
     if missing > 0:
@@ -161,7 +176,10 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int
 def _read_header(file: BinaryIO) -> tuple[dict[str, GGUFField], list[tuple[str, tuple[int, ...], int, int]], int]:
     """Return the metadata, the tensors (name, shape, type, offset), and the offset at which tensor data starts."""
     if file.read(4) != b"GGUF":
-        raise ModelError(f"'{file.name}' is not a GGUF file: it does not begin with GGUF")
+        raise ModelError(
+            f"'{file.name}' is not a GGUF file: it does not begin with GGUF; pass a GGUF file, or a folder with "
+            "config.json and *.safetensors"
+        )
     version, count, entries = _unpack(file, "<IQQ")
     if version not in (2, 3):
         raise ModelError(f"'{file.name}' has version {version} of the GGUF format; supported are 2 and 3")

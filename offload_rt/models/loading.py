@@ -23,6 +23,7 @@ from .checkpoint import (
     architecture_of,
     as_model_error,
     build_skeleton,
+    declared_dtype,
     read_config,
     read_tokenizer,
     read_weights,
@@ -179,7 +180,7 @@ def _read_checkpoint(
     # Weights that are quantised here land in host memory, because the device may be too small for 16 bits.
     on_host, offloaded = placement or quantize in ("int4", "int8"), bool(placement)
     load_device = torch.device("cpu") if on_host else device
-    torch_dtype = resolve_dtype(dtype, source, config, device)
+    torch_dtype = resolve_dtype(dtype, source, declared_dtype(source, config), device)
     loaded = read_weights(source, config, load_device, torch_dtype, offloaded=offloaded)
     fix_rope_scaling(loaded, max_model_len)
     with as_model_error(f"cannot quantise the weights of {source}"):

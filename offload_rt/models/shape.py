@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from ..config import Quantize
 from ..core import ModelGeometry, RowShape, StateShape
 from ..errors import ModelError
 from ..kernels.packed_format import PackedFormat
-from .checkpoint import as_model_error, build_skeleton, read_config, resolve_device, resolve_dtype
+from .checkpoint import as_model_error, build_skeleton, declared_dtype, read_config, resolve_device, resolve_dtype
 from .checkpoint_cache import CheckpointCache
 from .importing import Conversion, conversion_of, converted_source
 from .linear import backend_of, packing, packing_of, use_backends
@@ -27,6 +28,7 @@ from .linear.packed import PACKED
 from .loading import check_loaded, quantize_checkpoint
 from .multimodal import belongs_to, unused_modules
 from .packed_checkpoint import CannotPackError, declared_formats, use_packed_formats
+from .plain_shape import plain_shape
 from .registry import adapter_for, has_external_adapters
 from .rotary import fix_rope_scaling
 from .source import DEFAULT_HUB, Hub, ModelSource, find_source
@@ -109,8 +111,30 @@ def load_shape(
     if has_external_adapters():
         return compute()
     arguments = [str(target), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
-    # transformers takes three seconds of processor time for its imports and a skeleton
+    if quantize in ("auto", "none") and (shape := _plain_shape(source, target, dtype)) is not None:
+        return shape
+    # transformers takes four seconds of processor time for its imports and a skeleton
     return CheckpointCache(source).lookup("shapes", arguments, compute, _parse, _dump)
+
+
+def _plain_shape(source: ModelSource, target: torch.device, dtype: str | torch.dtype) -> ModelShape | None:
+    """Return the shape of a plain decoder, computed without transformers, or None for any other model."""
+    plain = plain_shape(source)
+    declared = None if plain is None or plain.dtype is None else getattr(torch, plain.dtype, None)
+    if plain is None or (plain.dtype is not None and not isinstance(declared, torch.dtype)):
+        return None
+    chosen = resolve_dtype(dtype, source, declared, target) or torch.float32
+    geometry = plain.geometry
+    each = [prod(shape) * chosen.itemsize for shape in plain.layer.values()]
+    embedding = geometry.vocab * geometry.hidden * chosen.itemsize
+    rotary = 2 * (geometry.head_dim // 2) * torch.float32.itemsize  # frequencies, and a copy of them
+    sizes = WeightSizes(
+        fixed=(1 if plain.tied else 2) * embedding + geometry.hidden * chosen.itemsize + rotary,
+        layers=(sum(map(aligned, each)),) * geometry.layers,
+        widest=max(side for shape in plain.layer.values() if len(shape) == 2 for side in shape),
+        embedding=0 if plain.tied else embedding,
+    )
+    return ModelShape(geometry, sizes.fixed + geometry.layers * sum(each), sizes, chosen, target)
 
 
 def _code_versions() -> list[object]:
@@ -158,7 +182,7 @@ def _read_shape(
     if conversion is not None and (converted := converted_source(conversion)) is not None:
         source, conversion = converted, None
     config = read_config(source)
-    chosen = resolve_dtype(dtype, source, config, target) or torch.float32
+    chosen = resolve_dtype(dtype, source, declared_dtype(source, config), target) or torch.float32
     skeleton = build_skeleton(source, config, chosen)
     with as_model_error(f"the checkpoint {source} is not a valid model"):
         fix_rope_scaling(skeleton, max_model_len)

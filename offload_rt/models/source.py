@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import ModelError
+from ..utils.small_files import read_json
 
 SHIPPED = {"reference": "llama", "reference-opt": "opt"}
 """Folders of the shipped checkpoints under `offload_rt/reference`, by model name."""
@@ -95,9 +96,12 @@ class ModelSource:
 
             require_gguf(self)
             if folder is not None:
-                read_header(folder / self.gguf)
+                read_header(folder / self.gguf).check(self)
             return
-        if folder is None or (folder / "config.json").is_file():
+        if folder is None:
+            return
+        if (folder / "config.json").is_file():
+            _check_config(folder / "config.json")
             return
         if (folder / "adapter_config.json").is_file():
             raise ModelError(f"{self} is a PEFT adapter, not a model; {MERGE}", reason="peft")
@@ -139,6 +143,27 @@ class ModelSource:
     def __str__(self) -> str:
         what = self.name_or_path if self.gguf is None else f"{self.name_or_path}/{self.gguf}"
         return f"'{what}'" if self.folder else f"'{what}' (not a local folder, so looked up on the hub)"
+
+
+def _check_config(path: Path) -> None:
+    """Raise ModelError if a config.json is damaged or states no architecture."""
+    try:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot read the configuration of '{path.parent}': config.json is damaged ({error}); download it again"
+        ) from error
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
+        raise ModelError(
+            f"the configuration of '{path.parent}' is not valid: config.json has neither model_type nor architectures; "
+            "expected the file of a transformers model"
+        )
+    packed = config.get("quantization_config")
+    if packed is not None and not isinstance(packed, dict):
+        raise ModelError(
+            f"the configuration of '{path.parent}' is not valid: quantization_config is {packed!r:.40}; expected an "
+            "object with quant_method, or no such entry"
+        )
 
 
 def find_source(model: str | os.PathLike[str], hub: Hub = DEFAULT_HUB) -> ModelSource:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ModelError
-from ..utils.small_files import incomplete_file, read_json
+from ..utils.small_files import foreign_file, incomplete_file, read_json
 from .source import ModelSource
 
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
+
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+"""Bits of an element, by dtype of safetensors."""
+
+_PACKED_PART = {"gptq": ".qweight", "awq": ".qweight"}
+"""End of the name of a packed weight, by quantisation method."""
 
 
 class StoredTensor(NamedTuple):
@@ -60,7 +71,7 @@ def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_HEADER_LIMIT, path.stat().st_size):
-            raise ValueError(f"{path.name} is damaged: its header has a length of {length} bytes")
+            raise ValueError(f"it states {length:,} bytes of header, and the file has {path.stat().st_size:,}")
         header: dict[str, Any] = json.loads(file.read(length))
         return header
 
@@ -68,20 +79,41 @@ def _header(path: Path) -> dict[str, Any]:
 def check_complete(path: Path) -> Path:
     """Return `path`, after checking that this safetensors file is complete.
 
-    Raise ModelError if the file is damaged, or ends before the end of its last tensor.
+    Raise ModelError if the file is damaged, or does not end with its last tensor.
     """
     try:
-        ends = [entry["data_offsets"][1] for name, entry in _header(path).items() if name != "__metadata__"]
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-        missing = start + max(ends, default=0) - path.stat().st_size
+        if (foreign := foreign_file(path, "a safetensors file")) is None:
+            missing = _missing_bytes(path)
     except FileNotFoundError:
-        raise ModelError(f"'{path}' does not exist, but the index of the checkpoint names it") from None
+        raise ModelError(
+            f"'{path}' does not exist, but the index of the checkpoint names it: download the missing file"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"'{path}' is damaged: its header cannot be read ({error})") from error
+        raise ModelError(f"'{path}' is damaged: its header cannot be read ({error}); download it again") from error
+    if foreign is not None:
+        raise foreign
     if missing > 0:
         raise incomplete_file(path, missing)
+    if missing < 0:
+        raise ModelError(f"'{path}' has {-missing:,} bytes more than its header states: download or copy it again")
     return path
+
+
+def _missing_bytes(path: Path) -> int:
+    """Return how many bytes a safetensors file lacks, 0 if it is complete. For errors, see `stored_tensors`."""
+    end, header = 0, _header(path)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, last = entry["data_offsets"]
+        if entry["dtype"] not in _BITS:
+            raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
+        if (last - first) * 8 != math.prod(entry["shape"]) * _BITS[entry["dtype"]]:
+            raise ValueError(f"{name} has {last - first:,} bytes, which is not the size of {entry['shape']} elements")
+        end = max(end, last)
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    return start + end - path.stat().st_size
 
 
 def check_weights(source: ModelSource) -> None:
@@ -93,10 +125,26 @@ def check_weights(source: ModelSource) -> None:
         try:
             files = weight_files(folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"'{folder / INDEX}' is damaged: {error}") from error
+            raise ModelError(
+                f"'{folder / INDEX}' is damaged ({error}); expected an object with the file of each weight in "
+                "'weight_map': download it again"
+            ) from error
         for file in files:
             check_complete(file)
+        _check_packed(folder, source)
         return
     pickled = any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
     what = "only pickled weights, which are never loaded because they can run code" if pickled else "no weights"
     raise ModelError(f"{source} has {what}; expected *.safetensors, as written by save_pretrained")
+
+
+def _check_packed(folder: Path, source: ModelSource) -> None:
+    """Raise ModelError if config.json states packed weights and the files have none."""
+    stated = read_json(folder / "config.json").get("quantization_config")
+    method = None if stated is None else stated.get("quant_method")
+    part = _PACKED_PART.get(str(method))
+    if part is not None and not any(tensor.name.endswith(part) for tensor in stored_tensors(source)):
+        raise ModelError(
+            f"config.json of {source} states {method} weights, and its files have none (*{part}): remove "
+            "quantization_config from config.json, or download the packed files"
+        )

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 
 import torch
 
 from ..config import EngineConfig
 from ..core import ModelGeometry
-from ..errors import MemoryLimitError
+from ..errors import MemoryLimitError, ModelError
 from ..kv_cache.state_pool import slot_bytes
 from ..kv_cache.system_memory import available_memory
+from ..models.source import find_source, hub_of
+from ..models.stored_tensors import stored_tensors
 from ..utils.units import format_size
 
 SNAPSHOT_DIVISOR = 8
 """Snapshots get the host memory divided by this number, unless the configuration sets `snapshot_memory`."""
 
 MAX_SNAPSHOTS = 1 << 14  # Small states would allow many more. 16 Ki snapshots are enough for a thousand texts.
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,26 @@ def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: tor
     size = slot_bytes(geometry, dtype)
     slots = min(limit // size, MAX_SNAPSHOTS)
     return HostMemory(host - slots * size, slots * size, slots)
+
+
+def check_conversion(model: str | os.PathLike[str], dtype: torch.dtype, config: EngineConfig) -> None:
+    """Raise MemoryLimitError if weights that are quantised when they are loaded do not fit into host memory before.
+
+    Weights in `dtype` are mapped from their files, which needs no memory, and quantised one by one. Other weights are
+    converted to `dtype` first, all of them.
+    """
+    source = find_source(model, hub_of(config))
+    if source.folder is None or source.gguf is not None or config.quantize not in ("int4", "int8"):
+        return
+    try:
+        stored = [tensor for tensor in stored_tensors(source) if _FLOATS.get(tensor.kind, dtype) != dtype]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot read the sizes of the weights of {source}: {error}") from error
+    needed, free = sum(math.prod(tensor.shape) for tensor in stored) * dtype.itemsize, available_memory()
+    if needed > free:
+        own = str(_FLOATS[stored[0].kind]).removeprefix("torch.")
+        raise MemoryLimitError(
+            f"quantize={config.quantize!r} first converts the {own} weights of {source} to "
+            f"{str(dtype).removeprefix('torch.')}, which takes {format_size(needed)} of host memory, and "
+            f"{format_size(free)} are available: pass dtype={own!r}, which needs no conversion"
+        )

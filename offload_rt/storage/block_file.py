@@ -25,14 +25,15 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ..core import BLOCK_SIZE
-from ..kv_cache.disk.direct_file import BlockFile
-from ..kv_cache.disk.extents import StoredExtent
 from ..utils.atomic_files import write_all
+
+if TYPE_CHECKING:
+    from ..kv_cache.disk.extents import StoredExtent
 
 LAYOUT_VERSION = 2
 """Version of block keys and histories. It is part of the namespace, so blocks of other versions are not found."""
@@ -186,6 +187,9 @@ class StoredBlock:
         # Direct reads need layers that are padded to the disk alignment. Only the layers of full blocks are padded.
         if self.count < BLOCK_SIZE or not self.own_file:
             return None
+        from ..kv_cache.disk.direct_file import BlockFile
+        from ..kv_cache.disk.extents import StoredExtent
+
         try:
             return StoredExtent(BlockFile(self.open()), self.offset, self.layer_bytes)
         except OSError:
@@ -250,6 +254,9 @@ class BlockWriter:
         """
         if not self._own_file:
             return None
+        from ..kv_cache.disk.direct_file import BlockFile
+        from ..kv_cache.disk.extents import StoredExtent
+
         try:
             file = BlockFile(self._file())
             file.allocate(0, self.offset + self.layers * self.layer_bytes)

@@ -39,6 +39,27 @@ def read_json(path: Path) -> Any:
     return parse_json(read_small(path))
 
 
+def foreign_file(path: Path, expected: str) -> ModelError | None:
+    """Return the error for a file of weights that is empty, a Git LFS pointer or a text. None for other files.
+
+    Args:
+        path: The file.
+        expected: Format of the file, such as "a GGUF file".
+    """
+    with path.open("rb") as file:
+        start = file.read(64)
+    cure = "download or copy it again"
+    if not start:
+        return ModelError(f"'{path}' is empty; expected {expected}: {cure}")
+    if start.startswith(b"version https://git-lfs"):
+        return ModelError(f"'{path}' is a Git LFS pointer, not {expected}: `git lfs pull` downloads the file")
+    text = start.decode("utf-8", "replace")
+    if len(start) >= 8 and all(character.isprintable() or character.isspace() for character in text):
+        line = " ".join(text.split())[:32]
+        return ModelError(f"'{path}' is a text that begins with {line!r}; expected {expected}: {cure}")
+    return None
+
+
 def incomplete_file(path: Path, missing: int) -> ModelError:
     """Return the error for a file of weights that lacks its last `missing` bytes."""
     return ModelError(f"'{path}' is truncated: {missing:,} bytes are missing; download or copy it again")

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,12 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "matplotlib", "safetens
 REPORT = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules], sep=' ', end='')"
 
 
-def heavy_after(code: str) -> str:
+def heavy_after(code: str, **variables: str) -> str:
     """Return the heavy modules that a fresh interpreter has imported after `code`. Output of `code` goes to stderr."""
     whole = f"import sys; out, sys.stdout = sys.stdout, sys.stderr\n{code}\nsys.stdout = out\n{REPORT}"
-    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", whole], capture_output=True, text=True, timeout=120, env=os.environ | variables
+    )
     assert done.returncode == 0, done.stderr
     print(done.stderr)
     return done.stdout
@@ -66,6 +69,19 @@ for command, expected in {COMMANDS!r}.items():
 def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:
     """All commands run in one process. If it fails, the output shows which one imports a heavy module first."""
     assert heavy_after(RUN_ALL) == ""
+
+
+@pytest.mark.parametrize("command", ["cache", "sessions --store {}", "sessions show s --store {}"])
+def test_stored_files_are_listed_without_torch(command: str, tmp_path: Path) -> None:
+    code = f"from offload_rt.cli import main; main({command.format(tmp_path).split()!r})"
+    assert "torch" not in heavy_after(code, XDG_CACHE_HOME=str(tmp_path))
+
+
+@pytest.mark.parametrize("options", ["", " --device-memory 30MiB --dtype float32", " --context 1k --policy quest"])
+def test_plain_models_are_planned_without_transformers(options: str) -> None:
+    """A first call takes a third of the time that it would take with transformers."""
+    code = f"from offload_rt.cli import main; assert main({('info reference' + options).split()!r}) == 0"
+    assert "transformers" not in heavy_after(code)
 
 
 def test_the_probe_sees_what_is_imported() -> None:

@@ -14,23 +14,26 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.allocations import count
 from support.outputs import completed
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_models import tiny_checkpoint, tiny_prompt
 from torch import nn
 
 from offload_rt import LLM, EngineConfig, SamplingParams
-from offload_rt.errors import ConfigError, ModelError
+from offload_rt.errors import ConfigError, MemoryLimitError, ModelError
 from offload_rt.kernels import packed_products
 from offload_rt.kernels.packed_format import PackedFormat
 from offload_rt.models import gguf_import, packed_cache, packed_checkpoint
 from offload_rt.models.gguf_blocks import packed_format, packed_rows
+from offload_rt.models.linear import quantize
 from offload_rt.models.linear.packed import PackedEmbedding
 from offload_rt.models.linear.quantize import quantize_layers
 from offload_rt.models.loading import load_model
 from offload_rt.models.packed_checkpoint import CannotPackError
 from offload_rt.models.shape import load_shape
 from offload_rt.models.weights import layer_bytes
+from offload_rt.planning import host_memory
 from offload_rt.planning.device_plan import plan_for
 from offload_rt.utils.native_code import cache_folder
 from offload_rt.utils.progress import observed
@@ -240,6 +243,31 @@ def test_a_checkpoint_is_quantised_when_it_is_loaded(quantize: Any, tmp_path: Pa
                 error = packed.form.unpack(packed.packed, torch.float32) - module.weight
                 assert error.norm() < (0.1 if bits == 4 else 0.01) * module.weight.norm()
     assert len(completed(llm.generate(tiny_prompt(150), GREEDY))[0].token_ids) == 12
+
+
+def test_weights_are_converted_only_if_they_fit_into_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in the dtype of their file are mapped, and need no host memory before they are quantised."""
+    folder = tiny_checkpoint(tmp_path / "tiny", "llama", **SHAPE | {"num_attention_heads": 2})
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1 << 16)
+    message = r"int4' first converts the float32 weights of .* to bfloat16, which takes .*: pass dtype='float32'"
+    with pytest.raises(MemoryLimitError, match=message):
+        LLM(folder, dtype="bfloat16", host_memory="4MiB", quantize="int4")
+    LLM(folder, dtype="float32", host_memory="4MiB", quantize="int4")
+    LLM(folder, dtype="bfloat16", host_memory="4MiB")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_memory_for_quantisation_does_not_depend_on_the_weight(bits: int) -> None:
+    """On a GPU, this is the device memory. `count` counts the results as well, which are in host memory there."""
+    form = PackedFormat(1024, bits, 32, bits == 4, 0 if bits == 4 else 128)
+    extra = []
+    for rows in (4096, 8192):
+        weight = torch.randn(rows, 1024)
+        _, used = count(lambda w=weight: w, lambda w: set(), lambda w: quantize._quantized(w, form, w.device))
+        extra.append(used.peak - used.before - rows * form.row_bytes)
+    assert extra[0] == extra[1] < 50 * quantize._WEIGHTS_AT_ONCE
 
 
 @pytest.mark.parametrize("bits", [4, 8])

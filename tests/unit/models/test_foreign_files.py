@@ -1,0 +1,152 @@
+"""Test that damaged and foreign files of weights are refused before torch is imported, with a cause and a remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_models import edit_config, tiny_checkpoint
+
+from offload_rt.cli.common import check_before_loading
+from offload_rt.config import EngineConfig
+from offload_rt.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a Llama checkpoint with three layers."""
+    folder = Path(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(original: dict[str, bytes], tmp_path: Path) -> Path:
+    for name, data in original.items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+def refused(model: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check_before_loading(str(model), EngineConfig())
+
+
+def edit_header(folder: Path, **changes: Any) -> None:
+    """Change entries of the first tensor in the header of model.safetensors."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    next(entry for name, entry in header.items() if name != "__metadata__").update(changes)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def write(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def append(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(bytes(100))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (write("model.safetensors", b""), "model.safetensors' is empty; expected a safetensors file: download"),
+    "text": (write("model.safetensors", b"<html>\nNot found " * 9), "is a text that begins with '<html> Not found"),
+    "pointer": (write("model.safetensors", POINTER), "is a Git LFS pointer, not a safetensors file: `git lfs pull`"),
+    "header": (write("model.safetensors", b"\x99\1\0\0\0\0\0\0{"), "it states 409 bytes of header, and the file has 9"),
+    "longer": (append, "has 100 bytes more than its header states"),
+    "dtype": (lambda folder: edit_header(folder, dtype="F7"), "has the unknown dtype F7.*download it again"),
+    "size": (lambda folder: edit_header(folder, shape=[1, 2]), r"which is not the size of \[1, 2\] elements"),
+    "config": (write("config.json", b'{"a":'), "cannot read the configuration of .*config.json is damaged .*download"),
+    "no config": (write("config.json", b"[1]"), "config.json has neither model_type nor architectures"),
+    "quantization": (lambda folder: edit_config(folder, quantization_config=[1]), r"quantization_config is \[1\]"),
+    "no gptq": (lambda folder: edit_config(folder, quantization_config=GPTQ), r"states gptq weights, .* none \(\*.qw"),
+    "index": (write("model.safetensors.index.json", b"[1]"), "expected an object with the file of each weight"),
+    "shard": (
+        write("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}'),
+        "b.safetensors' does not exist, but the index of the checkpoint names it: download the missing file",
+    ),
+    "layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=4, layer_types=None),
+        r"lacks model.layers.3.self_attn.q_proj.weight and 8 more, which config.json requires \(4 layers\)",
+    ),
+    "shape": (
+        lambda folder: edit_config(folder, vocab_size=9),
+        r"another shape for model.embed_tokens.weight than config.json states: \[2048, 64\] instead of \[9, 64\]",
+    ),
+    "head": (lambda folder: edit_config(folder, tie_word_embeddings=True), ""),
+}
+"""Damage to a checkpoint folder, and the error. The surplus head of the last one is no error."""
+
+
+@pytest.mark.parametrize("change", DAMAGES)
+def test_damaged_folders_are_refused_before_loading(change: str, folder: Path) -> None:
+    damage, message = DAMAGES[change]
+    damage(folder)
+    if message:
+        refused(folder, message)
+    else:
+        check_before_loading(str(folder), EngineConfig())
+
+
+def test_other_names_of_weights_are_left_to_transformers(folder: Path) -> None:
+    """transformers also loads checkpoints of a decoder without a head."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    text = re.sub(rb'"model\.', b'"', data[8 : 8 + size])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    check_before_loading(str(folder), EngineConfig())
+
+
+def gguf(fields: dict[str, str], tensors: int = 1) -> bytes:
+    """Return a GGUF file with string metadata and float32 tensors of one element."""
+
+    def string(text: str) -> bytes:
+        return struct.pack("<Q", len(text)) + text.encode()
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(fields))
+    head += b"".join(string(key) + struct.pack("<I", 8) + string(value) for key, value in fields.items())
+    head += b"".join(string(f"t{i}") + struct.pack("<IQIQ", 1, 1, 0, 32 * i) for i in range(tensors))
+    return head + bytes(-len(head) % 32) + bytes(32 * tensors)
+
+
+LLAMA = {"general.architecture": "llama", "llama.block_count": "1", "llama.embedding_length": "1"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty; expected a GGUF file: download or copy it again"),
+        (b"hello world, this is no model", "is a text that begins with 'hello world,"),
+        (POINTER, "is a Git LFS pointer, not a GGUF file: `git lfs pull`"),
+        (b"GGU", "is not a GGUF file: it does not begin with GGUF; pass a GGUF file, or a folder with config.json"),
+        (b"PK\3\4" * 9, "is not a GGUF file"),
+        (gguf(LLAMA)[:40], "is damaged, or truncated within its header; download or copy it again"),
+        (gguf(LLAMA)[:-30], "is truncated: 2 bytes are missing; download or copy it again"),
+        (gguf(LLAMA, tensors=0), "has no tensors, only metadata; expected a GGUF file with the weights"),
+        (gguf({}), "is not a language model, or is damaged: its header lacks general.architecture"),
+        (
+            gguf({"general.architecture": "clip"}),
+            "is not a language model, or is damaged: its header lacks clip.block_count",
+        ),
+    ],
+)
+def test_damaged_gguf_files_are_refused_before_loading(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(data)
+    refused(tmp_path / "a.gguf", f"a.gguf' {re.escape(message)}")
+
+
+def test_a_complete_gguf_file_passes(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(gguf(LLAMA))
+    check_before_loading(str(tmp_path / "a.gguf"), EngineConfig())
