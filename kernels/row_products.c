@@ -1,5 +1,5 @@
 /* A linear layer with few input rows. A decode step reads every weight once, so its time is at least the bytes of the
-weights divided by the memory bandwidth of a thread.
+weights divided by the memory bandwidth of a thread (eval/speed/cpu_kernels.py measures both).
 
 Compiled for one type of weights (BFLOAT16 or float32). Each row of weights is read once for up to AT_ONCE rows of x.
 Without bfloat16 instructions, both operands are widened in registers: a vector of 32-bit words holds two bfloat16 per

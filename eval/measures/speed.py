@@ -1,4 +1,4 @@
-"""Benchmarks of speed: decode steps, prompts, threads."""
+"""Benchmarks of speed: decode steps, prompts, threads, C kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...utils.texts import read_text
 from ..core.registry import measure
-from .flags import add_options, add_text_flag, config_of, say_on_stderr, show
+from .flags import add_options, add_text_flag, config_of, counts, say_on_stderr, show
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,3 +81,20 @@ def _trained_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a local folder or a hub id of a trained model")
     add_text_flag(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the results")
+
+
+def _cpu_kernels_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the results")
+    parser.add_argument("--tokens", type=counts, default=(8192, 32_768, 131_072), metavar="8k,32k", help="in context")
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="repeats; the fastest counts")
+
+
+@measure("cpu-kernels", "C kernels at each instruction set level against lower time bounds", _cpu_kernels_flags)
+def cpu_kernels(args: argparse.Namespace) -> int:
+    """Compare the time of each C kernel of a decode step with lower bounds, at each instruction set level of this
+    processor, or only at the level set by OFFLOAD_RT_CPU_LEVEL."""
+    from ..speed.cpu_kernels import kernel_report
+
+    report = kernel_report(args.tokens, args.repeats)
+    report.write(Path(args.out))
+    return show(report, args.out, say_on_stderr())

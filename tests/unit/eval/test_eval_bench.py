@@ -5,6 +5,7 @@ time is measured here.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from offload_rt.eval.speed import bench
 from offload_rt.eval.speed.baselines import MAKERS, TOKEN, BenchInputs, OffloadBaseline, Shape, TransformersBaseline
 from offload_rt.eval.speed.bench import BenchConfig, make_inputs, run_bench
 from offload_rt.eval.speed.synthetic_kv import RESIDENT, SyntheticKV
+from offload_rt.kernels import low_bit_sequence, native
 from offload_rt.models.registry import adapter_for
+from offload_rt.utils.native_code import LEVEL_VARIABLE, available_levels
 
 LENGTH, FRACTION = 2048, 0.05
 
@@ -259,3 +262,22 @@ def test_the_command_refuses_bad_options_in_one_line(capsys: pytest.CaptureFixtu
     assert main(["bench", "--contexts", "100"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "offload-rt: contexts=100 must be a multiple of 64, at least 128\n"
+
+
+def test_c_kernels_are_timed_at_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEVEL_VARIABLE, raising=False)
+    if low_bit_sequence.library(64, 4) is None:
+        pytest.skip("no C compiler")
+    assert main(["eval", "cpu-kernels", "--tokens", "512", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "cpu_kernels.json").read_text())["rows"]
+    dense = [
+        f"{kernel}, {dtype}"
+        for dtype in ("bfloat16", "float32")
+        for kernel in ("decode attention", "prefill attention", "linear")
+    ]
+    expected = [(level, kernel) for level in available_levels() for kernel in ("score", "select", "mix", *dense)]
+    if native.has_tiles():  # torch's prefill is faster with AMX
+        expected.remove(("avx512_bf16", "prefill attention, bfloat16"))
+    assert sorted((row["level"], row["kernel"]) for row in rows) == sorted(expected)
+    assert all(row["us"] > 0 and row["times_floor"] > 0 for row in rows)
+    assert low_bit_sequence.library(64, 4) is not None and "OFFLOAD_RT_CPU_LEVEL" not in os.environ
