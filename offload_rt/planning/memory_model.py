@@ -86,7 +86,7 @@ class DeviceCosts:
         """
         if self.keys_on_host:
             return 0
-        layers = self.demand.learning_layers(self.shape.geometry)
+        layers = self.demand.scored_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
             return self.demand.scoring_bytes(layers, -(-context // page) * page)
         return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
@@ -95,7 +95,7 @@ class DeviceCosts:
     def working_set_bytes(self) -> int:
         """Size in bytes of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
-        return self.demand.learning_layers(geometry) * working_set_bytes(self.working_set, geometry, self.shape.dtype)
+        return self.demand.scored_layers(geometry) * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:

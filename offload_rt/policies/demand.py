@@ -36,7 +36,7 @@ class MemoryDemand:
     max_prefill_weights: int = 0
     always_dense_until: int = 0
 
-    def learning_layers(self, geometry: ModelGeometry) -> int:
+    def scored_layers(self, geometry: ModelGeometry) -> int:
         """Return the number of layers with selection data: sparse layers that store KV."""
         return len(set(geometry.kv_layers) - set(self.dense))
 

@@ -101,6 +101,14 @@ def test_number_of_blocks_that_a_window_overlaps(window: int) -> None:
     assert max(seen) == groups.window_blocks
 
 
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130])
+def test_with_its_next_window_a_sequence_never_needs_another_block(window: int) -> None:
+    groups = LayerGroups(1, (0, 1), (0, 0), 1, window)
+    for p in range(1000):
+        kept, reserved = groups.window_indices(p, p + 1), groups.window_indices(p, p + 1, next_window=True)
+        assert kept <= reserved and len(reserved) == groups.window_blocks
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "policy", "device"),

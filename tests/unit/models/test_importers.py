@@ -210,11 +210,11 @@ def test_unsupported_variants_are_one_sentence(options: dict[str, Any], message:
         (lambda path, data: path.write_bytes(data[:-100]), r"model\.safetensors' is truncated: 100 bytes are missing"),
         (
             lambda path, data: path.write_bytes(b"GGUF" + data),
-            r"cannot read the packed weights .* bytes of header, and the file has",
+            r"cannot read the packed weights .* bytes of header",
         ),
         (
             lambda path, data: path.write_bytes(data[:30]),
-            "cannot read the packed weights .* bytes of header, and the file has",
+            "cannot read the packed weights .* bytes of header",
         ),
         (lambda path, data: drop(path, "scales"), "a kind that is not supported: .* lacks 'scales'"),
         (lambda path, data: drop(path, "embed_tokens.weight"), r"are damaged; .* \(it lacks model.embed_tokens.weight"),
