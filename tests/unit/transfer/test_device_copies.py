@@ -36,6 +36,7 @@ DAILY = [  # cell, copies, schedule
     ("default, shared", FEW, "late prefetch and write-back"),
     ("default, forks", FEW, "seed 0"),
     ("sessions, full", FEW, "seed 1"),
+    ("short window", MANY, "late write-back"),
 ]
 OTHERS = [
     ("full, batch", FEW, "seed 0"),
@@ -54,7 +55,6 @@ OTHERS = [
     ("exact, graphs", MANY, "seed 0"),
     ("default, rounded", FEW, "late prefetch"),
     ("rounded, full", MANY, "late write-back"),
-    ("short window", MANY, "late write-back"),
     ("a window", FEW, "seed 1"),
     ("hybrid, sessions", MANY, "late prefetch"),
     ("latent, shared", FEW, "late prefetch"),
