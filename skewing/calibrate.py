@@ -207,8 +207,10 @@ def _segment_sums(
         project = adapter.query if kv_layer == layer else adapter.lone_query
         for s, slice_positions in zip(slices, real, strict=True):
             x = adapter.attention_input(layer, hidden[s])
-            q = project(layer, x, slice_positions)
-            residual = residual_after_attention(adapter, layer, hidden[s], q, kept[kv_layer], s.stop)
+            # Without a name, the queries are freed before the MLP.
+            residual = residual_after_attention(
+                adapter, layer, hidden[s], project(layer, x, slice_positions), kept[kv_layer], s.stop
+            )
             predicted: dict[Source | int, torch.Tensor] = {
                 source: predicted_input(adapter, next_layer, source, hidden[s], x, residual) for source in SOURCES
             }
