@@ -118,7 +118,7 @@ class CacheManager:
         with self.released_on_error(blocks):
             self._pool.reserve(blocks, capacity)
             *_, end = self._pool.groups.prefill_ends(start, stop, blocks.floor)
-            self._pool.slide(blocks, start, end, next_window=self.evicts)
+            self._pool.sliding.slide(blocks, start, end, next_window=self.evicts)
         return blocks
 
     @contextmanager
@@ -147,9 +147,9 @@ class CacheManager:
         position = sequence.position if sequence.draft_start is None else sequence.draft_start
         if sequence.keeps_decoded:
             position = position // BLOCK_SIZE * BLOCK_SIZE
-        if before_window or self._pool.slides(blocks, position, stop, next_window=self.evicts):
+        if before_window or self._pool.sliding.slides(blocks, position, stop, next_window=self.evicts):
             storage.settle(blocks)
-            self._pool.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
+            self._pool.sliding.slide(blocks, position, stop, next_window=self.evicts, before_window=before_window)
 
     def rebalance(self, batch: Seq[Sequence], storage: KVStorage) -> None:
         """If the pool is full, move blocks from the longest sequence of `batch` to sequences that need one.

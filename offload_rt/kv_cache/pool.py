@@ -8,7 +8,6 @@ import torch
 
 from ..config import KVFormatName
 from ..core import BLOCK_SIZE, BlockTable, KVPart, ModelGeometry
-from ..errors import PoolFullError
 from .arena import Arena
 from .block_allocator import BlockAllocator
 from .disk.file_arena import FileArena
@@ -16,11 +15,13 @@ from .disk.file_layout import DiskTier
 from .kv_format import make_kv_formats, stored_geometry
 from .layer_groups import LayerGroups
 from .layout import SLAB_TOKENS, ArenaLayout
+from .memory_blocks import MemoryBlocks
 from .prefix_cache import PrefixCache
 from .process_lock import ProcessLock
+from .sliding_windows import SlidingWindows
 from .state_pool import StatePool
 from .stored_rows import StoredRows, blocks_for
-from .system_memory import memory_limit, pool_full
+from .system_memory import memory_limit
 
 MOST_TOKENS = 1 << 24  # maximum size without `limit_bytes`: 16 Mi tokens, more than a batch of the longest contexts
 
@@ -42,14 +43,14 @@ class HostPool(StoredRows):
     with the same prefix can reuse them. If no block is free, the pool activates the next slab of the arena, or evicts
     blocks that only the tree uses, in least-recently-used order from the leaves.
 
-    Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `slide` allocates the blocks
-    inside a sequence's windows and frees the others. Window blocks of published blocks are cached while memory is
-    available (`window_blocks.py`).
+    Layers with sliding windows store their KV in separate blocks (`layer_groups.py`). `sliding.slide` allocates the
+    blocks inside a sequence's windows and frees the others. Window blocks of published blocks are cached while memory
+    is available (`window_blocks.py`).
 
-    Concurrency: several threads that use the pool must hold `lock`. `release`, `truncate`, `reserve`, `slide`,
-    `publish` and `make_exclusive` may free, copy or exchange blocks. Before calling one of them, the caller must wait
-    for all asynchronous transfers that use these blocks, or order the transfers before the next write to the blocks
-    with an event on the write-back stream. Forks and the prefix tree use only tokens below `blocks.length`.
+    Concurrency: several threads that use the pool must hold `lock`. `release`, `truncate`, `reserve`, `publish`,
+    `make_exclusive` and `sliding.slide` may free, copy or exchange blocks. Before calling one of them, the caller must
+    wait for all asynchronous transfers that use these blocks, or order the transfers before the next write to the
+    blocks with an event on the write-back stream. Forks and the prefix tree use only tokens below `blocks.length`.
 
     Args:
         limit_bytes: Limit on host memory in bytes. None means half of the available memory.
@@ -86,16 +87,19 @@ class HostPool(StoredRows):
             arena = FileArena.create(disk, stored, format, limit, slab_tokens)
         self.limit_bytes = limit if disk is None else arena.layout.blocks * arena.layout.block_bytes
         super().__init__(arena, LayerGroups.from_geometry(geometry), formats)
-        self.bytes_peak = 0
         self.pins = pin and disk is None
         # Functions that are called with freed blocks, before they can be allocated again.
         self.on_free: list[Callable[[Sequence[int]], None]] = [] if self.file is None else [self.file.discard]
-        self._memory_blocks = BlockAllocator(self.layout.slab_blocks, self._report_free)
+        memory_blocks = BlockAllocator(self.layout.slab_blocks, self._report_free)
         # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
-        self._blocks = self._memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
+        self._blocks = memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
         self.states = states
         slots = None if not geometry.states else 0 if states is None else states.slots
-        self.cached = PrefixCache(self._blocks, self._memory_blocks, self.groups, slots)
+        self.cached = PrefixCache(self._blocks, memory_blocks, self.groups, slots)
+        self._memory = MemoryBlocks(
+            arena, memory_blocks, self.cached, evicts_tree=self.groups.full, limit_bytes=self.limit_bytes
+        )
+        self.sliding = SlidingWindows(arena, self._memory, self.cached.windows, self.groups)
         self.lock = ProcessLock()
         self._exclusive: set[int] = set()
 
@@ -109,7 +113,7 @@ class HostPool(StoredRows):
 
     @property
     def free_blocks(self) -> int:
-        return self.block_count - self._memory_blocks.used
+        return self._memory.free
 
     @property
     def idle_blocks(self) -> int:
@@ -124,17 +128,22 @@ class HostPool(StoredRows):
     @property
     def grows(self) -> bool:
         """Whether there is space for another 64 tokens of one sequence, including space that eviction would free."""
-        return self.free_blocks + self.idle_blocks >= self.groups.blocks_at_once
+        return self._memory.available >= self.groups.blocks_at_once
 
     @property
     def bytes_used(self) -> int:
         """Size in bytes of all blocks that sequences or the prefix cache use. Shared blocks count once."""
-        return self._memory_blocks.used * self.block_bytes
+        return self._memory.allocator.used * self.block_bytes
+
+    @property
+    def bytes_peak(self) -> int:
+        """Largest `bytes_used` up to now."""
+        return self._memory.peak * self.block_bytes
 
     @property
     def sequence_bytes(self) -> int:
         """Size in bytes of all blocks that sequences use. Shared blocks count once."""
-        return (self._memory_blocks.used - self.idle_blocks) * self.block_bytes
+        return (self._memory.allocator.used - self.idle_blocks) * self.block_bytes
 
     def bytes_of(self, blocks: BlockTable) -> int:
         return (self.groups.full * len(blocks.ids) + self.groups.sliding * len(blocks.windows)) * self.block_bytes
@@ -150,25 +159,21 @@ class HostPool(StoredRows):
         for a pool on disk.
         """
         if self.file is None:
-            self._activate(self.groups.blocks(tokens), run=0)
+            self._memory.activate(self.groups.blocks(tokens), run=0)
 
     def check_fits(self, tokens: int) -> None:
         """Raise PoolFullError if `tokens` tokens do not fit even in an empty pool."""
         if (count := self.groups.blocks(tokens)) > self.block_count:
-            raise self._full(count, count - self.block_count)
+            raise self._memory.full(count, count - self.block_count)
 
     def check_spare(self, blocks: int) -> None:
         """Raise PoolFullError unless there is space for `blocks` times 64 more tokens."""
-        self._check_free(blocks * self.groups.blocks_at_once)
+        self._memory.check(blocks * self.groups.blocks_at_once)
 
     def check_grows(self, blocks: BlockTable, tokens: int, spare: int) -> None:
         """Raise PoolFullError unless there is space for `tokens` tokens of the sequence and `spare` times 64 more."""
         more = self.groups.blocks(tokens) - self.bytes_of(blocks) // self.block_bytes
-        self._check_free(max(0, more) + spare * self.groups.blocks_at_once)
-
-    def _check_free(self, count: int) -> None:
-        if (missing := count - self.free_blocks - self.idle_blocks) > 0:
-            raise self._full(count, missing)
+        self._memory.check(max(0, more) + spare * self.groups.blocks_at_once)
 
     # ------------------------------------------------------------------------------------------- blocks of sequences
 
@@ -180,7 +185,7 @@ class HostPool(StoredRows):
         count = blocks_for(tokens)
         self._provide(count)
         blocks = BlockTable(self._blocks.best_fit(count), floor=floor)
-        self._record_peak()
+        self._memory.record_peak()
         return blocks
 
     def reserve(self, blocks: BlockTable, tokens: int) -> None:
@@ -203,69 +208,7 @@ class HostPool(StoredRows):
             self._drop([blocks.ids[i]])
             blocks.ids[i] = block
         blocks.ids += fresh[len(shared) :]
-        self._record_peak()
-
-    def slides(self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False) -> bool:
-        """Return whether `slide` would change the block table.
-
-        If so, KV that is still being appended must be copied to the pool before `slide`.
-        """
-        if not self.groups.sliding:
-            return False
-        return self.groups.window_indices(start, stop, blocks.floor, next_window=next_window) != blocks.windows.keys()
-
-    def slide(
-        self, blocks: BlockTable, start: int, stop: int, *, next_window: bool = False, before_window: int = 0
-    ) -> None:
-        """Move the sliding windows of a sequence so that tokens [start, stop) can be computed.
-
-        Keeps blocks of earlier tokens that the tokens [start, stop) attend to. Allocates blocks for new tokens that
-        later tokens attend to. Frees all other window blocks. A shared, partly filled block is copied, as in `reserve`.
-
-        Args:
-            next_window: Also allocate blocks for the next complete window, so that the sequence can continue if the
-                pool is full later.
-            before_window: Number of new tokens before the window of `stop` that also get slots, if there are enough
-                free blocks.
-
-        Raises:
-            PoolFullError: The pool is full. The block table is unchanged.
-        """
-        if not self.groups.sliding:
-            return
-        wanted = self.groups.window_indices(start, stop, blocks.floor, next_window=next_window)
-        at, filled = divmod(start, BLOCK_SIZE)
-        first = max(start, self.groups.first_seen(stop, blocks.floor))
-        earlier = range(max(start, first - before_window) // BLOCK_SIZE, first // BLOCK_SIZE)
-        if (len(wanted - blocks.windows.keys()) + len(earlier)) * self.groups.sliding <= self.free_blocks:
-            wanted.update(earlier)
-        shared = at in wanted and at in blocks.windows and self._memory_blocks.refs(blocks.windows[at][0]) > 1
-        fresh = sorted(index for index in wanted if index not in blocks.windows or (index == at and shared))
-        if not fresh and wanted == blocks.windows.keys():
-            return
-        gone = sorted(blocks.windows.keys() - wanted)
-        # Window blocks that no other sequence uses become free or idle, so that the new blocks can replace them.
-        available = sum(self.cached.windows.has_one_user(blocks.windows[index]) for index in gone)
-        self._check_free((len(fresh) - available) * self.groups.sliding)
-        for index in gone:
-            self.cached.windows.release(blocks.windows.pop(index))
-        self._provide_memory_blocks(len(fresh) * self.groups.sliding)
-        self._allocate_windows(blocks, fresh, filled)
-        self._record_peak()
-
-    def _allocate_windows(self, blocks: BlockTable, indices: Sequence[int], filled: int) -> None:
-        """Allocate window blocks for the block indices `indices`, contiguous within each layer group.
-
-        A shared block is replaced by a copy of its first `filled` slots.
-        """
-        self._activate(len(indices) * self.groups.sliding, run=len(indices))
-        columns = [self._memory_blocks.best_fit(len(indices)) for _ in range(self.groups.sliding)]
-        for index, window in zip(indices, zip(*columns, strict=True), strict=True):
-            if (old := blocks.windows.get(index)) is not None:
-                for source, target in zip(old, window, strict=True):
-                    self._arena.copy(source, target, filled)
-                self.cached.windows.release(old)
-            blocks.windows[index] = window
+        self._memory.record_peak()
 
     def write(self, blocks: BlockTable, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v `[Hkv, n, d]`, on any device, as KV of the tokens [start, start + n).
@@ -274,13 +217,13 @@ class HostPool(StoredRows):
         """
         indices = range(start // BLOCK_SIZE, blocks_for(start + k.shape[1]))
         block_ids = self.blocks_of(blocks, self.groups.group[layer], indices)
-        assert self._memory_blocks.exclusive(block_ids), "write to a shared block: reserve first"
+        assert self._memory.allocator.exclusive(block_ids), "write to a shared block: reserve first"
         encoded = KVPart(k, v) if self.format.exact else KVPart(k, v).map(self.format_of(layer).encode)
         self.fill(blocks, layer, start, encoded.k, encoded.v)
 
     def move(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
         """Copy the KV of a token slot to slot `target`, whose block must be exclusive to this block table."""
-        assert self._memory_blocks.refs(blocks.ids[target // BLOCK_SIZE]) == 1, (
+        assert self._memory.allocator.refs(blocks.ids[target // BLOCK_SIZE]) == 1, (
             "write to a shared block: make_exclusive first"
         )
         [row] = self.stored(blocks, layer, range(source, source + 1))
@@ -301,7 +244,7 @@ class HostPool(StoredRows):
         shared = blocks.ids[: blocks_for(blocks.length)]
         self._blocks.incref(shared)
         for window in blocks.windows.values():
-            self._memory_blocks.incref(window)
+            self._memory.allocator.incref(window)
         return BlockTable(list(shared), blocks.length, dict(blocks.windows), blocks.floor)
 
     def match(self, tokens: Sequence[int], *provenance_keys: str, floor: int = 0) -> BlockTable:
@@ -385,11 +328,10 @@ class HostPool(StoredRows):
         if self.file is not None:
             self.file.check_integrity()
         self._blocks.check_integrity()
-        self._memory_blocks.check_integrity()
+        self._memory.check_integrity()
         self.cached.check_integrity(self._blocks.refs)
         assert all(self._blocks.refs(block) > 0 and block not in self.cached for block in self._exclusive)
-        assert self._arena.active == self._memory_blocks.slabs
-        assert self.bytes_used <= self.bytes_peak <= self.block_count * self.block_bytes <= self.limit_bytes
+        assert self.block_count * self.block_bytes <= self.limit_bytes
 
     def _unpublish_lost(self) -> set[int]:
         """Remove blocks whose write to disk failed, with their descendants, from the prefix tree. Return them."""
@@ -407,40 +349,13 @@ class HostPool(StoredRows):
     def _provide(self, count: int) -> None:
         """Make `count` block ids free, in one run if possible. Raise PoolFullError otherwise."""
         if self.groups.full:
-            self._provide_memory_blocks(count)
-            self._activate(count, run=min(count, self.layout.slab_blocks))
+            self._memory.provide(count, run=min(count, self.layout.slab_blocks))
         elif (missing := count - self._blocks.free) > 0:
             if self._blocks.slabs * IDS_AT_ONCE >= MOST_IDS:
                 self.cached.evict(missing)
             while self._blocks.free < count:
                 self._blocks.add_slab()
 
-    def _provide_memory_blocks(self, count: int) -> None:
-        """Evict idle blocks until `count` blocks are free. If there are too few, raise PoolFullError and evict none."""
-        self._check_free(count)
-        while (missing := count - self.free_blocks) > 0:
-            if not (self.groups.full and self.cached.evict(missing)):
-                self.cached.windows.evict(missing)
-
-    def _activate(self, count: int, run: int) -> None:
-        """Activate slabs until `count` blocks are free, of which `run` are contiguous, or until no slab is left."""
-        blocks = self._memory_blocks
-        while self._arena.active < self.layout.slabs and (blocks.free < count or blocks.largest_run < run):
-            try:
-                self._arena.activate()
-            except PoolFullError:
-                if blocks.free < count:
-                    raise
-                return
-            blocks.add_slab()
-
     def _report_free(self, blocks: Sequence[int]) -> None:
         for report in self.on_free:
             report(blocks)
-
-    def _record_peak(self) -> None:
-        self.bytes_peak = max(self.bytes_peak, self.bytes_used)
-
-    def _full(self, count: int, missing: int) -> PoolFullError:
-        capacity, free = (self.block_count, self.block_bytes), self.free_blocks + self.idle_blocks
-        return pool_full(count, missing, free, capacity, self.limit_bytes, disk=self.file is not None)

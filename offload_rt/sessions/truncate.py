@@ -223,7 +223,7 @@ def _allocate_blocks(kv: SessionKV, size: int, known: int, floor: int) -> BlockT
     """
     blocks = kv.runner.pool.new_block_table(size, floor)
     with kv.runner.cache_manager.released_on_error(blocks):
-        kv.runner.pool.slide(blocks, known, size)
+        kv.runner.pool.sliding.slide(blocks, known, size)
     return blocks
 
 

@@ -135,12 +135,12 @@ class PoolMachine(RuleBasedStateMachine):
             return False
         assert self.groups.sliding or lacking <= 0
         try:
-            self.pool.slide(blocks, start, stop, before_window=before_window)
+            self.pool.sliding.slide(blocks, start, stop, before_window=before_window)
         except PoolFullError:
             assert blocks.windows == windows
             self.pool.truncate(blocks, start)
             return False
-        assert not self.pool.slides(blocks, start, stop) or before_window
+        assert not self.pool.sliding.slides(blocks, start, stop) or before_window
         model.extend([letter] * count)
         for layer in range(len(self.windows)):
             kept = self.pool.stored_range(blocks, layer, range(start, stop))
@@ -162,7 +162,7 @@ class PoolMachine(RuleBasedStateMachine):
     def prefill(self, model: Model, count: int, letter: int, before_window: int) -> None:
         if self.compute(model, count, letter, before_window):
             self.publish(model)
-            self.pool.slide(model.blocks, model.blocks.length, model.blocks.length)
+            self.pool.sliding.slide(model.blocks, model.blocks.length, model.blocks.length)
             assert len(model.blocks.windows) <= self.groups.window_blocks
 
     @rule(model=sequences, steps=st.sampled_from([1, 30, 64]), letter=LETTERS)

@@ -1,0 +1,86 @@
+"""Free blocks of the arena: slabs are activated, and cached blocks are evicted, when there are too few."""
+
+from __future__ import annotations
+
+from ..errors import PoolFullError
+from .arena import Arena
+from .block_allocator import BlockAllocator
+from .disk.file_arena import FileArena
+from .prefix_cache import PrefixCache
+from .system_memory import pool_full
+
+
+class MemoryBlocks:
+    """Makes blocks of the arena free for a pool.
+
+    Args:
+        evicts_tree: Whether blocks of the prefix tree have memory in the arena, so that evicting them helps.
+        limit_bytes: Limit of the pool in bytes, for messages.
+    """
+
+    def __init__(
+        self,
+        arena: Arena | FileArena,
+        allocator: BlockAllocator,
+        cached: PrefixCache,
+        *,
+        evicts_tree: bool,
+        limit_bytes: int,
+    ) -> None:
+        self.allocator = allocator
+        self._arena, self._cached, self._evicts_tree, self._limit_bytes = arena, cached, evicts_tree, limit_bytes
+        self.peak = 0
+
+    @property
+    def count(self) -> int:
+        return self._arena.layout.blocks
+
+    @property
+    def free(self) -> int:
+        return self.count - self.allocator.used
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that are free, or that eviction can free."""
+        return self.free + self._cached.idle_blocks
+
+    def check(self, count: int) -> None:
+        """Raise PoolFullError unless `count` blocks are available."""
+        if (missing := count - self.available) > 0:
+            raise self.full(count, missing)
+
+    def provide(self, count: int, run: int) -> None:
+        """Make `count` blocks free, of which `run` are contiguous if possible.
+
+        If there are too few, raises PoolFullError and evicts none.
+        """
+        self.check(count)
+        while (missing := count - self.free) > 0:
+            if not (self._evicts_tree and self._cached.evict(missing)):
+                self._cached.windows.evict(missing)
+        self.activate(count, run)
+
+    def activate(self, count: int, run: int) -> None:
+        """Activate slabs until `count` blocks are free, of which `run` are contiguous, or until no slab is left."""
+        blocks = self.allocator
+        while self._arena.active < self._arena.layout.slabs and (blocks.free < count or blocks.largest_run < run):
+            try:
+                self._arena.activate()
+            except PoolFullError:
+                if blocks.free < count:
+                    raise
+                return
+            blocks.add_slab()
+
+    def record_peak(self) -> None:
+        self.peak = max(self.peak, self.allocator.used)
+
+    def full(self, count: int, missing: int) -> PoolFullError:
+        """Return the error for a request of `count` blocks, `missing` more than available."""
+        capacity, disk = (self.count, self._arena.layout.block_bytes), isinstance(self._arena, FileArena)
+        return pool_full(count, missing, self.available, capacity, self._limit_bytes, disk=disk)
+
+    def check_integrity(self) -> None:
+        self.allocator.check_integrity()
+        assert self._arena.active == self.allocator.slabs
+        assert self.allocator.used <= self.peak <= self.count
