@@ -107,7 +107,7 @@ STRESS_requests := tests/unit/model_runner/test_sharing.py tests/unit/engine/tes
 # Every architecture, GGUF files, and transformers' generate.
 STRESS_architectures := tests/unit/models/test_architectures.py tests/unit/model_runner/test_snapshots.py tests/unit/sessions/test_architecture_sessions.py tests/unit/models/test_gguf.py tests/unit/engine/test_drop_in.py
 # Everything on the simulated CUDA device, under every schedule.
-STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
+STRESS_cuda := tests/unit/transfer/test_cuda_path.py tests/unit/transfer/test_device_copies.py tests/unit/transfer/test_device_memory.py tests/unit/transfer/test_gpu_room.py tests/unit/transfer/test_device_limit.py \
 	tests/unit/transfer/test_gpu_streams.py tests/unit/transfer/test_weight_placement.py tests/unit/transfer/test_step_counts.py
 # Tests marked gpu, on a CUDA device.
 STRESS_gpu := $(filter-out tests/unit/kernels/test_triton_compile.py,$(wildcard tests/unit/kernels/test_triton_*.py tests/unit/*/test_select_*.py)) \

@@ -39,6 +39,8 @@ def _layers(name: str, geometry: ModelGeometry) -> str:
         kinds.append("latent" if name in LATENT else "full")
     if windows:
         kinds.append("chunked" if geometry.chunked else "sliding")
+    if geometry.kv_from:
+        kinds.append("layers that use earlier KV")
     return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 

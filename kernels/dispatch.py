@@ -1,7 +1,7 @@
 """Dispatch each operation of decode steps and prefills to its Triton or its torch implementation.
 
 Triton is used for CUDA tensors. torch is used for other devices, for float64, and if Triton is not installed. The
-modules `lists` and `kv_runs` define results and shapes.
+modules `lists`, `pool_rows` and `kv_runs` define results and shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import kv_runs, lists, low_bit_lists, reference
+from . import kv_runs, lists, low_bit_lists, pool_rows, reference
 from .lists import Scores
 
 P = ParamSpec("P")
@@ -64,11 +64,11 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     return rotated
 
 
-gather_rows = _by_device(lists.gather_rows, "triton_gather", on=1)
-gather_tokens = _by_device(lists.gather_tokens, "triton_gather", on=1)
+gather_rows = _by_device(pool_rows.gather_rows, "triton_gather", on=1)
+gather_tokens = _by_device(pool_rows.gather_tokens, "triton_gather", on=1)
 gather_slots = _by_device(lists.gather_slots, "triton_gather", on=1)
 scatter_slots = _by_device(lists.scatter_slots, "triton_gather", on=1)
-write_rows = _by_device(lists.write_rows, "triton_gather", on=3)
+write_rows = _by_device(pool_rows.write_rows, "triton_gather", on=3)
 store_resident = _by_device(lists.store_resident, "triton_append")
 read_lists = _by_device(lists.read_lists, "triton_entries", on=2)
 write_lists = _by_device(lists.write_lists, "triton_entries", on=2)

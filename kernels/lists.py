@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core import BLOCK_SIZE
 from .pointer_table import PointerTable
 from .reference import merge_lse
 from .selection import pack, quantise, select_tokens_reference, skew, unpack
@@ -51,62 +50,6 @@ class Scores:
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
-
-
-def gather_rows(rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows of `rows` `[R, w]` with the indices `ids` to out `[P, n, w]`.
-
-    `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. All other entries of `out`, and
-    entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written.
-    """
-    for p, count in enumerate(counts.tolist()):
-        valid = (ids[p, :count] >= 0).nonzero().squeeze(1)
-        out[p, valid] = rows.index_select(0, ids[p, valid].to(rows.device)).to(out.device)
-
-
-def gather_tokens(
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    counts: torch.Tensor | None,
-    bases: torch.Tensor,
-    planes: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`.
-
-    The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
-    i = 0 for K and 1 for V. If `planes` and `out` have length 1, only K is copied.
-
-    Args:
-        rows: The KV pool.
-        tokens: Token indices, int64 `[P, n]`.
-        counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
-        bases: Row at which each of C blocks begins, int64 `[B, C]`.
-        planes: Offset of K and V of each KV head, int64 `[2, Hkv]` or `[1, Hkv]`.
-        out: Result.
-    """
-    batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
-    flat_tokens = tokens.reshape(batch, heads * listed)
-    ids = (bases.gather(1, flat_tokens // BLOCK_SIZE) + flat_tokens % BLOCK_SIZE).view(batch, heads, listed)
-    ids = (ids + planes.unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
-    counts = torch.full((len(tokens),), listed) if counts is None else counts
-    for plane_out, plane_ids in zip(out, ids, strict=True):
-        gather_rows(rows, plane_ids, counts, plane_out)
-
-
-def write_rows(
-    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
-) -> None:
-    """Write the newest K and V `[P, w]` of each sequence to the pool `rows` `[R, w]`. P = B * Hkv.
-
-    The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
-    `[B]`, `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
-    skipped.
-    """
-    valid = newest >= 0
-    ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
-    for plane_ids, source in zip(ids, (k, v)[: len(planes)], strict=True):
-        rows[plane_ids] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)
 
 
 def store_resident(k: torch.Tensor, v: torch.Tensor, resident: PointerTable, indices: torch.Tensor) -> None:

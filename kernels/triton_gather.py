@@ -5,8 +5,8 @@ is transferred once and written to device memory once. Its index adds 8 bytes of
 words, so one kernel handles any format and width (quantised rows have odd widths).
 
 A gather has just enough programs to saturate the PCIe bus, so that the other multiprocessors are free for concurrent
-computation. References: `lists.gather_rows`, `lists.gather_tokens`, `lists.write_rows`, `lists.gather_slots`,
-`lists.scatter_slots`.
+computation. With `DeviceRows`, rows that have copies in device memory are read there. References: the functions of
+`pool_rows`, `lists.gather_slots`, `lists.scatter_slots`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ..core import BLOCK_SIZE
 from .pointer_table import ALIGNED, FIELDS, PointerTable
+from .pool_rows import DeviceRows
 
 PROGRAMS = 32
 """Number of programs per gather.
@@ -32,12 +33,16 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 _BLOCK_SIZE, _FIELDS = tl.constexpr(BLOCK_SIZE), tl.constexpr(FIELDS)
 
 
-@triton.jit(do_not_specialize=["lists", "listed"])
+@triton.jit(do_not_specialize=["first", "lists", "listed"])
 def _gather(
-    rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, lists: tl.tensor, listed: tl.tensor,
-    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    rows: tl.tensor, ids: tl.tensor, counts: tl.tensor, out: tl.tensor, copies: tl.tensor, first: tl.tensor,
+    lists: tl.tensor, listed: tl.tensor,
+    WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy rows by index, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK rows each."""
+    """Copy rows by index, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK rows each.
+
+    If COPIED, ids from `first` on are rows of `copies`.
+    """
     # The number of words per row is a constant, so that the compiler knows the alignment of rows and uses 16-byte loads
     # if possible.
     columns, blocks = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
@@ -45,50 +50,70 @@ def _gather(
         p, index = (item // blocks).to(tl.int64), item % blocks * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(ids + p * listed + index, mask=index < tl.load(counts + p), other=-1)
         mask = (row >= 0)[:, None] & (columns < WORDS)[None, :]
-        words = tl.load(rows + row[:, None] * WORDS + columns[None, :], mask=mask, other=0)
+        source = rows + row[:, None] * WORDS
+        if COPIED:
+            at_copy = row >= first
+            source = tl.where(at_copy, copies, rows)[:, None] + tl.where(at_copy, row - first, row)[:, None] * WORDS
+        words = tl.load(source + columns[None, :], mask=mask, other=0)
         tl.store(out + (p * listed + index)[:, None] * WORDS + columns[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=["lists", "listed", "heads", "blocks"])
+@triton.jit(do_not_specialize=["first", "lists", "listed", "heads", "blocks"])
 def _gather_tokens(
     rows: tl.tensor, tokens: tl.tensor, counts: tl.tensor, bases: tl.tensor, planes: tl.tensor, out: tl.tensor,
+    copies: tl.tensor, copy_planes: tl.tensor, tally: tl.tensor, first: tl.tensor,
     lists: tl.tensor, listed: tl.tensor, heads: tl.tensor, blocks: tl.tensor,
     WORDS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PLANES: tl.constexpr,
+    COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copy K and V of tokens, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
-    If COUNTED, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied.
+    If COUNTED, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied. If COPIED,
+    blocks whose base is at least `first` are read from `copies`, and the numbers of entries are added to `tally`.
     """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):
-        p, first = (item // tiles).to(tl.int64), item % tiles * BLOCK
+        p, begin = (item // tiles).to(tl.int64), item % tiles * BLOCK
         count = listed
         if COUNTED:
             count = tl.load(counts + p)
-        if first < count:
-            index = first + tl.arange(0, BLOCK)
+        if begin < count:
+            index = begin + tl.arange(0, BLOCK)
             token = tl.load(tokens + p * listed + index, mask=index < count, other=0)
             row = (
                 tl.load(bases + p // heads * blocks + token // _BLOCK_SIZE, mask=index < count, other=0)
                 + token % _BLOCK_SIZE
             )
             mask = (index < count)[:, None] & (columns < WORDS)[None, :]
-            k = rows + (row + tl.load(planes + p % heads))[:, None] * WORDS + columns[None, :]
-            k_words = tl.load(k, mask=mask, other=0)
+            source, plane = rows, tl.load(planes + p % heads)
+            if COPIED:
+                at_copy = row >= first
+                source = tl.where(at_copy, copies, rows)[:, None]
+                plane = tl.where(at_copy, tl.load(copy_planes + p % heads), plane)
+                valid, hits = tl.sum((index < count).to(tl.int64), 0), tl.sum(at_copy.to(tl.int64), 0)
+                tl.atomic_add(tally + p // heads * 2, valid - hits, sem="relaxed")
+                tl.atomic_add(tally + p // heads * 2 + 1, hits, sem="relaxed")
+            k_words = tl.load(source + (row + plane)[:, None] * WORDS + columns[None, :], mask=mask, other=0)
             target = (p * listed + index)[:, None] * WORDS + columns[None, :]
             if PLANES == 2:  # load V before K is stored, so that both loads are in flight together
-                v = rows + (row + tl.load(planes + heads + p % heads))[:, None] * WORDS + columns[None, :]
-                v_words = tl.load(v, mask=mask, other=0)
+                plane = tl.load(planes + heads + p % heads)
+                if COPIED:
+                    plane = tl.where(at_copy, tl.load(copy_planes + heads + p % heads), plane)
+                v_words = tl.load(source + (row + plane)[:, None] * WORDS + columns[None, :], mask=mask, other=0)
                 tl.store(out + lists.to(tl.int64) * listed * WORDS + target, v_words, mask=mask)
             tl.store(out + target, k_words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _write(
-    rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, heads: tl.tensor,
-    WORDS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr,
+    rows: tl.tensor, k: tl.tensor, v: tl.tensor, newest: tl.tensor, planes: tl.tensor, copies: tl.tensor,
+    copy_planes: tl.tensor, heads: tl.tensor, WORDS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr,
+    COPIED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write K and V of list p (one KV head of one sequence) to their rows, in program p. If PLANES is 1, write K."""
+    """Write K and V of list p (one KV head of one sequence) to their rows, in program p. If PLANES is 1, write K.
+
+    If COPIED, write them also to the rows of `copies` that the second half of `newest` names.
+    """
     p, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     row = tl.load(newest + p // heads)
     mask = (column < WORDS) & (row >= 0)
@@ -97,6 +122,12 @@ def _write(
         v_words = tl.load(v + p * WORDS + column, mask=mask)
         tl.store(rows + (row + tl.load(planes + heads + p % heads)) * WORDS + column, v_words, mask=mask)
     tl.store(rows + (row + tl.load(planes + p % heads)) * WORDS + column, k_words, mask=mask)
+    if COPIED:
+        copy = tl.load(newest + tl.num_programs(0) // heads + p // heads)
+        mask = (column < WORDS) & (copy >= 0)
+        tl.store(copies + (copy + tl.load(copy_planes + p % heads)) * WORDS + column, k_words, mask=mask)
+        if PLANES == 2:
+            tl.store(copies + (copy + tl.load(copy_planes + heads + p % heads)) * WORDS + column, v_words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["lists", "listed", "heads", "capacity"])
@@ -131,9 +162,14 @@ def _slots(
 
 
 def gather_rows(
-    rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, programs: int = PROGRAMS
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    counts: torch.Tensor,
+    out: torch.Tensor,
+    device: DeviceRows | None = None,
+    programs: int = PROGRAMS,
 ) -> None:
-    """Copy rows by index, in one launch of at most `programs` programs. See `lists.gather_rows`.
+    """Copy rows by index, in one launch of at most `programs` programs. See `pool_rows.gather_rows`.
 
     `rows` `[R, w]` must be contiguous, in device memory or in page-locked host memory. All other tensors are on the
     device.
@@ -144,9 +180,11 @@ def gather_rows(
     if ids.numel() == 0:
         return
     word_type, shape = _words(rows)
+    copies, first = (rows, 0) if device is None else (_copies(device, rows), device.first)
     _gather[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
-        rows.view(word_type), ids, counts, out.view(word_type), lists, listed, **shape
-    )
+        rows.view(word_type), ids, counts, out.view(word_type), copies.view(word_type), first, lists, listed,
+        **shape, COPIED=device is not None,
+    )  # fmt: skip
 
 
 def gather_tokens(
@@ -156,9 +194,11 @@ def gather_tokens(
     bases: torch.Tensor,
     planes: torch.Tensor,
     out: torch.Tensor,
+    device: DeviceRows | None = None,
+    tally: torch.Tensor | None = None,
     programs: int = PROGRAMS,
 ) -> None:
-    """Copy K and V of tokens, in one launch of at most `programs` programs. See `lists.gather_tokens`.
+    """Copy K and V of tokens, in one launch of at most `programs` programs. See `pool_rows.gather_tokens`.
 
     For the memory of `rows`, see `gather_rows`.
     """
@@ -169,27 +209,41 @@ def gather_tokens(
     if tokens.numel() == 0:
         return
     word_type, shape = _words(rows)
+    copies, copy_planes, first = rows, planes, 0
+    if device is not None:
+        assert tally is not None and tally.shape == (batch, 2) and tally.is_contiguous() and tally.dtype == torch.int64
+        copies, copy_planes, first = _copies(device, rows), device.planes, device.first
+        assert copy_planes.shape == planes.shape and copy_planes.is_contiguous()
     _gather_tokens[(min(programs, lists * triton.cdiv(listed, shape["BLOCK"])),)](
         rows.view(word_type), tokens, tokens if counts is None else counts, bases, planes, out.view(word_type),
-        lists, listed, heads, blocks, **shape, COUNTED=counts is not None, PLANES=count,
+        copies.view(word_type), copy_planes, bases if tally is None else tally, first, lists, listed, heads, blocks,
+        **shape, COUNTED=counts is not None, PLANES=count, COPIED=device is not None,
     )  # fmt: skip
 
 
 def write_rows(
-    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    newest: torch.Tensor,
+    planes: torch.Tensor,
+    device: DeviceRows | None = None,
 ) -> None:
-    """Write K and V of the newest tokens to the KV pool, in one launch. See `lists.write_rows`.
+    """Write K and V of the newest tokens to the KV pool, in one launch. See `pool_rows.write_rows`.
 
     For the memory of `rows`, see `gather_rows`.
     """
     (lists, width), (count, heads) = k.shape, planes.shape
     assert rows.is_contiguous() and k.is_contiguous() and v.is_contiguous() and rows.dtype == k.dtype == v.dtype
-    assert k.shape == v.shape and rows.shape[1] == width and newest.shape == (lists // heads,)
-    assert planes.is_contiguous() and count in (1, 2)
+    assert k.shape == v.shape and rows.shape[1] == width and planes.is_contiguous() and count in (1, 2)
+    assert newest.shape == (lists // heads * (1 if device is None else 2),)
     word_type, shape = _words(rows)
+    copies, copy_planes = (rows, planes) if device is None else (_copies(device, rows), device.planes)
+    assert copy_planes.shape == planes.shape and copy_planes.is_contiguous()
     _write[(lists,)](
-        rows.view(word_type), k.view(word_type), v.view(word_type), newest, planes, heads,
-        WORDS=shape["WORDS"], COLS=shape["COLS"], PLANES=count,
+        rows.view(word_type), k.view(word_type), v.view(word_type), newest, planes, copies.view(word_type),
+        copy_planes, heads,
+        WORDS=shape["WORDS"], COLS=shape["COLS"], PLANES=count, COPIED=device is not None,
     )  # fmt: skip
 
 
@@ -217,6 +271,14 @@ def _copy_slots(table: PointerTable, slots: torch.Tensor, rows: torch.Tensor, *,
         table.table, slots, rows.view(word_type), lists, listed, table.heads // planes, capacity,
         **shape, SCATTER=scatter, ALIGN=ALIGNED, PLANES=planes,
     )  # fmt: skip
+
+
+def _copies(device: DeviceRows, rows: torch.Tensor) -> torch.Tensor:
+    """Return `device.rows`, which must have the width, dtype and word size of the pool's `rows`."""
+    copies = device.rows
+    assert copies.is_contiguous() and copies.shape[1:] == rows.shape[1:] and copies.dtype == rows.dtype
+    assert _words(copies) == _words(rows)
+    return copies
 
 
 def _words(rows: torch.Tensor) -> tuple[torch.dtype, dict[str, int]]:

@@ -153,6 +153,9 @@ class EngineConfig:
         working_set: Number of fetched KV entries per layer, KV head and sequence that stay on the device, by frequency
             and recency of use. Only other entries are transferred. 0 disables it. The generated tokens do not depend on
             this option. On a CPU, it makes decoding slower and is useful only to measure the bytes that it would save.
+        device_kv_memory: Size in bytes of device memory for copies of KV blocks. The first blocks of running requests
+            that fit have copies, and their KV is not transferred. None transfers all KV that is not resident. The
+            generated tokens do not depend on this option.
         exact: Lossless mode: the text equals the text of full attention, but fewer steps read all KV. Draft tokens are
             proposed, one pass of full attention verifies several of them, and rejected tokens are discarded. True
             chooses the method ("lookup" for policy "full", else "both"). A method name or a mapping of `DraftOptions`
@@ -227,6 +230,9 @@ class EngineConfig:
         group="device",
         plans=True,
     )
+    device_kv_memory: Size | None = option(
+        None, help="device memory for copies of KV, such as 20GiB", group="device", plans=True
+    )
     exact: DraftOptions | None = option(
         None, help="lossless mode: verify draft tokens with full attention", group="policy"
     )
@@ -270,6 +276,7 @@ class EngineConfig:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device_memory": _parsed_size(self.device_memory, "device_memory"),
+            "device_kv_memory": _parsed_size(self.device_kv_memory, "device_kv_memory"),
             "host_memory": _parsed_size(self.host_memory, "host_memory"),
             "snapshot_memory": _parsed_size(self.snapshot_memory, "snapshot_memory"),
             "disk": _parsed_path(self.disk, "disk"),
@@ -314,6 +321,11 @@ class EngineConfig:
             self.disk is None or not self.working_set,
             f"working_set={self.working_set} cannot be combined with disk: remove working_set",
         )
+        for name in ("disk", "working_set"):
+            check(
+                self.device_kv_memory is None or not getattr(self, name),
+                f"device_kv_memory cannot be combined with {name}: remove one of them",
+            )
         check(
             self.working_set >= 0,
             f"working_set={self.working_set} must not be negative (KV entries per layer and KV head; 0 disables it)",

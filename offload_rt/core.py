@@ -106,6 +106,8 @@ class ModelGeometry:
         value_dim: If the values of tokens are the first `value_dim` elements of their keys (latent attention), this
             number. V is then K, and only K is stored. Attention outputs have d elements, of which the model reads the
             first `value_dim`. None for all other models.
+        kv_from: For each layer, the layer whose K and V it attends to: itself, or an earlier layer with the same window
+            and scale (Gemma 4 E2B). Empty if every layer has K and V of its own.
     """
 
     layers: int
@@ -128,6 +130,7 @@ class ModelGeometry:
     depth: int = 0
     window_rows: RowShape | None = None
     value_dim: int | None = None
+    kv_from: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, "query heads must be a multiple of KV heads"
@@ -137,6 +140,9 @@ class ModelGeometry:
             assert 0 < len(self.sliding) < self.layers, "a single row shape is stated by kv_heads and head_dim"
         assert len(self.scales) == self.layers == len(self.windows)
         assert not self.attention_at or len(self.attention_at) == self.layers <= self.depth
+        for layer, source in enumerate(self.kv_from):
+            assert source <= layer and self.kv_from[source] == source, "KV is shared by later layers"
+            assert (self.windows[layer], self.scales[layer]) == (self.windows[source], self.scales[source])
 
     @property
     def group(self) -> int:
@@ -164,6 +170,20 @@ class ModelGeometry:
     @property
     def sliding(self) -> tuple[int, ...]:
         return tuple(layer for layer, window in enumerate(self.windows) if window is not None)
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer that stores the K and V which `layer` attends to. Its policy state is used, too."""
+        return self.kv_from[layer] if self.kv_from else layer
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that store K and V. All other layers use the K and V of one of them."""
+        return tuple(layer for layer in range(self.layers) if self.kv_layer(layer) == layer)
+
+    @cached_property
+    def shared_kv(self) -> frozenset[int]:
+        """Layers whose K and V are also used by later layers."""
+        return frozenset(source for layer, source in enumerate(self.kv_from) if source != layer)
 
     @cached_property
     def layer_of_window(self) -> dict[int | None, int]:
@@ -202,8 +222,8 @@ class ModelGeometry:
         return position % window + 1 if self.chunked and window is not None else window
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the size in bytes of K and V of `tokens` tokens in all layers."""
-        return tokens * sum(self.rows(layer).bytes(dtype) for layer in range(self.layers))
+        """Return the size in bytes of K and V of `tokens` tokens in all layers that store them."""
+        return tokens * sum(self.rows(layer).bytes(dtype) for layer in self.kv_layers)
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,8 @@ class Stats:
         working_set_rows: Capacity of the working set in KV entries per layer and KV head.
         working_set_bytes: Size of the working set, included in `kv_bytes_device`.
         working_set_hit_rate: Fraction of selected KV entries found in the working set.
+        device_kv_hit_rate: Fraction of the KV entries read by decode steps, without resident ones, that were in copies
+            of KV blocks on the device (`device_kv_memory`).
         drafted_tokens: Number of draft tokens in lossless mode (`exact`).
         accepted_tokens: Number of draft tokens that full attention accepted.
         verifications: Number of verification passes. Each pass produces one token in addition to the accepted draft
@@ -274,6 +276,7 @@ class Stats:
     disk_bytes_read: int = 0
     disk_bytes_written: int = 0
     disk_hit_rate: float | None = None
+    device_kv_hit_rate: float | None = None
     expert_hit_rate: float | None = None
     h2d_bytes_steps: int = 0
     h2d_weight_bytes_steps: int = 0

@@ -114,8 +114,11 @@ def measure(
 
     Queries and keys are taken after RoPE, without the attention scale. The moments have leading axes `[L, Hkv]`. The
     moments of a KV head include the queries of all G heads in its group. They are 0 in layers with another head
-    dimension than full-attention layers, because these select no tokens. The text is split into segments of at most
-    `positions` tokens. Each segment begins at position 0 and uses exact causal attention. For errors, see `calibrate`.
+    dimension than full-attention layers, because these select no tokens. If a layer uses the K and V of an earlier
+    layer, its queries belong to the moments of that layer, and its own moments are 0.
+
+    The text is split into segments of at most `positions` tokens. Each segment begins at position 0 and uses exact
+    causal attention. For errors, see `calibrate`.
 
     With RoPE, the moments depend on the positions. A basis computed from positions below 2,048 fits only these
     positions, because RoPE rotates some planes slowly. The queries and keys for the moments are therefore rotated to
@@ -134,14 +137,17 @@ def measure(
     correction_sums = CorrectionSums(geometry.layers, geometry.hidden, geometry.most_between)
     for number, segment in enumerate(segments):
         for layer, sums in enumerate(_segment_sums(adapter, segment, limit, correction_sums.add)):
+            # Keys are scored with the queries of all layers that use them.
             for total, part in zip((query, key, key_sum), sums, strict=True):
-                total[layer] += part.cpu()
+                total[geometry.kv_layer(layer)] += part.cpu()
             if progress is not None:
                 progress(number * geometry.layers + layer + 1, len(segments) * geometry.layers)
     if not bool(torch.isfinite(query).all() and torch.isfinite(key).all()):
         raise ModelError(f"the model's queries or keys are not finite in {adapter.dtype}; load it with dtype='float32'")
-    count = len(tokens)
-    return Moments(query / (count * geometry.group), key / count, key_sum / count), correction_sums.fit()
+    count, users = len(tokens), torch.ones(geometry.layers, 1, 1, 1, dtype=torch.float64)
+    for layer in set(range(geometry.layers)) - set(geometry.kv_layers):
+        users[geometry.kv_layer(layer)] += 1
+    return Moments(query / (count * geometry.group * users), key / count, key_sum / count), correction_sums.fit()
 
 
 @torch.no_grad()
@@ -188,22 +194,25 @@ def _segment_sums(
     adapter = adapter.for_new_sequence()
     hidden = adapter.embed(tokens, positions)
     adapter.run_stages(-1, hidden, slices)
+    kept: dict[int, KVPart] = {}  # KV by layer: the latest layer, and layers whose KV later layers use
     for layer in range(geometry.layers):
         yield _sum_moments(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), spread)
         if layer + 1 == geometry.layers:
             return
-        next_layer = layer + 1
-        kv = _all_rows(
-            keys_and_values(adapter, layer, (adapter.attention_input(layer, hidden[s]) for s in slices), real)
-        )
+        next_layer, kv_layer = layer + 1, geometry.kv_layer(layer)
+        if kv_layer == layer:
+            inputs = (adapter.attention_input(layer, hidden[s]) for s in slices)
+            kept = {source: kv for source, kv in kept.items() if source in geometry.shared_kv}
+            kept[layer] = _all_rows(keys_and_values(adapter, layer, inputs, real))
+        project = adapter.query if kv_layer == layer else adapter.lone_query
         for s, slice_positions in zip(slices, real, strict=True):
             x = adapter.attention_input(layer, hidden[s])
-            q = adapter.query(layer, x, slice_positions)
-            residual = residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)
+            q = project(layer, x, slice_positions)
+            residual = residual_after_attention(adapter, layer, hidden[s], q, kept[kv_layer], s.stop)
             predicted: dict[Source | int, torch.Tensor] = {
                 source: predicted_input(adapter, next_layer, source, hidden[s], x, residual) for source in SOURCES
             }
-            output = adapter.mlp(layer, residual)
+            output = adapter.mlp(layer, residual, tokens[s])
             for stage in adapter.stages(layer):
                 ahead = geometry.decoder_layer(next_layer) - stage.layer
                 predicted[ahead] = adapter.attention_input(next_layer, output)
@@ -231,8 +240,10 @@ def _sum_moments(
         return query, key, key_sum
     for x, slice_positions in zip(inputs, positions, strict=True):
         q = adapter.query(layer, x, slice_positions).reshape(geometry.kv_heads, -1, geometry.head_dim).double()
-        k = adapter.key_value(layer, x, slice_positions)[0].double()
         query += q.mT @ q
+        if geometry.kv_layer(layer) != layer:
+            continue
+        k = adapter.key_value(layer, x, slice_positions)[0].double()
         key += k.mT @ k
         key_sum += k.sum(1)
     return query, key, key_sum

@@ -50,7 +50,7 @@ class Correction:
 
 
 class CorrectionSums:
-    """Sums over tokens from which a `Correction` is fitted, for each source, layer and channel (float64 on the CPU)."""
+    """Sums over tokens for fitting a `Correction`, for each source, layer and channel (float64 on the CPU)."""
 
     def __init__(self, layers: int, hidden: int, between: int = 0) -> None:
         # Sums of g, t, g^2 and g t, and the number of tokens.

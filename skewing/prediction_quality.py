@@ -36,9 +36,11 @@ class PredictionQuality:
     def add(self, layer: int, predictions: Mapping[Source | int, torch.Tensor], true_input: torch.Tensor) -> None:
         """Measure a slice of a text: predicted inputs `[m, D]` of a layer, and its true inputs `true_input` `[m, D]`.
 
-        The slices of a layer must follow each other. Sliding-window layers are skipped, because they do not select.
+        The slices of a layer must follow each other. Sliding-window layers are skipped, because they do not select, and
+        layers that use the keys of an earlier layer, because those keys are not at hand.
         """
-        if self._adapter.geometry.windows[layer] is not None:
+        geometry = self._adapter.geometry
+        if geometry.windows[layer] is not None or geometry.kv_layer(layer) != layer:
             return
         start = self._keys.shape[1] if layer == self._layer else 0
         positions = torch.arange(start, start + len(true_input), device=true_input.device)

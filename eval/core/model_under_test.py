@@ -48,7 +48,6 @@ class ModelUnderTest:
 
     @cached_property
     def _first(self) -> LLM:
-        """Return the runtime with the default engine settings."""
         return LLM(self.model, policy="full", **self._settings)
 
     @property

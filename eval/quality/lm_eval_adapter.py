@@ -231,7 +231,6 @@ class OffloadLM(TemplateLM):  # type: ignore[misc]
         return {"attended_and_fetched_fractions": means}
 
     def _say_shares(self) -> None:
-        """Print the exact attention and fetched fractions of each task to stderr."""
         for name, shares in self.shares.items():
             attended, fetched = _mean_shares(shares)
             what = f"{name}: {len(shares)} requests, attended {attended:.2%}, over the fetched {fetched:.2%} (means)"

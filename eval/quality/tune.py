@@ -135,7 +135,7 @@ class Search:
             scored.worst_layer,
             scored.sparse_attended,
             fetched_bytes=scored.sparse_fetched * seen * token,
-            scoring_bytes=float(demand.scoring_bytes(geometry.layers, int(context))),
+            scoring_bytes=float(demand.scoring_bytes(demand.scored_layers(geometry), int(context))),
             window_bytes=min(chosen.sinks + chosen.recent, context) * token * len(layers),
         )
 

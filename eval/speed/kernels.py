@@ -237,7 +237,7 @@ def _gather(device: torch.device, size: KernelSize) -> Iterator[Case]:
     for programs in size.programs if cuda else ():
         from ...kernels import triton_gather
 
-        call = partial(triton_gather.gather_rows, rows, ids, counts, out, programs)
+        call = partial(triton_gather.gather_rows, rows, ids, counts, out, programs=programs)
         yield Case(f"gather_rows, {programs} programs", moved, True, call, partial(error, call))
 
 

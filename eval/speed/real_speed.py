@@ -101,12 +101,12 @@ def _row(model: str, context: int, name: str, results: dict[str, list[Result]]) 
         "prefills": " / ".join(f"{each:.2f}" for each in prefills), "step": middle,
         "quarters": f"{low:.1f} to {high:.1f}", "prefill_ratio": median(first_prefills) / median(prefills),
         "step_ratio": 1e3 * median(first_steps) / middle, "peak": max(one.peak_bytes for one in results[name]) / 2**20,
-        "same": _same(results[name][0].tokens, results[FLOAT32][0].tokens) if FLOAT32 in results else None,
+        "same": _equal_tokens(results[name][0].tokens, results[FLOAT32][0].tokens) if FLOAT32 in results else None,
         "samples": {"prefills": prefills, "steps": steps, "tokens": results[name][0].tokens},
     }  # fmt: skip
 
 
-def _same(tokens: list[int], right: list[int]) -> str:
+def _equal_tokens(tokens: list[int], right: list[int]) -> str:
     """Return how many tokens are equal before the first difference, as text."""
     pairs = enumerate(zip(tokens, right, strict=True))
     count = next((i for i, (mine, theirs) in pairs if mine != theirs), len(tokens))

@@ -147,7 +147,7 @@ def measure_case(case: _Case) -> list[Row]:
         for _ in range(WARM_UP + config.tokens // TURN):
             for row, steps, times in zip(rows, streams, turns, strict=True):
                 torch.set_num_threads(row["threads"])
-                times.append(_turn(steps))
+                times.append(_milliseconds_per_token(steps))
     for row, times in zip(rows, turns, strict=True):
         counted = times[WARM_UP:]
         row |= {"median": statistics.median(counted), "least": min(counted), "most": max(counted)}
@@ -192,7 +192,6 @@ def _generation(case: _Case) -> Iterator[Callable[[str], Iterator[object]]]:
 
 @torch.inference_mode()
 def _forward_steps(model: Any, cache: Any, prompt: Sequence[int]) -> Iterator[int]:
-    """Generate greedy tokens with the forward of a transformers model."""
     given = torch.tensor([prompt])
     while True:
         logits = model(input_ids=given, past_key_values=cache, logits_to_keep=1).logits
@@ -200,8 +199,7 @@ def _forward_steps(model: Any, cache: Any, prompt: Sequence[int]) -> Iterator[in
         yield int(given)
 
 
-def _turn(steps: Iterator[object]) -> float:
-    """Run one turn of a policy and return the time per token in milliseconds."""
+def _milliseconds_per_token(steps: Iterator[object]) -> float:
     began = time.perf_counter()
     for _ in range(TURN):
         next(steps)

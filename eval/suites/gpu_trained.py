@@ -61,7 +61,6 @@ def _beside_transformers(job: GpuJob, folder: Path, dtype: torch.dtype) -> list[
 
 @torch.inference_mode()
 def _margin(model: Any, ids: list[int]) -> float:
-    """Return the difference between the two largest logits after `ids`."""
     logits = model(torch.tensor([ids], device=model.device), logits_to_keep=1).logits[0, -1].float()
     best = logits.topk(2).values
     return float(best[0] - best[1])

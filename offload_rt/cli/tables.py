@@ -95,6 +95,7 @@ def _transfer_rows(stats: Stats) -> Rows:
         *_fraction("  expert cache hit rate", stats.expert_hit_rate if copied else None),
         *_if(stats.working_set_hit_rate is not None, ("working set", kept)),
         *_fraction("  hit rate of the selected KV entries", stats.working_set_hit_rate),
+        *_fraction("  KV entries read from copies on the device", stats.device_kv_hit_rate),
         *_if(stats.kv_bytes_disk, ("disk, read", read), ("disk, written", written)),
         *_fraction("  selected KV entries in host memory", stats.disk_hit_rate if stats.kv_bytes_disk else None),
     ]
@@ -346,6 +347,7 @@ def requirements_table(
             ("device: scoring keys", format_size(needed.scoring)),
             ("device: sinks and recent window", format_size(needed.resident)),
             *_size("device: working set", needed.working_set),
+            *_size("device: copies of KV", needed.device_kv),
             *_size("device: recurrent state", needed.states),
             ("device: fetched KV", format_size(needed.staging)),
             ("device: activations of a step", format_size(needed.decode)),

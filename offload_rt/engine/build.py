@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import EngineConfig, SkewMethod
 from ..core import ModelGeometry
-from ..errors import ConfigError
+from ..errors import ConfigError, MemoryLimitError
 from ..kernels import dispatch
 from ..kv_cache.arena import read_in_place
 from ..kv_cache.disk.file_layout import DiskTier
@@ -27,7 +27,7 @@ from ..models.loading import LoadedModel, load_model
 from ..models.shape import load_shape
 from ..models.source import hub_of
 from ..models.weights import ON_DEVICE, Placement
-from ..planning.device_plan import DevicePlan, plan_for, requested_placement
+from ..planning.device_plan import DevicePlan, check_device_kv, plan_for, requested_placement
 from ..planning.host_memory import check_conversion, divide_host_memory
 from ..policies.base import Policy
 from ..policies.registry import ArtifactLoader, make_policy, options_class
@@ -37,12 +37,14 @@ from ..skewing.tuned import default_options, load_artifact
 from ..transfer.base import Transfer
 from ..transfer.cpu import CpuTransfer
 from ..transfer.cuda import CudaTransfer
+from ..transfer.device_copies import copy_bytes
 from ..transfer.disk import DiskTransfer
 from ..transfer.streams import DeviceStream, InlineStream, on_device
 from ..transfer.weights.experts import keep_experts
 from ..transfer.weights.host_weights import HostWeights
 from ..transfer.weights.streamed import StreamedAdapter, WeightStream
 from ..utils.progress import Progress
+from ..utils.units import format_size
 from .checks import check_kernels
 from .runner import Runner
 from .selection_cost import measured_dense_until
@@ -61,6 +63,7 @@ def build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBase
     in the folder `config.skew`.
     """
     device = model.device if isinstance(model, PreTrainedModel) else resolve_device(config.device)
+    check_device_kv(config, device)
     with on_device(device):  # loading a model verifies and calibrates it, which launches kernels
         _check_launches(device)
         return _build(model, config, tokenizer)
@@ -77,7 +80,8 @@ def _build(model: Model, config: EngineConfig, tokenizer: PreTrainedTokenizerBas
     policy = build_policy(streamed, config.policy, options, artifact, keys_on_host=keys_on_host)
     draft, share = (None, 0.0) if config.exact is None else _build_draft(loaded, config)
     pool = _build_pool(loaded, config, 1 - share)
-    transfer = build_transfer(pool, loaded.adapter.geometry, loaded.adapter.device, config.working_set)
+    geometry, kv_memory = loaded.adapter.geometry, config.device_kv_memory or 0
+    transfer = build_transfer(pool, geometry, loaded.adapter.device, config.working_set, kv_memory)
     return Runner(streamed, policy, pool, transfer, config, plan, weights, draft)
 
 
@@ -121,8 +125,8 @@ def _build_draft(loaded: LoadedModel, config: EngineConfig) -> tuple[Runner | No
         return None, 0.0
     dtype, device = loaded.adapter.dtype, loaded.adapter.device
     own = replace(
-        config, policy="full", policy_options={}, exact=None, skew=None, working_set=0, revision=None,
-        device=str(device), dtype=str(dtype),
+        config, policy="full", policy_options={}, exact=None, skew=None, working_set=0, device_kv_memory=None,
+        revision=None, device=str(device), dtype=str(dtype),
     )  # fmt: skip
     small = _load(config.exact.model, own)
     check_same_tokens(loaded, small)
@@ -142,7 +146,8 @@ def build_beside(runner: Runner, name: str, options: Mapping[str, Any], exact: o
         raise ConfigError("device_memory is planned for one policy only: create another LLM instead")
     model, fingerprint = runner.model, runner.model.fingerprint
     drafts: Any = runner.config.exact if exact is None else exact
-    config = replace(runner.config, policy=name, policy_options=options, exact=drafts)
+    # Copies of KV on the device belong to the first runner, which shares no streams with this one.
+    config = replace(runner.config, policy=name, policy_options=options, exact=drafts, device_kv_memory=None)
     model_now, model_then = (None if one.exact is None else one.exact.model for one in (runner.config, config))
     if model_then not in (None, model_now):
         raise ConfigError(f"the draft model {model_then!r} needs its own KV cache: create an LLM with it")
@@ -227,19 +232,42 @@ def named_method(policy: str, options: Mapping[str, Any]) -> SkewMethod | None:
     return found
 
 
-def build_transfer(pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0) -> Transfer:
+def build_transfer(
+    pool: HostPool, geometry: ModelGeometry, device: torch.device, working_set: int = 0, kv_memory: int = 0
+) -> Transfer:
     """Return the object that copies KV between the pool and the device.
 
     On a CPU, unquantised KV is read in place. Otherwise, or with a `working_set` (entries per layer and KV head), KV is
-    copied to staging buffers.
+    copied to staging buffers. On a GPU, copies of blocks take up to `kv_memory` bytes of its memory. Raises ConfigError
+    or MemoryLimitError if they do not fit.
     """
     if pool.file is not None:
         return DiskTransfer(pool, geometry, device)
     if device.type != "cpu":
-        return CudaTransfer(pool, geometry, device, working_set=working_set, in_place=_reads_in_place(pool))
+        blocks, in_place = _device_blocks(pool, device, kv_memory), _reads_in_place(pool)
+        return CudaTransfer(
+            pool, geometry, device, working_set=working_set, in_place=in_place, device_blocks=blocks
+        )  # fmt: skip
     if pool.format.exact and not working_set:
         return CpuTransfer(pool, geometry)
     return CudaTransfer(pool, geometry, device, streams=(InlineStream(), InlineStream()), working_set=working_set)
+
+
+def _device_blocks(pool: HostPool, device: torch.device, limit: int) -> int:
+    """Return the number of blocks of which copies take at most `limit` bytes of device memory."""
+    if not limit:
+        return 0
+    size, free = copy_bytes(pool), torch.accelerator.get_memory_info(device)[0]
+    if not 0 < size <= limit:
+        needed = f"the copy of one block takes {format_size(size)}" if size else "all layers have sliding windows"
+        raise ConfigError(f"device_kv_memory={format_size(limit)} holds no KV: {needed}; raise or remove it")
+    blocks = min(limit // size, pool.block_count)
+    if blocks * size > free:
+        raise MemoryLimitError(
+            f"device_kv_memory={format_size(limit)} does not fit: {format_size(free)} of device memory are free after "
+            "loading the model; lower it"
+        )
+    return blocks
 
 
 def _reads_in_place(pool: HostPool) -> bool:

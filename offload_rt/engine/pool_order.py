@@ -165,6 +165,5 @@ class PoolMember(ABC):
         ]
 
     def _older(self, others: list[PoolMember]) -> list[PoolMember]:
-        """Return the engines in `others` with an older request than this engine's oldest."""
         own = self.oldest
         return [one for one in others if own is not None and one.oldest is not None and one.oldest < own]

@@ -115,7 +115,6 @@ def _unpadded(encoding: Any) -> list[list[int]]:
 
 
 def _token_rows(values: Any) -> list[list[int]]:
-    """Convert integers `[T]` or `[B, T]` to a list of rows."""
     plain = _as_list(values)
     if not isinstance(plain, list):
         raise InputError(f"input_ids are {values!r:.80}, of type {type(values).__name__}: {WANTED}")
@@ -124,7 +123,6 @@ def _token_rows(values: Any) -> list[list[int]]:
 
 
 def _as_list(values: Any) -> Any:
-    """Convert a tensor or an array to nested lists, and another sequence to a list."""
     if hasattr(values, "tolist"):
         try:
             return values.tolist()

@@ -191,7 +191,6 @@ class _Batches:
             self._pending = [(sequence, task) for sequence, task in self._pending if task.score is None]
 
     def _verify(self, sequence: Sequence, task: _Task) -> None:
-        """Compute the remaining tokens with full attention, several per pass."""
         while task.score is None:
             left = task.computed - sequence.position
             [logits] = verify(self._runner, [(sequence, min(VERIFIED_AT_ONCE, left))])

@@ -215,7 +215,7 @@ class _TimedAdapter(ModelAdapter):
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         # A policy may select for the next layer after this layer's attention, so the time ends here.
         self.steps[-1].append(self._clock() - self._began)
         self._flushed.sum()
@@ -226,11 +226,11 @@ class _TimedAdapter(ModelAdapter):
 
 
 def _synthetic(geometry: ModelGeometry, layers: int) -> ModelGeometry:
-    """Return a geometry of `layers` equal full-attention layers."""
     scales, windows = (geometry.head_dim**-0.5,) * layers, (None,) * layers
     return replace(
         geometry, layers=layers, hidden=1, vocab=1, scales=scales, windows=windows, max_positions=1 << 40, sinks=False,
         absolute_positions=False, chunked=False, experts=False, states=(), attention_at=(), depth=0, window_rows=None,
+        kv_from=(),
     )  # fmt: skip
 
 

@@ -249,8 +249,7 @@ class SequenceManager:
     @device_guard
     def reload(self, sequence: Sequence) -> None:
         """Copy the resident KV to the device again, after the KV in the pool has changed."""
-        self.transfer.storage.close(sequence.blocks)
-        self.transfer.storage.open(sequence.blocks, self.policy.sinks, self.policy.recent)
+        self.transfer.storage.reload(sequence.blocks, self.policy.sinks, self.policy.recent)
 
     def reset_policy_state(self, sequence: Sequence) -> None:
         """Copy resident KV to the device again, and reset the policy state, which the next prefill rebuilds."""

@@ -51,11 +51,12 @@ class Fractions:
     def of(cls, trace: Trace, dense_layers: frozenset[int]) -> Fractions:
         trace.flush_pending()
         selecting = [layer for layer in range(trace.layers) if layer not in dense_layers]
-        layers, hits, tokens = range(trace.layers), sum(trace.hit_shares()), trace.decoded_tokens
+        layers, hits, tokens = range(trace.layers), trace.hit_shares(), trace.decoded_tokens
+        sparse_hits = sum(hits[layer] for layer in selecting) / max(1, len(selecting))
         return cls(
-            fetched=_mean(trace.fetched, layers, tokens) - hits / trace.layers,
+            fetched=max(0.0, _mean(trace.fetched, layers, tokens) - sum(hits) / trace.layers),
             attended=_mean(trace.attended, layers, tokens),
-            sparse_fetched=_mean(trace.fetched, selecting, tokens) - hits / max(1, len(selecting)),
+            sparse_fetched=max(0.0, _mean(trace.fetched, selecting, tokens) - sparse_hits),
             sparse_attended=_mean(trace.attended, selecting, tokens),
         )
 
@@ -86,6 +87,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     weight_bytes, on_device, peak = _weight_and_peak_bytes(runner)
     kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
+    transferred = trace.bytes_to_device + runner.transfer.loaded_bytes(sequence.blocks)
     estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(
         model=runner.model.name,
@@ -101,8 +103,8 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         new_tokens=len(sequence.tokens) - trace.prompt_tokens,
         prefill_seconds=trace.prefill_seconds,
         decode_seconds=trace.decode_seconds,
-        h2d_bytes=trace.bytes_to_device,
-        h2d_bytes_steps=max(0, trace.bytes_to_device - trace.prefill_bytes),
+        h2d_bytes=transferred,
+        h2d_bytes_steps=max(0, transferred - trace.prefill_bytes),
         d2h_bytes=trace.bytes_to_host,
         h2d_weight_bytes=trace.prefill_weights.bytes + steps.bytes,
         h2d_weight_bytes_steps=steps.bytes,
@@ -137,4 +139,5 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         disk_bytes_written=used.bytes_written,
         expert_hit_rate=steps.found / steps.chosen if steps.chosen else None,
         disk_hit_rate=used.cached / used.wanted if used.wanted else None,
+        device_kv_hit_rate=None if config.device_kv_memory is None else trace.hit_rate,
     )

@@ -234,7 +234,7 @@ class Swap:
     @torch.inference_mode()
     def _rebuild_policy_state(self, sequence: Sequence) -> None:
         runner = self._runner
-        for layer in range(runner.adapter.geometry.layers):
+        for layer in runner.adapter.geometry.kv_layers:
             if layer not in runner.policy.dense_layers:
                 start, device = 0, runner.adapter.device
                 for rows in runner.pool.runs(sequence.blocks, layer, range(sequence.position)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..core import BLOCK_SIZE, ModelGeometry
 
@@ -20,7 +21,8 @@ class LayerGroups:
 
     A block consists of `layers` *storage layers*, each with the size of the KV of a full-attention layer. A
     full-attention layer takes one storage layer. A sliding-window layer with another row shape takes one
-    or several consecutive ones (`ArenaLayout.window_part`).
+    or several consecutive ones (`ArenaLayout.window_part`). A layer that uses the KV of an earlier layer has the group
+    and the storage layers of that layer.
 
     Attributes:
         layers: Number of storage layers per block. Without sliding windows, this is the number of layers of the model.
@@ -40,18 +42,29 @@ class LayerGroups:
 
     @classmethod
     def from_geometry(cls, geometry: ModelGeometry) -> LayerGroups:
-        sliding = geometry.sliding
-        full = [layer for layer in range(geometry.layers) if layer not in sliding]
+        stored = geometry.kv_layers
+        sliding = [layer for layer in stored if geometry.windows[layer] is not None]
+        full = [layer for layer in stored if geometry.windows[layer] is None]
         each = _window_storage_layers(geometry)
-        size = max(len(full), each) if full else geometry.layers
+        size = max(len(full), each) if full else len(stored)
         at_once = size // each
         group, storage_layer = [0] * geometry.layers, [0] * geometry.layers
         for i, layer in enumerate(full):
             storage_layer[layer] = i
         for i, layer in enumerate(sliding):
             group[layer], storage_layer[layer] = 1 + i // at_once, i % at_once * each
+        for layer, source in enumerate(geometry.kv_from):
+            group[layer], storage_layer[layer] = group[source], storage_layer[source]
         window = max((window for window in geometry.windows if window is not None), default=0)
         return cls(size, tuple(group), tuple(storage_layer), -(-len(sliding) // at_once), window, each)
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that store KV: the first layer with each storage layer."""
+        first: dict[tuple[int, int], int] = {}
+        for layer, place in enumerate(zip(self.group, self.storage_layer, strict=True)):
+            first.setdefault(place, layer)
+        return tuple(first.values())
 
     @property
     def full(self) -> bool:
@@ -62,7 +75,7 @@ class LayerGroups:
         return range(0 if self.full else 1, 1 + self.sliding)
 
     def layers_of(self, group: int) -> list[int]:
-        return [layer for layer, own in enumerate(self.group) if own == group]
+        return [layer for layer in self.kv_layers if self.group[layer] == group]
 
     def storage_layers(self, layer: int) -> range:
         first = self.storage_layer[layer]

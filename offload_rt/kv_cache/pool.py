@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -88,8 +88,9 @@ class HostPool(StoredRows):
         super().__init__(arena, LayerGroups.from_geometry(geometry), formats)
         self.bytes_peak = 0
         self.pins = pin and disk is None
-        on_free = () if self.file is None else (self.file.discard,)
-        self._memory_blocks = BlockAllocator(self.layout.slab_blocks, *on_free)
+        # Functions that are called with freed blocks, before they can be allocated again.
+        self.on_free: list[Callable[[Sequence[int]], None]] = [] if self.file is None else [self.file.discard]
+        self._memory_blocks = BlockAllocator(self.layout.slab_blocks, self._report_free)
         # Ids of group 0. They have memory in the arena, unless all layers use sliding windows.
         self._blocks = self._memory_blocks if self.groups.full else BlockAllocator(IDS_AT_ONCE)
         self.states = states
@@ -432,6 +433,10 @@ class HostPool(StoredRows):
                     raise
                 return
             blocks.add_slab()
+
+    def _report_free(self, blocks: Sequence[int]) -> None:
+        for report in self.on_free:
+            report(blocks)
 
     def _record_peak(self) -> None:
         self.bytes_peak = max(self.bytes_peak, self.bytes_used)

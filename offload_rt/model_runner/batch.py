@@ -35,7 +35,8 @@ class DecodeBatch:
         sharing: Prefixes that the sequences share. `sequences` are in its tree order: sequences with a common prefix
             are adjacent.
         dense: For each sequence, whether it is so short that every layer attends to all of its tokens.
-        policy_layers: Layers in which the policy selects tokens, now or in a later step. Their new KV is passed to it.
+        policy_layers: Layers that store KV and in which the policy selects tokens, now or in a later step. Their new KV
+            is passed to it.
         selecting: Layers that select tokens in this step for at least one sequence.
         visible: Tokens that the newest token of each sequence can attend to, `[layers][B]`.
         slots: Slot of each sequence's newest token, `[layers][B]`. In sliding-window layers, token t is in slot t.
@@ -53,8 +54,9 @@ class DecodeBatch:
         self.sharing, self.geometry = sharing, adapter.geometry
         self.block_tables = [s.blocks for s in sequences]
         self.dense = [s.slots.context <= policy.dense_until for s in sequences]
-        self.policy_layers = frozenset(range(self.geometry.layers)) - policy.dense_layers
-        self.selecting = frozenset[int]() if all(self.dense) else self.policy_layers
+        sparse = frozenset(range(self.geometry.layers)) - policy.dense_layers
+        self.policy_layers = sparse & frozenset(self.geometry.kv_layers)
+        self.selecting = frozenset[int]() if all(self.dense) else sparse
         layers, windows = self.geometry.layer_of_window, self.geometry.windows
         visible = {window: self._visible(layer) for window, layer in layers.items()}
         newest = [s.slots.newest for s in sequences], [s.position for s in sequences]

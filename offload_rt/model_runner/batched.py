@@ -80,8 +80,9 @@ class BatchedMode(PerSequenceMode):
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
         """Select tokens with q `[H, B, d]`, and start one gather of their KV. The counts stay on the device."""
         inputs = self._inputs
-        tokens, counts = inputs.keys.select(layer, q, inputs.candidates)
-        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.overlapping)
+        kv_layer = self._batch.geometry.kv_layer(layer)
+        tokens, counts = inputs.keys.select(kv_layer, q, inputs.candidates)
+        fetch = inputs.rows.fetch(kv_layer, tokens, counts, overlapping=inputs.shape.overlapping)
         self.selections.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, tokens)
 
@@ -101,7 +102,8 @@ class BatchedMode(PerSequenceMode):
         slots = torch.arange(inputs.capacity, device=candidates.starts.device)
         tokens = (slots + candidates.starts.unsqueeze(1)).clamp_(max=inputs.capacity - 1)
         counts = candidates.stops - candidates.starts
-        fetch = inputs.rows.fetch(layer, tokens, counts, overlapping=inputs.shape.has_shared_runs, cached=False)
+        kv_layer = self._batch.geometry.kv_layer(layer)
+        fetch = inputs.rows.fetch(kv_layer, tokens, counts, overlapping=inputs.shape.has_shared_runs, cached=False)
         if fetch.tally is not None:
             self.selections.append(LayerSelection(layer, tokens, counts[:: inputs.rows.heads], fetch.tally))
         return partial(self._attend_batch, layer, counts, fetch, None)
@@ -110,7 +112,7 @@ class BatchedMode(PerSequenceMode):
         """Record the step in the traces. Wait for the device if eviction or a recorder needs the selected tokens."""
         batch, rows = self._batch, self._inputs.rows
         for sequence in batch.sequences:
-            sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in range(batch.geometry.layers))
+            sequence.trace.bytes_to_host += sum(rows.token_bytes(layer) for layer in batch.geometry.kv_layers)
         for selection in self.selections:
             self._record_selection(selection)
         recorded = {selection.layer for selection in self.selections}
@@ -131,9 +133,10 @@ class BatchedMode(PerSequenceMode):
             recorder = sequence.trace.recorder
             if sequence.slots.records_selected or recorder is not None:
                 slots = selection.tokens[b * rows.heads : (b + 1) * rows.heads, : int(count)]
-                sequence.slots.record_selected(layer, slots)
+                kv_layer = batch.geometry.kv_layer(layer)
+                sequence.slots.record_selected(kv_layer, slots)
                 if recorder is not None:
-                    recorder.selected(sequence.position, layer, sequence.slots.positions(layer, slots))
+                    recorder.selected(sequence.position, layer, sequence.slots.positions(kv_layer, slots))
 
     def _attend_batch(
         self,
@@ -153,20 +156,21 @@ class BatchedMode(PerSequenceMode):
             q: The true queries.
         """
         batch, inputs, geometry = self._batch, self._inputs, self._batch.geometry
+        kv_layer = geometry.kv_layer(layer)
         # With one KV head, `reshape` returns a view, and kernels need contiguous queries.
         grouped = q.transpose(0, 1).reshape(inputs.size * geometry.rows(layer).kv_heads, -1, q.shape[2]).contiguous()
         fetched = KVPart.of(grouped.new_empty(1, len(grouped), 0, q.shape[2])) if fetch is None else fetch.wait()
-        spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(layer)
+        spans, resident = inputs.resident[geometry.windows[layer]], inputs.rows.resident(kv_layer)
         scale = geometry.scales[layer]
         out, lse = attend_resident(grouped, resident, spans.starts, spans.stops, fetched.k, fetched.v, counts, scale)
         if layer in batch.selecting:
             self._measure_attention_mass(layer, q, lse)
         if selected is not None:
-            if batch.policy.wants_weights:
+            if batch.policy.wants_weights and kv_layer == layer:
                 scaled, counted = grouped.to(lse.dtype) * scale, replace(fetched, counts=counts)
                 attended = inputs.attention_weights(scaled, resident, counted, selected, lse)
-                inputs.keys.on_attended(layer, inputs.candidates, *attended)
-            out, lse = inputs.keys.merge_approximate(layer, q, inputs.candidates, (selected, counts), (out, lse))
+                inputs.keys.on_attended(kv_layer, inputs.candidates, *attended)
+            out, lse = inputs.keys.merge_approximate(kv_layer, q, inputs.candidates, (selected, counts), (out, lse))
         if (sinks := batch.adapter.sinks[layer]) is not None:
             out = apply_sinks(out, lse, sinks.view(-1, lse.shape[1]).repeat(inputs.size, 1))
         return out.view(inputs.size, -1).to(q.dtype)
@@ -176,7 +180,7 @@ class BatchedMode(PerSequenceMode):
         batch, scale = self._batch, self._batch.geometry.scales[layer]
         for b, sequence in enumerate(batch.sequences):
             if sequence.trace.measures_missed:
-                keys = sequence.keys(layer, batch.visible[layer][b].all)
+                keys = sequence.keys(batch.geometry.kv_layer(layer), batch.visible[layer][b].all)
                 attended = lse.view(self._inputs.size, -1)[b]
                 sequence.trace.record_missed_mass(layer, attended, scores_lse(q[:, b], keys, scale))
 
@@ -218,7 +222,7 @@ class EagerSteps:
         return PerSequenceMode(batch) if inputs is None else BatchedMode(batch, inputs)
 
     def load(self, batch: DecodeBatch, size: int | None = None) -> StepInputs | None:
-        """Return `StepInputs` with the values of the batch, or None if policy or transfer need separate selection.
+        """Return `StepInputs` with the values of the batch, or None if each sequence must select separately.
 
         `size` is the number of sequences including padding; None means no padding.
         """

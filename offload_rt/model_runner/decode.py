@@ -56,8 +56,7 @@ class DecodeStep:
         attend = None if 0 in batch.selecting else mode.fetch_all(0)
         for layer in range(last + 1):
             attention_input = adapter.attention_input(layer, x)
-            q, k, v = adapter.qkv(layer, attention_input, self.positions)
-            mode.append(layer, k, v)
+            q = self._project(layer, attention_input)
             attend = attend or mode.fetch(layer, q)
 
             upcoming: Attend | None = None
@@ -72,13 +71,21 @@ class DecodeStep:
             residual = adapter.after_attention(layer, x, attend(q))
             if source == "residual":
                 upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, residual))
-            x = adapter.mlp(layer, residual)
+            x = adapter.mlp(layer, residual, self.tokens)
             for stage in adapter.stages(layer):  # decoder layers without attention
                 if isinstance(source, int) and stage.layer + source == batch.geometry.decoder_layer(layer + 1):
                     upcoming = self._fetch_speculated(layer + 1, adapter.attention_input(layer + 1, x))
                 x = stage.run(x)
             attend = upcoming
         return adapter.logits(x)
+
+    def _project(self, layer: int, attention_input: torch.Tensor) -> torch.Tensor:
+        """Return the queries `[H, B, d]`. Store the newest KV, unless the layer uses the KV of an earlier layer."""
+        if self.batch.geometry.kv_layer(layer) != layer:
+            return self.adapter.lone_query(layer, attention_input, self.positions)
+        q, k, v = self.adapter.qkv(layer, attention_input, self.positions)
+        self.mode.append(layer, k, v)
+        return q
 
     def _fetch_speculated(self, layer: int, attention_input: torch.Tensor) -> Attend:
         """Start fetching the tokens that `layer` selects with the query of the predicted `attention_input` `[B, D]`."""

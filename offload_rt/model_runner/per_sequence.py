@@ -40,22 +40,22 @@ class PerSequenceMode:
 
     def fetch(self, layer: int, q: torch.Tensor) -> Attend:
         """Select tokens with the predicted or true queries q `[H, B, d]`, and start fetching their KV."""
-        batch, rows = self._batch, self._batch.transfer.rows
+        batch, rows, kv_layer = self._batch, self._batch.transfer.rows, self._batch.geometry.kv_layer(layer)
         visible, selections, present = batch.visible[layer], list[Selection | None](), list[Selection]()
         for b, sequence in enumerate(batch.sequences):
             if batch.dense[b]:
                 selections.append(None)
                 continue
-            selection = sequence.state.select(layer, q[:, b], visible[b])
+            selection = sequence.state.select(kv_layer, q[:, b], visible[b])
             if sequence.slots.records_selected or sequence.trace.recorder is not None:
                 selection = selection.known()  # waits for the device
             if sequence.slots.records_selected:
-                sequence.slots.record_selected(layer, selection.tokens)
+                sequence.slots.record_selected(kv_layer, selection.tokens)
             selections.append(selection)
             present.append(selection)
         shared_fetches = None
         if batch.sharing.overlapping and len(present) == len(selections):
-            shared_fetches = rows.fetch_together(batch.block_tables, layer, visible, present)
+            shared_fetches = rows.fetch_together(batch.block_tables, kv_layer, visible, present)
         fetches = self._start_fetches(layer, visible, selections, shared_fetches)
         return partial(self._attend_each, layer, selections, fetches)
 
@@ -65,12 +65,14 @@ class PerSequenceMode:
         In layers with a sliding window or soft-capped scores, each sequence fetches all its tokens.
         """
         batch, rows, visible = self._batch, self._batch.transfer.rows, self._batch.visible[layer]
-        shared_runs = batch.sharing.runs
+        shared_runs, kv_layer = batch.sharing.runs, batch.geometry.kv_layer(layer)
         if batch.geometry.windows[layer] is not None or batch.geometry.softcap is not None:
             shared_runs = ()
-        shared = [rows.fetch_range(batch.block_tables[s.first], layer, s.tokens) for s in shared_runs]
+        shared = [rows.fetch_range(batch.block_tables[s.first], kv_layer, s.tokens) for s in shared_runs]
         for run, pending in zip(shared_runs, shared, strict=True):
             batch.sequences[run.first].trace.bytes_requested += pending.bytes
+            for b in range(run.first, run.stop):
+                self._record_copies(layer, b, pending, len(run.tokens))
         if shared_runs:
             visible = [batch.sharing.private_part(b, tokens) for b, tokens in enumerate(visible)]
         selections = [None] * len(visible)
@@ -95,17 +97,23 @@ class PerSequenceMode:
         has started the fetches, they are passed as `started` and only recorded.
         """
         batch, rows, fetches = self._batch, self._batch.transfer.rows, list[PendingFetch]()
+        kv_layer = batch.geometry.kv_layer(layer)
         for b, (sequence, selection) in enumerate(zip(batch.sequences, selections, strict=True)):
-            fetch = rows.fetch(sequence.blocks, layer, visible[b], selection) if started is None else started[b]
+            fetch = rows.fetch(sequence.blocks, kv_layer, visible[b], selection) if started is None else started[b]
             fetches.append(fetch)
             sequence.trace.bytes_requested += fetch.bytes
             all_visible = batch.visible[layer][b]
             if selection is None:
                 sequence.trace.record_fetch(layer, all_visible, len(all_visible.candidates))
+                self._record_copies(layer, b, fetch, len(visible[b].candidates))
             else:
                 counts = selection.counts
                 sequence.trace.record_fetch(layer, all_visible, selection.count if counts is None else counts[0])
         return fetches
+
+    def _record_copies(self, layer: int, b: int, fetch: PendingFetch, tokens: int) -> None:
+        heads, seen = self._batch.geometry.rows(layer).kv_heads, self._batch.visible[layer][b]
+        self._batch.sequences[b].trace.record_copies(layer, seen, fetch, tokens, heads)
 
     def _attend_each(
         self, layer: int, selections: Seq[Selection | None], fetches: Seq[PendingFetch], q: torch.Tensor
@@ -119,30 +127,31 @@ class PerSequenceMode:
         """Return the attention output `[H, d]` of one sequence, in float32 or wider."""
         batch, sequence, visible = self._batch, self._batch.sequences[b], self._batch.visible[layer][b]
         scale, softcap, trace = batch.geometry.scales[layer], batch.geometry.softcap, sequence.trace
-        sinks = batch.adapter.sinks[layer]
+        sinks, kv_layer = batch.adapter.sinks[layer], batch.geometry.kv_layer(layer)
         parts = fetch.wait()
         if selection is None:
             return apply_sinks(*attend(q, parts, scale, softcap), sinks)
         if fetch.savings is not None:
             trace.record_savings(layer, visible, selection.count, fetch.savings, fetch.bytes)
-        extra = sequence.state.repair(layer, q, visible, selection)
+        extra = sequence.state.repair(kv_layer, q, visible, selection)
         if extra is not None:
             parts = parts + self._fetch_repair(layer, sequence, visible, extra)
             selection = Selection(torch.cat((selection.tokens, extra.tokens), dim=1))
         if trace.recorder is not None:
-            trace.recorder.selected(sequence.position, layer, sequence.slots.positions(layer, selection.tokens))
+            trace.recorder.selected(sequence.position, layer, sequence.slots.positions(kv_layer, selection.tokens))
         out, lse = attend(q, parts, scale, softcap)
-        if batch.policy.wants_weights:
+        if batch.policy.wants_weights and kv_layer == layer:
             tokens = attended_tokens(visible, selection.tokens)
             sequence.state.on_attended(layer, visible, tokens, group_weights(q, parts, scale, lse, softcap))
         if trace.measures_missed:
-            full_lse = scores_lse(q, sequence.keys(layer, visible.all), scale, softcap)
+            full_lse = scores_lse(q, sequence.keys(kv_layer, visible.all), scale, softcap)
             trace.record_missed_mass(layer, lse, full_lse)
-        out, lse = sequence.state.merge_approximate(layer, q, visible, selection, out, lse)
+        out, lse = sequence.state.merge_approximate(kv_layer, q, visible, selection, out, lse)
         return out if sinks is None else apply_sinks(out, lse, sinks)
 
     def _fetch_repair(self, layer: int, sequence: Sequence, visible: VisibleTokens, extra: Selection) -> list[KVPart]:
-        fetch = self._batch.transfer.rows.fetch_more(sequence.blocks, layer, extra)
+        kv_layer = self._batch.geometry.kv_layer(layer)
+        fetch = self._batch.transfer.rows.fetch_more(sequence.blocks, kv_layer, extra)
         sequence.trace.bytes_requested += fetch.bytes
         sequence.trace.record_fetch(layer, visible, extra.count)
         parts = fetch.wait()

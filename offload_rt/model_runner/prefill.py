@@ -106,11 +106,12 @@ class Prefill:
         self._observe_from = sequence.observed if sequence.unobserved else sequence.blocks.length
         self._layer = 0
         self._started = False
+        self._shared: dict[int, PrefilledLayer] = {}
         self._begin_segment(sequence.blocks.length)
 
     def _begin_segment(self, start: int) -> None:
         adapter, stop = self._adapter, min(self.stop, start + self._segment_tokens)
-        self._start, self._segment_stop, self._layer = start, stop, 0
+        self._start, self._segment_stop, self._layer, self._shared = start, stop, 0, {}
         bounds = [start, *(position for position in self._snapshot_positions if start < position < stop), stop]
         self._slices = [
             slice(first - start + s.start, first - start + s.stop)
@@ -120,8 +121,8 @@ class Prefill:
         positions = torch.arange(start, stop, device=adapter.device) + self.sequence.shift
         # One tensor per slice for all layers, because rotary tables are cached by these objects.
         self._positions = [positions[s] for s in self._slices]
-        tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
-        self._hidden = adapter.embed(tokens, positions)
+        self._tokens = torch.tensor(self.sequence.tokens[start:stop], device=adapter.device)
+        self._hidden = adapter.embed(self._tokens, positions)
 
     @property
     def tokens(self) -> int:
@@ -157,11 +158,7 @@ class Prefill:
         if self._layer == 0:
             self._adapter.run_stages(-1, self._hidden, self._slices)
         self._before_layer(self._layer)
-        layer = self._storage.prefill_layer(self.sequence.blocks, self._layer, self._start, self._keys_and_values())
-        self.sequence.trace.bytes_requested += layer.bytes_to_device
-        self.sequence.trace.prefill_bytes += layer.bytes_to_device
-        self.sequence.trace.bytes_to_host += layer.bytes_to_host
-        self._attention_and_mlp(layer, last=self._layer == last)
+        self._attention_and_mlp(self._layer_kv(), last=self._layer == last)
         self._adapter.run_stages(self._layer, self._hidden, self._needed_slices(self._layer == last))
         self._layer += 1
         if self._layer > last:
@@ -177,6 +174,25 @@ class Prefill:
         elif self._logits_to_keep:
             self.logits = self._adapter.logits(self._hidden[-self._logits_to_keep :])
 
+    def _layer_kv(self) -> PrefilledLayer:
+        """Return the KV that the current layer attends to. Store new KV, unless it is that of an earlier layer."""
+        geometry, trace = self._adapter.geometry, self.sequence.trace
+        if (source := geometry.kv_layer(self._layer)) != self._layer:
+            return self._shared[source]
+        rows = self._storage.prefill_layer(self.sequence.blocks, self._layer, self._start, self._keys_and_values())
+        trace.bytes_requested += rows.bytes_to_device
+        trace.prefill_bytes += rows.bytes_to_device
+        trace.bytes_to_host += rows.bytes_to_host
+        if self._layer in geometry.shared_kv:
+            self._shared[self._layer] = rows
+        return rows
+
+    def _query(self, s: slice, positions: torch.Tensor) -> torch.Tensor:
+        """Return the queries `[H, m, d]` of a slice in the current layer."""
+        adapter, layer = self._adapter, self._layer
+        project = adapter.query if adapter.geometry.kv_layer(layer) == layer else adapter.lone_query
+        return project(layer, adapter.attention_input(layer, self._hidden[s]), positions)
+
     def _keys_and_values(self) -> Iterator[KVPart]:
         inputs = (self._adapter.attention_input(self._layer, self._hidden[s]) for s in self._slices)
         return keys_and_values(self._adapter, self._layer, inputs, self._positions)
@@ -184,16 +200,16 @@ class Prefill:
     def _attention_and_mlp(self, rows: PrefilledLayer, *, last: bool) -> None:
         """Compute attention and MLP of a layer, slice by slice.
 
-        KV of sliding-window layers is not passed to the policy, which does not select in them.
+        KV of sliding-window layers is not passed to the policy, which does not select in them. Neither are queries of
+        layers that use the KV of an earlier layer.
         """
         adapter, layer, state, kv = self._adapter, self._layer, self.sequence.state, rows.kv
-        slides = adapter.geometry.windows[layer] is not None
+        learns = adapter.geometry.windows[layer] is None and adapter.geometry.kv_layer(layer) == layer
         if rows.past:
             self._attend_past(rows, self._needed_slices(last))
         for s, positions in zip(self._slices, self._positions, strict=True) if not rows.past else ():
-            attention_input = adapter.attention_input(layer, self._hidden[s])
-            q = adapter.query(layer, attention_input, positions)
-            if not slides:
+            q = self._query(s, positions)
+            if learns:
                 state.on_queries(layer, q, kv.k, self._start + s.start)
             if s not in self._needed_slices(last):
                 continue
@@ -202,8 +218,8 @@ class Prefill:
             stop = self._start + s.stop - rows.first
             position = self._start + s.start + self.sequence.shift
             residual = residual_after_attention(adapter, layer, self._hidden[s], q, kv, stop, position)
-            self._hidden[s] = adapter.mlp(layer, residual)
-        if not slides:
+            self._hidden[s] = adapter.mlp(layer, residual, self._tokens[s])
+        if learns:
             pass_to_policy(state, layer, kv, rows.first, self._observe_from)
 
     @property
@@ -228,22 +244,24 @@ class Prefill:
         for s, positions in zip(self._slices, self._positions, strict=True):
             if s not in slices:
                 continue
-            q = adapter.query(layer, adapter.attention_input(layer, self._hidden[s]), positions)
+            q = self._query(s, positions)
             attentions.append(
                 BlockedAttention(q, geometry.rows(layer).kv_heads, geometry.scales[layer], geometry.softcap)
             )
-        if slices or self._observe_from < rows.first:
-            attend_past_kv(rows.past, attentions, state, layer, self._observe_from)
+        observe_from = self._observe_from if geometry.kv_layer(layer) == layer else rows.first
+        if slices or observe_from < rows.first:
+            attend_past_kv(rows.past, attentions, state, layer, observe_from)
         for s, attention in zip(slices, attentions, strict=True):
             attention.add_causal(rows.kv.k[:, : s.stop], rows.kv.v[:, : s.stop])
             attended = attention.result(adapter.sinks[layer]).transpose(0, 1).flatten(1)
-            self._hidden[s] = adapter.mlp(layer, adapter.after_attention(layer, self._hidden[s], attended))
+            residual = adapter.after_attention(layer, self._hidden[s], attended)
+            self._hidden[s] = adapter.mlp(layer, residual, self._tokens[s])
 
 
 def attend_past_kv(
     parts: Iterable[KVPart], attentions: Iterable[BlockedAttention], state: PolicyState, layer: int, start: int
 ) -> None:
-    """Attend to each part of a layer's KV with the queries of each of `attentions`. `parts` is iterated only once.
+    """Attend to each part of a layer's KV with the queries of each of `attentions`.
 
     KV of tokens from `start` on is also passed to the policy's state.
     """

@@ -84,7 +84,7 @@ class InPlaceEviction(SlotTable):
         self._recent = recent
         groups = pool.groups
         # In sliding-window layers, token t stays in slot t, and blocks outside of the window are freed.
-        self._full_layers = [layer for layer, group in enumerate(groups.group) if group == 0]
+        self._full_layers = groups.layers_of(0)
         self._storage_layer = {layer: groups.storage_layer[layer] for layer in self._full_layers}
         self._layers, self._all_layers = len(self._full_layers), len(groups.group)
         self._state = SlotState.empty(self._layers, 0)

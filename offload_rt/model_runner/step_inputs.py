@@ -70,7 +70,7 @@ class StepInputs:
         self.rows, self.shape, self.size, self.capacity = rows, shape, size, capacity
         self._rule, self._heads = rule, geometry.kv_heads
         layers = range(geometry.layers)
-        selecting = [layer for layer in layers if layer not in policy.dense_layers]
+        selecting = [layer for layer in geometry.kv_layers if layer not in policy.dense_layers]
         self._selecting = selecting[0]
         # One layer of each window size, and of each group of layers whose KV is in the same blocks.
         self._by_window = geometry.layer_of_window
@@ -82,11 +82,12 @@ class StepInputs:
         lists, windows, groups = size * geometry.kv_heads, len(self._by_window), len(self._by_group)
         self._heads_of = {window: geometry.rows(layer).kv_heads for window, layer in self._by_window.items()}
         resident_sizes = [size * heads for heads in self._heads_of.values() for _ in ("starts", "stops")]
-        numbers = [size, size, lists, *[size] * (groups + windows)]
+        written = [rows.row_count(group) for group in self._by_group]
+        numbers = [size, size, lists, *written, *[size] * windows]
         bounds = [lists, lists, size, size, *resident_sizes]
         self._newest = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
         self._bounds = torch.zeros(sum(bounds), dtype=torch.int32, device=device)
-        # Newest tokens: ids and positions, int64 `[B]` each; slots per list `[P]`; pool rows by group, int64 `[B]`.
+        # Newest tokens: ids and positions, int64 `[B]` each; slots per list `[P]`; rows by group (`rows_of`).
         self.tokens, self.positions, self.slots_by_head, *parts = self._newest.split(numbers)
         self.newest_rows = dict(zip(self._by_group, parts[:groups], strict=True))
         starts, stops, limits, contexts, *spans = self._bounds.split(bounds)

@@ -11,7 +11,7 @@ import torch
 
 from ..core import VisibleTokens
 from ..kv_cache.disk.requests import DiskUse
-from ..transfer.base import Savings
+from ..transfer.base import PendingFetch, Savings
 from ..transfer.weights.host_weights import NOTHING_USED, WeightUse
 
 # number of counts that may stay on the device before they are read: about a hundred steps of a large model
@@ -77,6 +77,10 @@ class Trace:
         savings: float64 `[4, layers]` on the device. Row 0: bytes of `bytes_requested` that were not transferred. Row
             1: working-set hits. Row 2: hits per KV head divided by the context length, summed over steps. Row 3: number
             of entries looked up. None without a working set or shared blocks.
+        copied_shares: Tokens that full attention read from copies of KV blocks on the device, as fractions of the
+            context, summed over steps, by layer.
+        copied_entries: Number of KV entries that full attention read from these copies.
+        read_entries: Number of KV entries that full attention read, without resident ones, if there are such copies.
         disk_before: Counters of disk use when the sequence began.
         pending: Counts that are still on the device; `flush_pending` adds them to `attended` and `fetched`.
         prefill_bytes: Part of `bytes_requested` for the prefill, which reads the cached KV of the prompt.
@@ -104,6 +108,9 @@ class Trace:
     fetched: list[list[float]] = field(default_factory=list)
     missed: list[tuple[int, list[float]]] = field(default_factory=list)
     savings: torch.Tensor | None = None
+    copied_shares: dict[int, float] = field(default_factory=dict)
+    copied_entries: int = 0
+    read_entries: int = 0
     pending: list[_PendingCount] = field(default_factory=list)
     disk_before: DiskUse | None = None
     drafted: int = 0
@@ -132,19 +139,23 @@ class Trace:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of looked-up entries that were found in the working set."""
+        """Fraction of looked-up entries that were found in the working set, or in copies of blocks on the device."""
         self.flush_pending()
-        if self.savings is None:
-            return 0.0
-        return float(self.savings[1].sum()) / max(1.0, float(self.savings[3].sum()))
+        hits, read = float(self.copied_entries), float(self.read_entries)
+        if self.savings is not None:
+            hits, read = hits + float(self.savings[1].sum()), read + float(self.savings[3].sum())
+        return hits / max(1.0, read)
 
     def hit_shares(self) -> list[float]:
-        """Return working-set hits per KV head as a fraction of the context, averaged over steps, for each layer."""
+        """Return hits per KV head as a fraction of the context, averaged over steps, for each layer.
+
+        Hits are entries found in the working set or in copies of blocks on the device.
+        """
         self.flush_pending()
-        if self.savings is None or not self.fetched:
+        if not self.fetched:
             return [0.0] * self.layers
-        shares: list[float] = (self.savings[2] / len(self.fetched)).tolist()
-        return shares
+        hits = [0.0] * self.layers if self.savings is None else self.savings[2].tolist()
+        return [(own + self.copied_shares.get(layer, 0.0)) / len(self.fetched) for layer, own in enumerate(hits)]
 
     @property
     def measures_missed_next(self) -> bool:
@@ -186,7 +197,7 @@ class Trace:
         self.flush_pending()
         rows = {"attended": [*self.attended], "fetched": [*self.fetched], "missed": [*self.missed]}
         savings = None if self.savings is None else self.savings.clone()
-        return replace(self, **rows, savings=savings)  # type: ignore[arg-type]
+        return replace(self, **rows, savings=savings, copied_shares={**self.copied_shares})  # type: ignore[arg-type]
 
     def restart(self, reused: int) -> Trace:
         """Return a new trace for a sequence that starts with the first `reused` tokens of this one."""
@@ -236,6 +247,14 @@ class Trace:
     def _add_fractions(self, step: int, layer: int, resident: int, context: int, fetched: int) -> None:
         self.fetched[step][layer] += fetched / context
         self.attended[step][layer] = resident / context + self.fetched[step][layer]
+
+    def record_copies(self, layer: int, visible: VisibleTokens, fetch: PendingFetch, tokens: int, heads: int) -> None:
+        """Record how many of the `tokens` of a fetch for full attention were in copies of blocks on the device."""
+        if fetch.copied_tokens is not None:
+            share = fetch.copied_tokens / len(visible.all)
+            self.copied_shares[layer] = self.copied_shares.get(layer, 0.0) + share
+            self.copied_entries += fetch.copied_tokens * heads
+            self.read_entries += tokens * heads
 
     def record_savings(self, layer: int, visible: VisibleTokens, rows: int, savings: Savings, size: int) -> None:
         """Record which part of a fetch of `rows` tokens per KV head, in total `size` bytes, needed no transfer."""

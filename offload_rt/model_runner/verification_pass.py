@@ -32,6 +32,8 @@ class VerificationPass:
         self._policy, self._storage = policy, storage
         self._state = self._recurrent_state()
         self._adapter = adapter.with_state(self._state)
+        self._shared: dict[tuple[int, int], PrefilledLayer] = {}
+        """KV of layers that later layers use, by layer and sequence id."""
 
     def run(self) -> list[torch.Tensor]:
         adapter = self._adapter
@@ -44,15 +46,24 @@ class VerificationPass:
         hidden = adapter.embed(tokens, positions)
         adapter.run_stages(-1, hidden, [slice(None)])
         for layer in range(adapter.geometry.layers):
-            q, k, v = adapter.qkv(layer, adapter.attention_input(layer, hidden), positions)
-            stops, rows = accumulate(self._token_counts), KVPart(k, v)
-            new = [rows.between(stop - n, stop) for n, stop in zip(self._token_counts, stops, strict=True)]
+            q, new = self._project(layer, adapter.attention_input(layer, hidden), positions)
             per_sequence = zip(self._sequences, q.split(self._token_counts, dim=1), new, strict=True)
             attended = [self._attend(layer, *inputs) for inputs in per_sequence]
-            hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)))
+            hidden = adapter.mlp(layer, adapter.after_attention(layer, hidden, torch.cat(attended)), tokens)
             adapter.run_stages(layer, hidden, [slice(None)])
         self._divide_recorded_inputs()
         return list(adapter.logits(hidden).split(self._token_counts))
+
+    def _project(
+        self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, Seq[KVPart | None]]:
+        """Return q `[H, T, d]` of all tokens, and the new KV of each sequence, or None if the layer has no own KV."""
+        adapter = self._adapter
+        if adapter.geometry.kv_layer(layer) != layer:
+            return adapter.lone_query(layer, attention_input, positions), [None] * len(self._sequences)
+        q, k, v = adapter.qkv(layer, attention_input, positions)
+        stops, rows = accumulate(self._token_counts), KVPart(k, v)
+        return q, [rows.between(stop - n, stop) for n, stop in zip(self._token_counts, stops, strict=True)]
 
     def _recurrent_state(self) -> RecurrentState | None:
         """Return the recurrent state. It records the inputs of recurrent layers if a sequence needs them."""
@@ -79,24 +90,35 @@ class VerificationPass:
                 # A view would keep the inputs of the whole batch in memory.
                 rollback.inputs = {layer: part[b].clone() for layer, part in parts.items()}
 
-    def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart) -> torch.Tensor:
-        """Store the new KV `[Hkv, m, d]`. Return the attention output `[m, H * d]` of q `[H, m, d]`.
+    def _layer_kv(self, layer: int, sequence: Sequence, new: KVPart | None) -> PrefilledLayer:
+        """Store the new KV `[Hkv, m, d]`, if any. Return the KV that the layer attends to."""
+        geometry = self._adapter.geometry
+        if new is None:
+            return self._shared[geometry.kv_layer(layer), sequence.id]
+        rows = self._storage.extend_layer(sequence.blocks, layer, sequence.position, new)
+        sequence.trace.bytes_requested += rows.bytes_to_device
+        sequence.trace.bytes_to_host += rows.bytes_to_host
+        if layer in geometry.shared_kv:
+            self._shared[layer, sequence.id] = rows
+        return rows
+
+    def _attend(self, layer: int, sequence: Sequence, q: torch.Tensor, new: KVPart | None) -> torch.Tensor:
+        """Store the new KV `[Hkv, m, d]`, if any. Return the attention output `[m, H * d]` of q `[H, m, d]`.
 
         KV of sliding-window layers is not passed to the policy, which does not select in them.
         """
-        start, window = sequence.position, self._adapter.geometry.windows[layer]
-        rows = self._storage.extend_layer(sequence.blocks, layer, start, new)
-        sequence.trace.bytes_requested += rows.bytes_to_device
-        sequence.trace.bytes_to_host += rows.bytes_to_host
-        if window is None and self._policy.wants_queries:
+        rows, start = self._layer_kv(layer, sequence, new), sequence.position
+        learns = new is not None and self._adapter.geometry.windows[layer] is None
+        if learns and self._policy.wants_queries:
             rows = rows.joined()
             sequence.state.on_queries(layer, q, rows.kv.k, start)
         observed = sequence.observed if sequence.unobserved else start
+        observed = observed if learns else rows.first
         if rows.past:
             attended = self._attend_past(layer, sequence, q, rows, observed)
         else:
             attended = attend_layer(self._adapter, layer, q, rows.kv, start + sequence.shift)
-        if window is None:
+        if learns:
             pass_to_policy(sequence.state, layer, rows.kv, rows.first, observed)
         return attended.transpose(0, 1).flatten(1)
 

@@ -107,6 +107,13 @@ class ModelAdapter(ABC):
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Like `qkv`, but return only q, `[H, T, d]`."""
 
+    def lone_query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return q of a layer without K and V of its own (`geometry.kv_layer`), in place of `qkv` and `key_value`.
+
+        Unlike `query`, it is only called for the layer that is being computed, not to predict a later query.
+        """
+        return self.query(layer, attention_input, positions)
+
     @abstractmethod
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
@@ -131,8 +138,11 @@ class ModelAdapter(ABC):
         """
 
     @abstractmethod
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]`, computed from the residual stream after its attention `[T, D]`."""
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output `[T, D]`, computed from the residual stream after its attention `[T, D]`.
+
+        Models with an embedding of each token in every layer (Gemma 4 E2B) also need the token ids `tokens` `[T]`.
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -173,6 +183,9 @@ class ForwardingAdapter(ModelAdapter):
     def query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._inner.query(layer, attention_input, positions)
 
+    def lone_query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._inner.lone_query(layer, attention_input, positions)
+
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +197,8 @@ class ForwardingAdapter(ModelAdapter):
     def after_attention(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return self._inner.after_attention(layer, hidden, attended)
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        return self._inner.mlp(layer, residual)
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self._inner.mlp(layer, residual, tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._inner.logits(hidden)

@@ -21,7 +21,9 @@ from ..core import ModelGeometry, RowShape
 from ..errors import ModelError
 from .adapter import ModelAdapter
 from .decoder_layer import DecoderLayer, Projections, first_of, refuse_unused
+from .kv_sharing import kv_sources
 from .latent_attention import LatentProjections, is_latent
+from .layer_embeddings import LayerEmbeddings
 from .multimodal import text_config, text_decoder
 from .recurrent import RecurrentState, Stage, recurrent_mixer, run_layer, state_shapes
 from .rotary import Rotary, refuse_length_dependent, unrotated
@@ -98,7 +100,9 @@ class DecoderAdapter(ModelAdapter):
         full_rows, window_rows = _row_shapes(type(model).__name__, self._projections, windows)
         rotary = _rotary_module(decoder)
         self._rotary = Rotary(rotary, _kinds(config, decoder, rotary, attentions, attention_indices), attentions)
-        used_modules = (self._embedding, self._norm, rotary)
+        self._layer_embeddings = LayerEmbeddings.find(decoder, self._embedding)
+        embedding_modules = () if self._layer_embeddings is None else self._layer_embeddings.modules
+        used_modules = (self._embedding, self._norm, rotary, *embedding_modules)
         children = list(decoder.named_children())
         stacks = [name for name, child in children if isinstance(child, nn.ModuleList)][:1]
         used_names = (name for name, child in children if any(child is module for module in used_modules))
@@ -112,6 +116,7 @@ class DecoderAdapter(ModelAdapter):
             states=states,
             window_rows=window_rows,
             sinks=any(sink is not None for sink in sinks),
+            kv_from=kv_sources(attentions),
         )
         super().__init__(geometry, weight.dtype, weight.device, sinks)
 
@@ -206,8 +211,9 @@ class DecoderAdapter(ModelAdapter):
         # The query is not used, so it need not be rotated.
         return self._projections[layer].query_and_gate(self.attention_input(layer, hidden), unrotated)[1]
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        return self._layers[layer].mlp(residual)
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        embeddings, index = self._layer_embeddings, self._attention_indices[layer]
+        return self._layers[layer].mlp(residual, None if embeddings is None else partial(embeddings, index, tokens))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(self._norm(hidden))
@@ -236,12 +242,6 @@ def _refuse_unsupported(
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": images only
         raise ModelError(
             f"{name} also attends to later tokens; only causal decoders are supported", reason="bidirectional"
-        )
-    if getattr(config, "hidden_size_per_layer_input", None) or getattr(config, "num_kv_shared_layers", None):
-        raise ModelError(
-            f"{name} adds an embedding of each token in every layer, or shares keys and values between layers "
-            "(hidden_size_per_layer_input, num_kv_shared_layers), which is not supported",
-            reason="per_layer_inputs",
         )
     rotary = _rotary_module(decoder)
     # Recurrent layers depend on the order of tokens, so hybrid models may have no rotary positions.

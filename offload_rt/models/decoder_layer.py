@@ -18,6 +18,8 @@ from torch import nn
 
 from ..errors import ModelError
 from ..kernels.dispatch import rms_norm
+from .kv_sharing import uses_earlier_kv
+from .layer_embeddings import LayerInputGate
 from .rotary import Rotate
 from .weights import attention_of
 
@@ -78,13 +80,15 @@ class DecoderLayer:
         self._mlp: Any = None if attention_only else first_of(module, _MLP)
         shared = None if attention_only else getattr(module, "shared_mlp", None)
         self._shared_mlp = None if shared is self._mlp else shared
-        # Falcon-H1 has a recurrent mixer that runs in parallel to the attention, with the same input.
+        # Falcon-H1's recurrent mixer runs in parallel to the attention, with the same input.
         self._mixer = getattr(module, "mamba", None)
         self._parallel_experts = ParallelExperts(module) if ParallelExperts.found_in(module) else None
-        parallel_names = () if self._parallel_experts is None else ParallelExperts.MODULES
+        self._input_gate = LayerInputGate(module) if LayerInputGate.found_in(module) else None
         used = [self.attention, self._mlp, self._shared_mlp, self._mixer]
         children = list(module.named_children())
-        used_names = {*parallel_names, *(name for name, child in children if any(child is each for each in used))}
+        optional = [part for part in (self._parallel_experts, self._input_gate) if part is not None]
+        used_names = {name for name, child in children if any(child is each for each in used)}
+        used_names |= {name for part in optional for name in part.MODULES}
         norm_names = {name for name, _ in children if "norm" in name or name.startswith("ln_")} - used_names
         norms = next((n for n in _PLACEMENTS if norm_names == _names(n)), None)
         if norms is None:
@@ -122,11 +126,16 @@ class DecoderLayer:
         residual = hidden + self._after_attention(projected)
         return residual + self._run_mlp(hidden) if self._parallel else residual
 
-    def mlp(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output `[T, D]`, computed from the residual stream after its attention."""
+    def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        """Return the layer's output `[T, D]`, computed from the residual stream after its attention.
+
+        `layer_input` returns the tokens' inputs `[T, P]` in this layer, if any (`LayerEmbeddings`).
+        """
         if self._parallel or self._mlp is None:
             return residual
         out = residual + self._run_mlp(residual)
+        if self._input_gate is not None:
+            out = self._input_gate.add(out, layer_input)
         return out if self._scalar_module is None else out * self._scalar_module.layer_scalar
 
     def _run_mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,7 +244,9 @@ class Projections:
         self._value_multiplier = float(getattr(attention, "v_scale", 1.0))
         self.gated_queries = False
         if hasattr(attention, "q_proj"):
-            self._q, self._k, self._v = attention.q_proj, attention.k_proj, attention.v_proj
+            self._q = attention.q_proj
+            if not uses_earlier_kv(attention):
+                self._k, self._v = attention.k_proj, attention.v_proj
             self._split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
             used |= {"q_proj", "k_proj", "v_proj"}
             self.gated_queries = getattr(self._q, "out_features", None) == 2 * heads * self._key_dim

@@ -27,6 +27,28 @@ def keys_and_values(
         yield KVPart(*adapter.key_value(layer, attention_input, slice_positions))
 
 
+def query_and_kv(
+    adapter: ModelAdapter, layer: int, inputs: torch.Tensor, positions: torch.Tensor, shared: dict[int, KVPart]
+) -> tuple[torch.Tensor, KVPart]:
+    """Return q `[H, T, d]` of a layer, and the K and V `[Hkv, T, d]` that it attends to.
+
+    Args:
+        adapter: The model.
+        layer: The layer index.
+        inputs: Attention inputs `[T, D]`.
+        positions: Positions `[T]`.
+        shared: K and V of layers that later layers use, by layer. Begin with an empty dictionary, and pass it for each
+            layer of the same tokens.
+    """
+    if (source := adapter.geometry.kv_layer(layer)) != layer:
+        return adapter.lone_query(layer, inputs, positions), shared[source]
+    q, k, v = adapter.qkv(layer, inputs, positions)
+    kv = KVPart(k, v)
+    if layer in adapter.geometry.shared_kv:
+        shared[layer] = kv
+    return q, kv
+
+
 def attend_layer(adapter: ModelAdapter, layer: int, q: torch.Tensor, kv: KVPart, position: int) -> torch.Tensor:
     """Return exact causal attention `[H, m, d]` of the last m of n tokens, with queries q `[H, m, d]`.
 

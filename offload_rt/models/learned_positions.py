@@ -85,7 +85,7 @@ class OPTAdapter(LearnedPositionsAdapter):
         residual: torch.Tensor = hidden + self._attentions[layer].out_proj(attended)
         return residual if self._norm_first else self._layers[layer].self_attn_layer_norm(residual)
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         module = self._layers[layer]
         inner = module.final_layer_norm(residual) if self._norm_first else residual
         output: torch.Tensor = residual + module.fc2(module.activation_fn(module.fc1(inner)))
@@ -147,7 +147,7 @@ class GPT2Adapter(LearnedPositionsAdapter):
         output: torch.Tensor = self._attentions[layer].c_proj(attended)
         return hidden + output
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         module = self._layers[layer]
         output: torch.Tensor = module.mlp(module.ln_2(residual))
         return residual + output

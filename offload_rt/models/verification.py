@@ -29,7 +29,7 @@ from ..utils.native_code import cache_folder
 from ..utils.progress import report
 from .adapter import ModelAdapter
 from .checkpoint import as_model_error
-from .full_attention import residual_after_attention
+from .full_attention import query_and_kv, residual_after_attention
 from .multimodal import text_config
 from .weights import attention_layers, decoder_layers
 
@@ -126,6 +126,7 @@ class _Verification:
         half = first // 2 if adapter.geometry.states else 0
         cuts = sorted({0, half, *self._one_by_one, length})
         self._slices = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+        self._shared: list[dict[int, KVPart]] = [{} for _ in self._slices]
 
     def run(self) -> None:
         observed = self._observe()
@@ -151,7 +152,11 @@ class _Verification:
         accepted = set(parameters)
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             accepted.add("position_ids")  # A subclass may pass all arguments to its base class without naming them.
-        options = {"position_ids": self._positions[None], "use_cache": False, "logits_to_keep": _DECODE_TOKENS}
+        options: dict[str, Any] = {"position_ids": self._positions[None], "use_cache": False}
+        options["logits_to_keep"] = _DECODE_TOKENS
+        if self._adapter.geometry.kv_from:
+            # With a number, Gemma 4 computes later layers only for the last tokens; with indices, for all.
+            options["logits_to_keep"] = torch.arange(len(self._tokens), device=self._tokens.device)[-_DECODE_TOKENS:]
 
         def enter(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             observed.hidden.append(_tensor(args[0] if args else named["hidden_states"]))
@@ -172,12 +177,14 @@ class _Verification:
 
         The last tokens are computed one by one, and all earlier tokens together (in two pieces for hybrid models).
         """
-        adapter, outs, parts = self._adapter, [], []
-        for s in self._slices:
-            q, *rows = adapter.qkv(layer, adapter.attention_input(layer, hidden[s]), self._positions[s])
-            parts.append(rows)
-            kv = KVPart(*(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)))
-            outs.append(adapter.mlp(layer, residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)))
+        adapter, outs, parts = self._adapter, [], list[KVPart]()
+        for s, shared in zip(self._slices, self._shared, strict=True):
+            inputs = adapter.attention_input(layer, hidden[s])
+            q, own = query_and_kv(adapter, layer, inputs, self._positions[s], shared)
+            parts.append(own)
+            kv = KVPart(torch.cat([part.k for part in parts], dim=1), torch.cat([part.v for part in parts], dim=1))
+            residual = residual_after_attention(adapter, layer, hidden[s], q, kv, s.stop)
+            outs.append(adapter.mlp(layer, residual, self._tokens[s]))
         return torch.cat(outs)
 
     def _run_stages(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:

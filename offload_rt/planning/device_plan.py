@@ -112,7 +112,8 @@ def prefill_slices(config: EngineConfig, device: torch.device) -> tuple[int, ...
 
 
 def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
-    """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid policy options."""
+    """Return the memory costs for the largest prefill chunk size. Raise ConfigError for invalid options."""
+    check_device_kv(config, shape.device)
     demand = memory_demand(config.policy, config.policy_options, shape.geometry, shape.dtype)
     return DeviceCosts(
         shape,
@@ -122,7 +123,17 @@ def costs_for(config: EngineConfig, shape: ModelShape) -> DeviceCosts:
         working_set=config.working_set,
         graphs=config.replays(shape.device.type),
         draft_tokens=None if config.exact is None else config.exact.tokens,
+        device_kv=config.device_kv_memory or 0,
     )
+
+
+def check_device_kv(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if `device_kv_memory` is set for a CPU."""
+    if config.device_kv_memory is not None and device.type == "cpu":
+        raise ConfigError(
+            "device_kv_memory keeps copies of KV in the memory of a GPU, and this device is a CPU, which reads KV in "
+            "host memory: remove device_kv_memory"
+        )
 
 
 def plan_for(config: EngineConfig, shape: ModelShape) -> DevicePlan:

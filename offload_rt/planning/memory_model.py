@@ -22,7 +22,7 @@ from ..models.linear.packed import PACKED, TILE_WEIGHTS
 from ..models.rotary import MAX_CACHED_POSITIONS
 from ..models.shape import ModelShape
 from ..policies.demand import MemoryDemand
-from ..policies.growing import max_slots
+from ..policies.growing import max_capacity
 from ..policies.infinigen.scoring import PROMPT_KEYS_AT_ONCE, TOKENS_PER_BYTE
 from ..skewing.calibrate import SLICE, TOKENS
 from ..transfer.working_set import working_set_bytes
@@ -47,6 +47,7 @@ class DeviceCosts:
         graphs: Whether steps with padded batch sizes are captured as CUDA graphs. `total` then includes the memory of a
             second graph.
         draft_tokens: Maximum number of draft tokens of a sequence in lossless mode, otherwise None.
+        device_kv: Size in bytes of the memory for copies of KV blocks.
     """
 
     shape: ModelShape
@@ -57,13 +58,14 @@ class DeviceCosts:
     working_set: int = 0
     graphs: bool = False
     draft_tokens: int | None = None
+    device_kv: int = 0
 
     def basis(self) -> int:
         """Return the size in bytes of the bases of scoring keys and the corrections of predicted queries."""
         return self.demand.correction_bytes + (0 if self.keys_on_host else self.demand.basis_bytes)
 
     def fixed(self) -> int:
-        """Return the size in bytes that any context needs: `basis`, RoPE tables of one slice and cuBLAS workspaces."""
+        """Return the size in bytes of data that every context needs: `basis`, RoPE of one slice, cuBLAS workspaces."""
         workspace = CUDA_WORKSPACE if self.shape.device.type == "cuda" else 0
         return self.basis() + self._rope_bytes(self.slice_tokens) + workspace
 
@@ -84,16 +86,16 @@ class DeviceCosts:
         """
         if self.keys_on_host:
             return 0
+        layers = self.demand.scored_layers(self.shape.geometry)
         if page := self.demand.page_tokens:
-            return self.demand.scoring_bytes(self.shape.geometry.layers, -(-context // page) * page)
-        return self.demand.scoring_bytes(self.shape.geometry.layers + 1, max_slots(context, TOKENS_PER_BYTE))
+            return self.demand.scoring_bytes(layers, -(-context // page) * page)
+        return self.demand.scoring_bytes(layers + 1, max_capacity(context, TOKENS_PER_BYTE))
 
     @property
     def working_set_bytes(self) -> int:
         """Size in bytes of the working sets of a sequence, one per layer that selects tokens."""
         geometry = self.shape.geometry
-        selecting = geometry.layers - len(self.demand.dense)
-        return selecting * working_set_bytes(self.working_set, geometry, self.shape.dtype)
+        return self.demand.scored_layers(geometry) * working_set_bytes(self.working_set, geometry, self.shape.dtype)
 
     @property
     def resident(self) -> int:
@@ -101,7 +103,7 @@ class DeviceCosts:
         geometry = self.shape.geometry
         rows = (
             sum(geometry.resident(layer, 0, self.demand.resident)) * geometry.rows(layer).bytes(self.shape.dtype)
-            for layer in range(geometry.layers)
+            for layer in geometry.kv_layers
         )
         return sum(rows) + self.working_set_bytes
 
@@ -168,6 +170,8 @@ class DeviceCosts:
         """Return the size in bytes of a layer's hidden states, new KV, merged KV and temporary tensors in a prefill."""
         geometry, size, compute = self.shape.geometry, self.shape.dtype.itemsize, self._widest_itemsize
         rows = context * (2 * self._largest_rows.bytes(self.shape.dtype) + geometry.hidden * size + 16)
+        # KV that later layers use stays in memory until the last layer.
+        rows += context * sum(geometry.rows(layer).bytes(self.shape.dtype) for layer in geometry.shared_kv)
         heads = geometry.heads * geometry.head_dim
         # Norms use a wider dtype. An MLP has its gate, both factors and their product in memory at once. Attention to
         # earlier tokens and attention to the slice are merged in the wider dtype.
@@ -232,7 +236,7 @@ class DeviceCosts:
     def total(self, contexts: Sequence[int]) -> int:
         """Return the size in bytes for concurrent sequences with `contexts` tokens, and a prefill of the longest."""
         permanent = self.fixed() + sum(self.scoring(context) + self.resident for context in contexts)
-        permanent += self.states(len(contexts))
+        permanent += self.states(len(contexts)) + self.device_kv
         step = self.staging(contexts) + self.decode(contexts)
         return permanent + max(self.prefill(max(contexts)), self.calibration(), step) + (step if self.graphs else 0)
 
@@ -263,11 +267,13 @@ class Requirements:
     graphs: int = 0  # captured CUDA graphs, except the one that runs
     states: int = 0  # recurrent state of a hybrid model, which does not depend on the context
     snapshots: int = 0  # limit on snapshots of recurrent state in host memory
+    device_kv: int = 0  # memory for copies of KV blocks
 
     @property
     def device(self) -> int:
         """Required device memory in bytes: the larger of the requirements of prefill and decoding."""
         permanent = self.weights + self.scoring + self.resident + self.working_set + self.graphs + self.states
+        permanent += self.device_kv
         return permanent + max(self.prefill, self.staging + self.decode)
 
 
@@ -281,7 +287,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
     groups, staging, decode = LayerGroups.from_geometry(geometry), costs.staging([context]), costs.decode([context])
     return Requirements(
         context=context,
-        kv_per_token=(geometry.layers - len(geometry.sliding)) * geometry.full_rows.bytes(dtype),
+        kv_per_token=len(set(geometry.kv_layers) - set(geometry.sliding)) * geometry.full_rows.bytes(dtype),
         kv_host=groups.blocks(context) * groups.layers * BLOCK_SIZE * geometry.full_rows.bytes(dtype),
         weights=weights,
         scoring=costs.fixed() + costs.scoring(context),
@@ -292,6 +298,7 @@ def requirements(costs: DeviceCosts, weights: int, context: int, max_graphs: int
         prefill=costs.prefill(context),
         graphs=max_graphs * (staging + decode) if costs.graphs else 0,
         states=costs.states(1),
+        device_kv=costs.device_kv,
     )
 
 

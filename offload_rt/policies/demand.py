@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..core import ModelGeometry
+
 
 @dataclass(frozen=True)
 class MemoryDemand:
@@ -34,9 +36,13 @@ class MemoryDemand:
     max_prefill_weights: int = 0
     always_dense_until: int = 0
 
+    def scored_layers(self, geometry: ModelGeometry) -> int:
+        """Return the number of layers with selection data: sparse layers that store KV."""
+        return len(set(geometry.kv_layers) - set(self.dense))
+
     def scoring_bytes(self, layers: int, context: int) -> int:
         """Return the size in bytes of the selection data of `context` tokens, without spare capacity.
 
-        `layers` is the number of layers of the model.
+        `layers` is the number of layers with selection data.
         """
-        return int((layers - len(self.dense)) * self.key_bytes * context)
+        return int(layers * self.key_bytes * context)

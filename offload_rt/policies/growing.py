@@ -10,10 +10,10 @@ _ROUND = 64
 """Capacities are multiples of this number of slots."""
 
 
-def max_slots(tokens: int, tokens_per_slot: int = 1) -> int:
-    """Return an upper bound of the capacity, in tokens, of a `GrowingTensor` for `tokens` tokens.
+def max_capacity(tokens: int, tokens_per_slot: int = 1) -> int:
+    """Return the largest capacity, in tokens, of a `GrowingTensor` that contains `tokens` tokens.
 
-    Each slot takes up to `tokens_per_slot` tokens.
+    A slot takes up to `tokens_per_slot` tokens.
     """
     return tokens + tokens // 16 + _ROUND * tokens_per_slot
 

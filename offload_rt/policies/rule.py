@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,17 @@ ANY_SCORE = torch.finfo(torch.float32).max / 2
 """Value of `alpha` that accepts every finite score, but not -inf."""
 
 
-def dense_layers(layers: Iterable[int], geometry: ModelGeometry) -> frozenset[int]:
-    """Return `layers` and all sliding-window layers: the layers that attend to all visible tokens.
+def dense_layers(layers: Collection[int], geometry: ModelGeometry) -> frozenset[int]:
+    """Return the layers that attend to all visible tokens: `layers`, layers that use their KV, and sliding layers.
 
     Raises ConfigError if a layer does not exist.
     """
     for layer in layers:
         if layer >= geometry.layers:
             raise ConfigError(f"dense_layers names layer {layer}, but the model has layers 0 to {geometry.layers - 1}")
-    return frozenset(layers) | frozenset(geometry.sliding)
+    # A dense layer has no scoring keys, so layers that use its KV cannot select.
+    users = (layer for layer in range(geometry.layers) if geometry.kv_layer(layer) in layers)
+    return frozenset(layers) | frozenset(users) | frozenset(geometry.sliding)
 
 
 def budget_tokens(budget: float, visible: VisibleTokens) -> int:

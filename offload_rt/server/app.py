@@ -89,7 +89,6 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _path_hint(app: FastAPI, path: str) -> str:
-    """Return the error message for a request to a path that does not exist."""
     if path.startswith("/v1/v1/"):
         return f"the path {path} does not exist: remove /v1 from the end of the client's base URL"
     if f"/v1{path}" in app.openapi()["paths"]:

@@ -160,7 +160,6 @@ def _digest(key: str) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """Return the host name of a Host header in lower case, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()

@@ -31,7 +31,6 @@ REFUSED_SECONDS = 2.0
 
 
 def _refusal(status: HTTPStatus, message: str) -> bytes:
-    """Return a complete HTTP response with an error in OpenAI's format."""
     body = json.dumps(error_body(RefusedError(status, message), "")).encode()
     head = f"HTTP/1.1 {status.value} {status.phrase}\r\nretry-after: 1\r\nconnection: close\r\n"
     return head.encode() + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body

@@ -54,8 +54,7 @@ class StoredRequest(SampledRequest):
         """Check that the request fits, and adapt the session's history to it if necessary. Called before each start."""
 
     @abstractmethod
-    def _undo_prepare(self) -> None:
-        """Revert `_prepare` after a failed start."""
+    def _undo_prepare(self) -> None: ...
 
     @abstractmethod
     def _diverged_at(self, tokens: Seq[int], position: int) -> int | None:

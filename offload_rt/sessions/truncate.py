@@ -247,8 +247,8 @@ def copy_rows(pool: HostPool, source: BlockTable, target: BlockTable, kept: Seq[
 
     In sliding-window layers, only KV that later tokens can attend to is copied.
     """
-    for layer, group in enumerate(pool.groups.group):
-        at = pool.groups.first_seen(len(kept), target.floor) if group else 0
+    for layer in pool.groups.kv_layers:
+        at = pool.groups.first_seen(len(kept), target.floor) if pool.groups.group[layer] else 0
         for part in (part for run in ranges_of(kept[at:]) for part in pool.stored(source, layer, run)):
             pool.fill(target, layer, at, part.k, part.v)
             at += part.k.shape[1]

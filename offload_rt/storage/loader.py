@@ -162,7 +162,9 @@ class BlockLoader:
                     return
 
     def _load_layer(self, layer: int, readers: ThreadPoolExecutor) -> bytes | None:
-        """Load all blocks of a layer. Return the key of the first damaged block, or None."""
+        """Load all blocks of a layer that stores KV. Return the key of the first damaged block, or None."""
+        if layer not in self._pool.groups.kv_layers:
+            return None
         group, parts = self._pool.groups.group[layer], zip(self._placed, self._spans, self._extents, strict=True)
         mine = [(placed.block, span, extent) for placed, span, extent in parts if placed.group == group]
         intact = list(readers.map(lambda each: self._fill(each[0], layer, *each[1:]), mine))

@@ -306,7 +306,7 @@ class Saver:
     def _write_layers(self, writer: BlockWriter, pending: PendingBlock, layers: Iterable[int]) -> None:
         groups = self._pool.groups
         for layer in layers:
-            if groups.group[layer] == pending.block.group:
+            if layer in groups.kv_layers and groups.group[layer] == pending.block.group:
                 for storage_layer, part in self._pool.view_storage_layers(layer, pending.span):
                     writer.write(storage_layer, layer_data(self._pool, part))
 

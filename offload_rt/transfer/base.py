@@ -20,7 +20,7 @@ from .row_lists import RowLists
 
 @dataclass(frozen=True)
 class PrefilledLayer:
-    """KV of one layer during prefill, valid until the next layer is prefilled.
+    """KV of one layer during prefill, valid until the sequence is prefilled further or closed.
 
     Attributes:
         kv: Contiguous K and V of the tokens from `first` on. In a sliding-window layer, only tokens that a new token
@@ -28,8 +28,8 @@ class PrefilledLayer:
         first: Index of the first token in `kv`.
         bytes_to_device: Size in bytes of the earlier tokens' KV that was copied to the device.
         bytes_to_host: Size in bytes of the new KV that was written back to the pool.
-        past: KV of the visible tokens before `first`, as parts in token order. It can be iterated over once. Empty
-            unless KV is on disk, or is read in place and is not contiguous.
+        past: KV of the visible tokens before `first`, as parts in token order. A part from disk is read when it is
+            accessed, again in each iteration. Empty unless KV is on disk, or is read in place and is not contiguous.
     """
 
     kv: KVPart
@@ -86,6 +86,14 @@ class PendingFetch(Protocol):
         """Counts of the entries that are not transferred, valid after `wait`. None if all entries are transferred."""
         ...
 
+    @property
+    def copied_tokens(self) -> int | None:
+        """Number of tokens that are read from copies of blocks on the device, and are not in `bytes`.
+
+        None if there are no copies, and if the fetch is for selected tokens, which `savings` counts.
+        """
+        ...
+
     def wait(self) -> list[KVPart]:
         """Return the fetched KV on the device, as parts.
 
@@ -113,6 +121,11 @@ class KVStorage(Protocol):
         ...
 
     def close(self, blocks: BlockTable) -> None: ...
+
+    def reload(self, blocks: BlockTable, sinks: int, recent: int) -> None:
+        """Copy the resident KV from the pool again. The default implementation closes and opens the sequence."""
+        self.close(blocks)
+        self.open(blocks, sinks, recent)
 
     def settle(self, blocks: BlockTable) -> None:
         """Wait until all appended KV is in the pool, before its blocks are shared with another sequence."""
@@ -218,6 +231,10 @@ class Transfer(Protocol):
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         """Return the size in bytes of a sequence's working set; 0 if there is none."""
+        ...
+
+    def loaded_bytes(self, blocks: BlockTable) -> int:
+        """Return the size in bytes of a sequence's KV that was copied to the device, but not by a fetch."""
         ...
 
     def check_integrity(self) -> None:

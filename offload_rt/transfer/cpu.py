@@ -39,6 +39,7 @@ class _Fetch:
     tokens: torch.Tensor | None
     bytes: int
     savings: Savings | None = None
+    copied_tokens: int | None = None
 
     def wait(self) -> list[KVPart]:
         pages, blocks, layer = self.pages, self.blocks, self.layer
@@ -132,8 +133,8 @@ class CpuStorage(KVStorage):
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         self._resident[id(blocks)] = sum(
-            sum(self._geometry.resident(layer, sinks, recent)) * size
-            for layer, size in enumerate(self._pages.token_bytes)
+            sum(self._geometry.resident(layer, sinks, recent)) * self._pages.token_bytes[layer]
+            for layer in self._geometry.kv_layers
         )
 
     def close(self, blocks: BlockTable) -> None:
@@ -255,6 +256,9 @@ class CpuTransfer:
         return self.storage.resident_bytes + self.rows.nbytes
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
+        return 0
+
+    def loaded_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:

@@ -16,6 +16,7 @@ from ..core import BlockTable, KVPart, ModelGeometry
 from ..kv_cache.pool import HostPool
 from .base import KVStorage, PrefilledLayer, join
 from .cuda_fetch import CudaBatches, CudaRows, copy_heads
+from .device_copies import DeviceCopies
 from .open_sequences import DeviceState, OpenSequence
 from .plan import row_ids
 from .staging import HELD_BACK
@@ -30,6 +31,8 @@ class CudaStorage(KVStorage):
 
     def open(self, blocks: BlockTable, sinks: int, recent: int, origin: BlockTable | None = None) -> None:
         state = self._state
+        if state.copies is not None:
+            state.copies.update(blocks)
         if origin is not None:
             state.add_copy(blocks, origin)
             return
@@ -38,6 +41,20 @@ class CudaStorage(KVStorage):
 
     def close(self, blocks: BlockTable) -> None:
         """Close a sequence after its pending transfers."""
+        self._end_transfers(blocks)
+        if self._state.copies is not None:
+            self._state.copies.close(blocks)
+
+    def reload(self, blocks: BlockTable, sinks: int, recent: int) -> None:
+        """Copy the resident KV from the pool again.
+
+        Copies of blocks on the device stay. KV that the host has written to a block since `open` is in its copy,
+        because copies are loaded when the sequence first computes.
+        """
+        self._end_transfers(blocks)
+        self.open(blocks, sinks, recent)
+
+    def _end_transfers(self, blocks: BlockTable) -> None:
         self._state.prefetch.record_event().synchronize()
         self._state.staging.clear()
         self._state.write_back.record_event().synchronize()
@@ -76,6 +93,8 @@ class CudaStorage(KVStorage):
                 for into, rows in zip(run, encoded, strict=True):
                     copy_heads(into, rows[:, piece])
                 at = piece.stop
+            if state.copies is not None and not state.pool.groups.group[layer]:
+                state.copies.write(blocks, layer, kept, encoded)
             one.written = state.write_back.record_event()
         state.pending_writes.hold(one.written, part.k, part.v)
         return len(kept) * state.pool.token_bytes(layer)
@@ -89,6 +108,9 @@ class CudaStorage(KVStorage):
         state.settle(blocks)
         state.prefetch.record_event().synchronize()
         state.pool.move(blocks, layer, source, target)
+        if state.copies is not None and not state.pool.groups.group[layer]:
+            state.copies.refresh(blocks, layer, target)
+            one.written = state.write_back.record_event()
         self._update_after_move(one, layer, source, target)
 
     def displace(self, blocks: BlockTable, layer: int, source: int, target: int) -> None:
@@ -127,7 +149,7 @@ class CudaStorage(KVStorage):
             stop += own.k.shape[1]
         kv = join(fresh if loaded is None else [*loaded.wait(), *fresh])
         one.residency.store(layer, start, kv.k[:, start - first :], kv.v[:, start - first :])
-        return PrefilledLayer(kv, first, (start - first) * state.pool.token_bytes(layer), written)
+        return PrefilledLayer(kv, first, 0 if loaded is None else loaded.bytes, written)
 
 
 class CudaTransfer:
@@ -141,6 +163,7 @@ class CudaTransfer:
         * KV is read from the pool only in the prefetch stream, after the last write-back of its sequence.
         * A block is reused only after `close`, which waits for both streams.
         * Working sets (KV and tables) are used in the prefetch stream alone.
+        * Copies of blocks on the device are read and written in the same streams as the blocks (`DeviceCopies`).
         * Staged KV and KV to be written back are allocated in the compute stream (`staging.py`). Counts are allocated
           in the prefetch stream and registered with `record_stream` of the caching allocator.
     """
@@ -153,6 +176,7 @@ class CudaTransfer:
         streams: tuple[Stream, Stream] | None = None,
         working_set: int = 0,
         in_place: bool = True,
+        device_blocks: int = 0,
     ) -> None:
         """Create the transfer.
 
@@ -165,20 +189,28 @@ class CudaTransfer:
                 working sets.
             in_place: Whether kernels access the pool directly. If False, the host waits for the selected indices and
                 gathers the KV.
+            device_blocks: Maximum number of blocks with copies on the device. Not with working sets.
         """
+        assert not (working_set and device_blocks)
         prefetch, write_back = streams or (DeviceStream(device), DeviceStream(device))
         self._state = DeviceState(pool, geometry, device, prefetch, write_back, working_set, in_place)
+        if device_blocks:
+            self._state.copies = DeviceCopies(pool, device, device_blocks, prefetch, write_back)
         self.batched = CudaBatches(self._state)
         self.rows = CudaRows(self._state, self.batched)
         self.storage = CudaStorage(self._state, self.rows, self.batched)
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of resident KV and working sets of all open sequences, without staging buffers."""
-        return sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
+        """Size in bytes of copies of blocks, resident KV and working sets, without staging buffers."""
+        copies = 0 if self._state.copies is None else self._state.copies.nbytes
+        return copies + sum(one.residency.nbytes + one.working_set_bytes for one in self._state)
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
         return self._state[blocks].working_set_bytes
+
+    def loaded_bytes(self, blocks: BlockTable) -> int:
+        return 0 if self._state.copies is None else self._state.copies.loaded_bytes(blocks)
 
     def check_integrity(self) -> None:
         self._state.prefetch.record_event().synchronize()
@@ -186,6 +218,8 @@ class CudaTransfer:
             self._state.settle(one.blocks)
             if one.working is not None:
                 one.working.check_integrity(self._stored_rows(one.blocks))
+        if self._state.copies is not None:
+            self._state.copies.check_integrity([one.blocks for one in self._state])
 
     def _stored_rows(self, blocks: BlockTable) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Return a function (layer, tokens `[Hkv, n]`) that reads stored KV `[planes, Hkv, n, width]` from the pool."""

@@ -32,6 +32,7 @@ class _PendingFetch(PendingFetch):
         layer: Index of the layer.
         visible: If not None, `wait` returns the resident KV of these tokens before the fetched KV. It is read in
             `wait`, because the newest token is stored after the fetch has started.
+        copied_tokens: Number of tokens read from copies of blocks, in a fetch of a range (`PendingFetch`).
     """
 
     state: DeviceState
@@ -43,10 +44,12 @@ class _PendingFetch(PendingFetch):
     residency: Residency | None = None
     layer: int = 0
     visible: VisibleTokens | None = None
+    copied_tokens: int | None = None
 
     @property
     def bytes(self) -> int:
-        return self.staged.numel() * self.staged.itemsize
+        tokens = self.staged.shape[2]
+        return self.staged.nbytes // max(1, tokens) * (tokens - (self.copied_tokens or 0))
 
     def wait(self) -> list[KVPart]:
         self.state.staging.arrive(self.staging_key, self.event, *(() if self.savings is None else self.savings.tensors))
@@ -112,18 +115,38 @@ class CudaRows(RowFetch):
         with state.prefetch.behind_compute():
             if (written := one.written) is not None:
                 state.prefetch.wait_for(written)
-            at = 0
-            for run in pool.planes(blocks, layer, tokens):
-                piece = slice(at, at + run[0].shape[1])
-                for into, rows in zip(planes, run, strict=True):
-                    copy_heads(into[:, piece], rows)
-                at = piece.stop
+            copied = self._fill(blocks, layer, tokens, planes)
             if shared:
                 part = pool.layout.window_part(planes[0])
                 staged[0].copy_(part.k)
                 staged[1].copy_(part.v)
             event = state.prefetch.record_event()
-        return _PendingFetch(state, staging_key, event, staged, None, None, one.residency, layer, visible)
+        return _PendingFetch(
+            state, staging_key, event, staged, residency=one.residency, layer=layer, visible=visible,
+            copied_tokens=copied,
+        )  # fmt: skip
+
+    def _fill(self, blocks: BlockTable, layer: int, tokens: range, planes: torch.Tensor) -> int | None:
+        """Fill `planes` `[planes, Hkv, n, width]` with the stored KV of `tokens`, from copies or else from the pool.
+
+        Return the number of tokens whose copies on the device were complete before. None if there are no copies.
+        """
+        state, pool, copied = self._state, self._state.pool, None
+        parts: list[tuple[range, tuple[torch.Tensor, ...]]] = [(tokens, ())]
+        if copies := None if pool.groups.group[layer] else state.copies:
+            copies.update(blocks)
+            parts = copies.readable(blocks, layer, tokens)
+            copied = sum(len(part) for part, there in parts if there)
+            if copies.load(blocks, [layer], state[blocks].written):
+                parts = copies.readable(blocks, layer, tokens)
+        for part, there in parts:
+            at = part.start - tokens.start
+            for run in [there] if there else pool.planes(blocks, layer, part):
+                piece = slice(at, at + run[0].shape[1])
+                for into, rows in zip(planes, run, strict=True):
+                    copy_heads(into[:, piece], rows)
+                at = piece.stop
+        return copied
 
     def fetch_together(
         self,

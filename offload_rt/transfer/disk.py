@@ -188,6 +188,7 @@ class _RangeFetch:
     layer: int = 0
     visible: VisibleTokens | None = None
     savings: Savings | None = None
+    copied_tokens: int | None = None
 
     def wait(self) -> list[KVPart]:
         parts = self.run.parts
@@ -208,6 +209,7 @@ class _SelectedFetch:
     layer: int = 0
     visible: VisibleTokens | None = None
     savings: Savings | None = None
+    copied_tokens: int | None = None
 
     def wait(self) -> list[KVPart]:
         own, format = [], self.state.pool.format
@@ -294,6 +296,9 @@ class DiskTransfer:
         return sum(one.residency.nbytes for one in self._state.open.values())
 
     def working_set_bytes(self, blocks: BlockTable) -> int:
+        return 0
+
+    def loaded_bytes(self, blocks: BlockTable) -> int:
         return 0
 
     def check_integrity(self) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..core import BlockTable, ModelGeometry
+from ..kernels.pool_rows import DeviceRows
 from ..kv_cache.pool import HostPool
+from .device_copies import DeviceCopies
 from .residency import Residency
 from .staging import PendingWriteBacks, Staging
 from .streams import Event, Stream
@@ -47,6 +49,7 @@ class DeviceState:
         self.staging, self.pending_writes = Staging(prefetch), PendingWriteBacks(write_back)
         self.entry_bytes = pool.layout.entry_bytes
         self.working_set, self.in_place = working_set, in_place
+        self.copies: DeviceCopies | None = None
         self._open: dict[int, OpenSequence] = {}
 
     def __getitem__(self, blocks: BlockTable) -> OpenSequence:
@@ -75,6 +78,14 @@ class DeviceState:
     def remove(self, blocks: BlockTable) -> None:
         """Close a sequence. A second call has no effect."""
         self._open.pop(id(blocks), None)
+
+    def device_rows(self, layer: int) -> DeviceRows | None:
+        """Return the rows on the device with copies of KV of `layer`, or None if there are none."""
+        return None if self.copies is None or self.pool.groups.group[layer] else self.copies.rows(layer)
+
+    def row_base(self, blocks: BlockTable) -> torch.Tensor:
+        """Return the id of the first row of each block, int64 `[blocks]`: a row of the pool or on the device."""
+        return self.pool.row_base(blocks) if self.copies is None else self.copies.row_base(blocks)
 
     def settle(self, blocks: BlockTable) -> None:
         """Wait on the host for the last write-back of the sequence. Thread-safe."""

@@ -19,7 +19,7 @@ class Residency:
 
     Token t is stored at index t if it is a sink, else at index s + (t - s) mod w. A new token therefore overwrites the
     token that leaves the window. The overwritten KV is also in the pool, so that the policy can select the token later.
-    `store` and `part` run in the compute stream.
+    `store` and `part` run in the compute stream. A layer that uses the KV of an earlier layer shares its memory.
     """
 
     def __init__(
@@ -28,16 +28,19 @@ class Residency:
         self._sizes = [geometry.resident(layer, sinks, recent) for layer in range(geometry.layers)]
         rows = [geometry.rows(layer) for layer in range(geometry.layers)]
         shapes = [(r.planes, r.kv_heads, s + w, r.head_dim) for r, (s, w) in zip(rows, self._sizes, strict=True)]
-        self._rows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        own = {layer: torch.empty(shapes[layer], dtype=dtype, device=device) for layer in geometry.kv_layers}
+        self._sources = [geometry.kv_layer(layer) for layer in range(geometry.layers)]
+        self._rows = [own[source] for source in self._sources]
 
     def clone(self) -> Residency:
         twin = object.__new__(Residency)
-        twin._rows, twin._sizes = [rows.clone() for rows in self._rows], self._sizes
+        own = {layer: self._rows[layer].clone() for layer in set(self._sources)}
+        twin._rows, twin._sizes, twin._sources = [own[layer] for layer in self._sources], self._sizes, self._sources
         return twin
 
     @property
     def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self._rows)
+        return sum(self._rows[layer].nbytes for layer in set(self._sources))
 
     def sizes(self, layer: int) -> tuple[int, int]:
         """Return the numbers of sinks and recent tokens for which a layer has space."""
@@ -65,7 +68,8 @@ class Residency:
 
     def load(self, pool: HostPool, blocks: BlockTable, read: Callable[[int, range], Iterable[KVPart]]) -> None:
         """Load resident KV from the pool. `read(layer, tokens)` returns KV of a token range."""
-        for layer, (sinks, recent) in enumerate(self._sizes if blocks.length else ()):
+        for layer in sorted(set(self._sources)) if blocks.length else ():
+            sinks, recent = self._sizes[layer]
             last = range(max(0, blocks.length - recent), blocks.length)
             for tokens in (range(min(sinks, blocks.length)), pool.stored_range(blocks, layer, last)):
                 at = tokens.start

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core import BLOCK_SIZE, BlockTable, KVPart
-from ..kernels import dispatch, lists
+from ..kernels import dispatch, pool_rows
 from ..kernels.h2d_copy import copy_into, to_device
 from ..kernels.pointer_table import FIELDS, PointerTable, entry
 from .open_sequences import DeviceState, OpenSequence
@@ -24,7 +24,6 @@ from .residency import resident_index
 from .staging import HELD_BACK
 from .streams import Event
 from .working_lists import WorkingLists
-from .working_set import LookUp
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,9 @@ class PendingBatchFetch:
         staging_key: Key of these buffers in `state.staging`.
         event: Event after which `staged` and `tally` are valid.
         staged: KV `[planes, P, n, width]` in the storage format, with P = B * Hkv.
-        tally: Numbers of transferred KV entries and of working-set hits of each sequence, int64 `[B, 2]`. All other
-            entries were transferred for another sequence. None if all valid entries were transferred.
+        tally: Numbers of transferred KV entries, and of entries found in the working set or in copies of blocks on the
+            device, of each sequence, int64 `[B, 2]`. All other entries were transferred for another sequence. None if
+            all valid entries were transferred.
     """
 
     state: DeviceState
@@ -66,7 +66,7 @@ class RowLists:
         self.heads = layout.kv_heads  # of full-attention layers
         self.entry_bytes = layout.entry_bytes  # K and V of one token and head in full-attention layers
         self._prefetch, self._write_back = state.prefetch, state.write_back
-        self._moves: Any = dispatch if state.in_place else lists
+        self._moves: Any = dispatch if state.in_place else pool_rows
         """Kernels if the pool is read in place, else torch on the host."""
         self._bases = torch.zeros(batch, -(-tokens // BLOCK_SIZE), dtype=torch.int64, device=device)
         storage_layers = state.pool.groups.storage_layer
@@ -78,6 +78,7 @@ class RowLists:
         self._planes = [part.view(layout.planes, -1) for part in parts]
         """For each layer, offset in vectors of K and V of each head from the start of a slab, int64 `[planes, Hkv]`."""
         self._table_ids: list[list[int]] = []
+        self._versions: list[int] = []
         self._open: list[OpenSequence] = []
         self._resident: list[PointerTable] = []
         capacity = state.working_set
@@ -103,14 +104,14 @@ class RowLists:
         """
         assert len(block_tables) == self._batch
         sequences = [self._state[blocks] for blocks in block_tables]
-        tables = [one.blocks.ids for one in sequences]
-        if tables != self._table_ids:
+        tables, versions = [one.blocks.ids for one in sequences], self._complete_copies(sequences)
+        if tables != self._table_ids or versions != self._versions:
             bases = torch.zeros(self._bases.shape, dtype=torch.int64)
             for row, one in zip(bases, sequences, strict=True):
-                own = self._pool.row_base(one.blocks)[: len(row)]
+                own = self._state.row_base(one.blocks)[: len(row)]
                 row[: len(own)] = own
             copy_into(bases, self._bases)
-            self._table_ids = [list(ids) for ids in tables]
+            self._table_ids, self._versions = [list(ids) for ids in tables], versions
             self._newest = None
         if not self._open or any(new is not old for new, old in zip(sequences, self._open, strict=True)):
             rows = [[one.residency.lists(layer) for one in sequences] for layer in range(len(self._tables))]
@@ -120,6 +121,18 @@ class RowLists:
                 with self._prefetch.behind_compute():
                     self._working.hold([one.working for one in sequences if one.working is not None], padding)
             self._open = sequences
+
+    def _complete_copies(self, sequences: Sequence[OpenSequence]) -> list[int]:
+        """Start loading missing layers of copies of the sequences' blocks on the device, if there are copies.
+
+        Return the versions of the copies. In a step, all earlier KV of its sequences is in the pool.
+        """
+        if (copies := self._state.copies) is None:
+            return []
+        for one in sequences:
+            copies.update(one.blocks)
+            copies.load_all(one.blocks, one.written)
+        return [copies.version(one.blocks) for one in sequences]
 
     def release(self) -> None:
         """Drop all references to sequences, until the next `hold`."""
@@ -199,7 +212,7 @@ class RowLists:
         return self._newest[1:]
 
     def row(self, slot: int) -> torch.Tensor:
-        """Return the pool row of a slot in full-attention layers, int64 `[1]`, for a batch of one sequence."""
+        """Return `rows_of` for a slot in full-attention layers, for a batch of one sequence."""
         return to_device(torch.tensor(self.rows_of(0, [slot])), self.device)
 
     def group(self, layer: int) -> int:
@@ -209,10 +222,17 @@ class RowLists:
     def rows_of(self, group: int, slots: Sequence[int]) -> list[int]:
         """Return the pool row of one slot of each sequence, for head 0 in the first layer of a layer group.
 
-        A negative slot gives a negative row.
+        A negative slot gives a negative row. If blocks have copies on the device, the rows of the copies follow.
         """
-        each = zip(self._open, slots, strict=True)
-        return [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
+        each = list(zip(self._open, slots, strict=True))
+        rows = [slot if slot < 0 else self._pool.row(one.blocks, group, slot) for one, slot in each]
+        if (copies := self._state.copies) is None or group:
+            return rows
+        return rows + [slot if slot < 0 else copies.row(one.blocks, slot) for one, slot in each]
+
+    def row_count(self, group: int) -> int:
+        """Return the number of rows that `rows_of` returns."""
+        return self._batch * (1 if self._state.copies is None or group else 2)
 
     def append(self, layer: int, newest: KVPart, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Store the newest KV of each sequence on the device and write it back to the pool.
@@ -222,17 +242,17 @@ class RowLists:
             newest: Keys and values `[P, d]`.
             indices: Index of the newest token in the resident KV of each sequence, int64 `[B]` (`resident_index`).
                 Sequences with a negative index are skipped.
-            rows: Pool row of the newest token of each sequence, int64 `[B]` (`rows_of`). Sequences with a negative row
-                are skipped.
+            rows: Rows of the newest token of each sequence (`rows_of`). Negative rows are skipped.
         """
         dispatch.store_resident(newest.k, newest.v, self._resident[layer], indices)
         self.write_back(layer, newest, rows)
 
     def write_back(self, layer: int, newest: KVPart, rows: torch.Tensor) -> None:
-        """Write K and V `[P, d]` (P = B * Hkv) to the pool rows `rows`, int64 `[B]`, after earlier compute work."""
+        """Write K and V `[P, d]` (P = B * Hkv) to the rows `rows` (`rows_of`), after earlier compute work."""
         with self._write_back.behind_compute():
             stored = newest.map(self._pool.format_of(layer).encode)
-            self._moves.write_rows(self._pool.vectors(layer), stored.k, stored.v, rows, self._planes[layer])
+            vectors, device = self._pool.vectors(layer), self._state.device_rows(layer)
+            self._moves.write_rows(vectors, stored.k, stored.v, rows, self._planes[layer], device)
             event = self._write_back.record_event()
         self._state.pending_writes.hold(event, newest.k, newest.v, rows, self._offsets)
         self._state.pending_writes.release(HELD_BACK)
@@ -264,15 +284,21 @@ class RowLists:
             if overlapping or working is not None:
                 tally = self._gather_listed(layer, tokens, counts, staged, working, overlapping=overlapping)
             else:
-                self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, self._planes[layer], staged)
-                tally = None
+                device = self._state.device_rows(layer)
+                tally = None if device is None else tokens.new_zeros(self._batch, 2)
+                planes = self._planes[layer]
+                self._moves.gather_tokens(self._pool.rows, tokens, counts, self._bases, planes, staged, device, tally)
             return PendingBatchFetch(self._state, staging_key, self._prefetch.record_event(), staged, tally)
 
     def _ids(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pool rows of K and V, int64 `[planes, P, n]`."""
+        """Return the ids of the rows of K and V, int64 `[planes, P, n]`."""
         at = tokens.view(self._batch, -1)
         rows = self._bases.gather(1, at >> BLOCK_BITS).add_(at & (BLOCK_SIZE - 1)).view(self._batch, self.heads, -1)
-        found: torch.Tensor = (rows + self._planes[layer].unsqueeze(1).unsqueeze(-1)).flatten(1, 2)
+        offsets = self._planes[layer].unsqueeze(1).unsqueeze(-1)
+        if (device := self._state.device_rows(layer)) is not None:
+            copies = device.planes.unsqueeze(1).unsqueeze(-1) + device.first
+            offsets = copies.where(rows >= device.first, offsets)
+        found: torch.Tensor = (rows + offsets).flatten(1, 2)
         return found
 
     def _gather_listed(
@@ -285,50 +311,53 @@ class RowLists:
         *,
         overlapping: bool,
     ) -> torch.Tensor | None:
-        """Fill `staged` with the KV of `tokens`, from the working sets or else from the pool.
+        """Fill `staged` with the KV of `tokens`, from the working sets, from copies of blocks, or from the pool.
 
         If `overlapping`, KV that several sequences need is read from the pool once and then copied on the device.
         Return `PendingBatchFetch.tally`.
         """
-        ids, valid, found = self._ids(layer, tokens), None, None
+        ids, valid, found, copied = self._ids(layer, tokens), None, None, None
         if counts is not None:
             valid = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
             ids = ids.masked_fill(~valid, -1)
         if working is not None:
             found = working.look_up(layer, tokens, valid)
             ids = ids.masked_fill(found.slots >= 0, -1)
+        if (device := self._state.device_rows(layer)) is not None:
+            copied = ids[0] >= device.first
         again = None
         if overlapping and ids.numel():
-            # K and V have the same duplicates, so only the rows of K are sorted.
-            keys = first_occurrences(ids[0].flatten())
+            # K and V have the same duplicates, so only the rows of K are sorted. Copies may be read several times.
+            keys = first_occurrences((ids[0] if copied is None else ids[0].masked_fill(copied, -1)).flatten())
             values = [(keys + len(keys)).where(keys >= 0, -1)] * (len(ids) - 1)  # none if keys contain the values
             again = torch.stack([keys, *values]).view_as(ids)
         wanted = (ids if again is None else ids.masked_fill(again >= 0, -1)).flatten(0, 1)
         all_of_them = torch.full((len(wanted),), wanted.shape[1], dtype=torch.int32, device=ids.device)
         rows = staged.flatten(0, 1)
-        self._moves.gather_rows(self._pool.rows, wanted, all_of_them, rows)
+        self._moves.gather_rows(self._pool.rows, wanted, all_of_them, rows, device)
         if again is not None:
             dispatch.gather_rows(rows.flatten(0, 1), again.flatten(0, 1), all_of_them, rows)
         if working is not None and found is not None:
             working.take(layer, found, staged)
             working.put(layer, found, staged)
-        return self._tally(tokens, counts, found, again)
+        hits = copied if found is None else found.hits
+        return self._tally(tokens, counts, None if hits is None else hits.view(self._batch, -1).sum(1), again)
 
     def _tally(
-        self, tokens: torch.Tensor, counts: torch.Tensor | None, found: LookUp | None, again: torch.Tensor | None
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, hits: torch.Tensor | None, again: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the numbers of transferred entries and of working-set hits (`PendingBatchFetch.tally`).
+        """Return the numbers of transferred entries and of hits (`PendingBatchFetch.tally`).
 
-        `found` is the look-up in the working sets. `again` is not negative for entries that were fetched for another
-        sequence.
+        `hits` `[B]` are the entries found on the device. `again` is not negative for entries that were fetched for
+        another sequence.
         """
-        if found is None and again is None:
+        if hits is None and again is None:
             return None
         if counts is None:
             selected = torch.full((self._batch,), self.heads * tokens.shape[1], device=tokens.device)
         else:
             selected = counts.view(self._batch, -1).sum(1)
-        hits = torch.zeros_like(selected) if found is None else found.hits.view(self._batch, -1).sum(1)
+        hits = torch.zeros_like(selected) if hits is None else hits
         crossed = selected - hits
         if again is not None:
             crossed = crossed - (again[0].view(self._batch, -1) >= 0).sum(1)

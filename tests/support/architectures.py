@@ -79,6 +79,20 @@ _GEMMA4_EXPERTS: dict[str, Any] = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+_GEMMA4_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 4,
+    "final_logit_softcapping": 5.0,
+}
+_GEMMA4_E2B = _GEMMA4_SMALL | {
+    "layer_types": ["sliding_attention", "full_attention"] + 2 * ["sliding_attention"] + 2 * ["full_attention"],
+    "use_double_wide_mlp": True,
+}
+_GEMMA4_E4B = _GEMMA4_SMALL | {
+    "num_hidden_layers": 7,
+    "layer_types": [*_KINDS, *_KINDS, "full_attention"],
+}
 _SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PICTURE = {"image_size": 14, "patch_size": 7}
 _IMAGE_TOKEN = {"image_token_index": 90}
@@ -270,6 +284,13 @@ RUNS: dict[str, Architecture] = {
         _GEMMA4 | _GEMMA4_EXPERTS,
         "as Gemma 4; full layers with equal K and V and fewer KV heads, mixture of experts beside an MLP",
     ),
+    "gemma4_e2b": Architecture(
+        "Gemma4Text",
+        _GEMMA4 | _GEMMA4_E2B,
+        "as Gemma 4; an embedding of each token in every layer, later layers use keys and values of earlier ones and "
+        "have wider MLPs",
+    ),
+    "gemma4_e4b": Architecture("Gemma4Text", _GEMMA4 | _GEMMA4_E4B, "as Gemma 4 E2B, with equal MLPs"),
     "gemma3_multimodal": Architecture(
         "Gemma3",
         _multimodal({"head_dim": 8, "sliding_window": WINDOW, "layer_types": _KINDS}, _SIGHT, **_IMAGE_TOKEN),
@@ -284,6 +305,16 @@ RUNS: dict[str, Architecture] = {
             **{f"{kind}_token_id": VOCAB for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")},
         ),
         "language model: Gemma 4's",
+    ),
+    "gemma4_e2b_multimodal": Architecture(
+        "Gemma4",
+        _multimodal(
+            _GEMMA4 | _GEMMA4_E2B | {"use_bidirectional_attention": "vision", "pad_token_id": 0},
+            _SIGHT | {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
+            audio_config=None,
+            **{f"{kind}_token_id": VOCAB for kind in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")},
+        ),
+        "language model: Gemma 4 E2B's",
     ),
     "llava": Architecture(
         "Llava",
@@ -496,11 +527,6 @@ REFUSED: dict[str, tuple[Architecture, str, str]] = {
         Architecture("Gemma3Text", {"head_dim": 8, "use_bidirectional_attention": True}),
         "bidirectional",
         "attends to later tokens",
-    ),
-    "gemma4_per_layer_inputs": (
-        Architecture("Gemma4Text", _GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}),
-        "per_layer_inputs",
-        "Gemma 4 E2B and E4B: embeddings of each token in every layer, keys and values shared between layers",
     ),
     "minimax": (Architecture("MiniMax", {"head_dim": 8}), "layer_type", "layers of linear attention"),
     "mamba": (Architecture("Mamba"), "modules", "no attention"),

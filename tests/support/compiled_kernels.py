@@ -211,6 +211,21 @@ def _gather(width: int, dtype: torch.dtype) -> None:
     triton_gather.gather_tokens(rows, ids, _lists(), bases, planes[:1], out[:1])
 
 
+def _gather_copies(width: int, dtype: torch.dtype) -> None:
+    """Launch the gathers and the write of a pool whose blocks may have copies on the device."""
+    from offload_rt.kernels import triton_gather
+    from offload_rt.kernels.pool_rows import DeviceRows
+
+    rows, ids = torch.empty(TOKENS, width, dtype=dtype), torch.empty(BATCH * KV_HEADS, 512, dtype=torch.int64)
+    out, bases = rows.new_empty(2, *ids.shape, width), ids.new_empty(BATCH, TOKENS // 64)
+    planes, tally = ids.new_empty(2, KV_HEADS), ids.new_empty(BATCH, 2)
+    device = DeviceRows(torch.empty_like(rows), TOKENS, planes)
+    triton_gather.gather_rows(rows, ids, _lists(), out[0], device)
+    triton_gather.gather_tokens(rows, ids, _lists(), bases, planes, out, device, tally)
+    k = rows[: BATCH * KV_HEADS]
+    triton_gather.write_rows(rows, k, k, ids.flatten()[: 2 * BATCH], planes, device)
+
+
 def _append() -> None:
     """Launch the kernels that append new KV on the device and in the pool, and scoring keys."""
     from offload_rt.kernels import triton_append, triton_entries, triton_gather
@@ -334,6 +349,7 @@ CASES: dict[str, Callable[[], None]] = {
     "packed, 6 bits": lambda: _packed(PackedFormat(4096, 6, 16, offset=32, has_factors=True)),
     "packed, 8 bits": lambda: _packed(PackedFormat(4096, 8, 32, offset=128)),
     "gather, bf16": lambda: _gather(D, torch.bfloat16),
+    "gather, copies": lambda: _gather_copies(D, torch.bfloat16),
     "gather, int4": lambda: _gather(D // 2 + 12, torch.uint8),
     "append": _append,
     "skew": _skew,

@@ -189,6 +189,9 @@ HYBRIDS = ("qwen3_5", "falcon_h1", "lfm2")
 LATENT = "youtu"
 """A model whose keys contain the values, so that only keys are stored."""
 
+USES_EARLIER_KV = "gemma4_e2b"
+"""A model in which two full-attention layers use the KV of an earlier one, and two sliding-window layers."""
+
 LAYERS, STREAMED_LAYERS, CONTEXT = 2, 5, 128
 BLOCK_BYTES = 2 * LAYERS * 2 * 32 * 64 * 4
 
@@ -260,7 +263,9 @@ class Cell:
 
 
 def _model(name: str) -> PreTrainedModel:
-    """Return a tiny model of two layers, or of three or four if it has recurrent state or latent attention."""
+    """Return a tiny model of two layers, or of up to six if it is a hybrid, or has latent attention or shared KV."""
+    if name == USES_EARLIER_KV:
+        return architecture(name, vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB)
     if name in (*HYBRIDS, LATENT):
         return architecture(name, vocab_size=VOCAB)
     if name in EXPERTS:
@@ -383,6 +388,18 @@ _CELLS = [
     Cell("latent, rounded", "infinigen", ragged, SPARSE, {"kv_cache_dtype": "int4"}, model=LATENT),
     Cell("latent, sessions", "infinigen", session, SPARSE, model=LATENT),
     Cell("latent, exact", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model=LATENT),
+    Cell("earlier kv, full", "full", shared, model=USES_EARLIER_KV),
+    Cell("earlier kv, working set", "infinigen", ragged, SPARSE, {"working_set": 9}, model=USES_EARLIER_KV),
+    Cell("earlier kv, shared", "infinigen", shared, SPARSE, model=USES_EARLIER_KV),
+    Cell("earlier kv, graphs", "infinigen", slid_replayed, SPARSE, GRAPHS, model=USES_EARLIER_KV),
+    Cell("earlier kv, default, graphs", "infinigen", slid_replayed, LOW_BITS, GRAPHS, model=USES_EARLIER_KV),
+    Cell("earlier kv, h2o", "h2o", ragged, POLICIES["h2o"], model=USES_EARLIER_KV),
+    Cell("earlier kv, repair", "infinigen", ragged, SPARSE | {"max_missed_mass": 0.05}, model=USES_EARLIER_KV),
+    Cell("earlier kv, missed mass", "infinigen", ragged, SPARSE, {"missed_mass_every": 2}, model=USES_EARLIER_KV),
+    Cell("earlier kv, rounded", "infinigen", ragged, SPARSE, {"kv_cache_dtype": "int4"}, model=USES_EARLIER_KV),
+    Cell("earlier kv, sessions", "infinigen", session, SPARSE, model=USES_EARLIER_KV),
+    Cell("earlier kv, forks", "infinigen", forked, LOW_BITS, model=USES_EARLIER_KV),
+    Cell("earlier kv, exact", "infinigen", ragged, LOW_BITS, {"exact": DRAFTS}, model=USES_EARLIER_KV),
     Cell("graphs", "infinigen", replayed, SPARSE, GRAPHS),
     Cell("graphs, batch sizes", "infinigen", growing, SPARSE, GRAPHS),
 ]
@@ -410,6 +427,8 @@ _DAILY = {
     "hybrid, shared": "late compute",
     "hybrid, exact": "seed 1",
     "latent, h2o": "seed 0",
+    "earlier kv, working set": "late prefetch",
+    "earlier kv, graphs": "late write-back",
     "forks, full": "late write-back",
     "sessions, full": "seed 0",
     "prompts": "late prefetch",

@@ -31,9 +31,9 @@ def launches_of_a_layer(name: str) -> Counter[str]:
         runner, ends = llm.runner, list[Counter[str]]()
         mlp = runner.adapter.mlp
 
-        def watched(layer: int, x: torch.Tensor) -> torch.Tensor:
+        def watched(layer: int, x: torch.Tensor, *tokens: Any) -> torch.Tensor:
             ends.append(Counter(sim.launched))
-            return mlp(layer, x)
+            return mlp(layer, x, *tokens)
 
         sequence = runner.new_sequence(tiny_prompt(42), 42)
         runner.prefill(sequence, 40)

@@ -11,7 +11,7 @@ from offload_rt.engine.runner import Runner
 from offload_rt.models.adapter import ModelAdapter
 
 Kept = list[list[tuple[int, torch.Tensor, torch.Tensor]]]
-"""KV left in each layer: (position, k `[Hkv, d]`, v `[Hkv, d]`)."""
+"""KV left in each layer: (position, k `[Hkv, d]`, v `[Hkv, d]`). None for layers that use the KV of earlier layers."""
 
 
 def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Kept) -> torch.Tensor:
@@ -20,14 +20,19 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
     Each token attends to itself and to the earlier KV of `kept`, in sliding-window layers only inside the window.
     """
     geometry, at = adapter.geometry, torch.arange(position, position + len(tokens))
-    x = adapter.embed(torch.tensor(tokens), at)
+    ids = torch.tensor(tokens)
+    x = adapter.embed(ids, at)
     for layer in range(geometry.layers):
-        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), at)
-        kept[layer] += [(position + i, k[:, i], v[:, i]) for i in range(len(tokens))]
+        attention_input, rows = adapter.attention_input(layer, x), kept[geometry.kv_layer(layer)]
+        if geometry.kv_layer(layer) == layer:
+            q, k, v = adapter.qkv(layer, attention_input, at)
+            rows += [(position + i, k[:, i], v[:, i]) for i in range(len(tokens))]
+        else:
+            q = adapter.lone_query(layer, attention_input, at)
         window = geometry.windows[layer]
-        keys, values = (torch.stack([row[i] for row in kept[layer]], 1) for i in (1, 2))
-        keys, values = (x.repeat_interleave(geometry.group, 0) for x in (keys, values))
-        ago = at[:, None] - torch.tensor([row[0] for row in kept[layer]])
+        keys, values = (torch.stack([row[i] for row in rows], 1) for i in (1, 2))
+        keys, values = (rows.repeat_interleave(geometry.heads // len(rows), 0) for rows in (keys, values))
+        ago = at[:, None] - torch.tensor([row[0] for row in rows])
         shown = at[:, None] % window + 1 if geometry.chunked and window else window or ago.max() + 1
         seen = (ago >= 0) & (ago < shown)
         scores = q @ keys.transpose(1, 2) * geometry.scales[layer]
@@ -36,8 +41,9 @@ def plain_step(adapter: ModelAdapter, tokens: list[int], position: int, kept: Ke
         scores, sinks = scores.masked_fill(~seen, -torch.inf), adapter.sinks[layer]
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, len(at), 1)), -1)
-        weights = torch.softmax(scores, -1)[..., : len(kept[layer])]
-        x = adapter.mlp(layer, adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1)))
+        weights = torch.softmax(scores, -1)[..., : len(rows)]
+        residual = adapter.after_attention(layer, x, (weights @ values).transpose(0, 1).flatten(1))
+        x = adapter.mlp(layer, residual, ids)
     return adapter.logits(x)[-1]
 
 

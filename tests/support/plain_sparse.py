@@ -113,7 +113,8 @@ def plain_scores(
     )  # fmt: skip
     state = made.new_state(lambda layer, at: layers[layer].stored.k[:, layers[layer].tokens(at)])
     layers: list[_Slots] = []
-    x, at = adapter.embed(torch.tensor(ids[:start], dtype=torch.int64), torch.arange(start)), torch.arange(start)
+    given, at = torch.tensor(ids[:start], dtype=torch.int64), torch.arange(start)
+    x = adapter.embed(given, at)
     nothing = torch.empty(geometry.kv_heads, 0, geometry.head_dim, dtype=adapter.dtype)
     for layer in range(geometry.layers):
         if not start:
@@ -124,7 +125,7 @@ def plain_scores(
         if layer not in made.dense_layers:
             state.on_queries(layer, q, k, 0)
             state.on_kv(layer, k, v, 0)
-        x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), start))
+        x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), start), given)
     found = PlainScore([], [], [], [], [])
     for t in range(start, len(ids) - 1):
         logits = _step(loaded, made, state, layers, ids[t], t, found)
@@ -161,7 +162,7 @@ def _step(
                 hidden = x if policy.query_source == "normed_input" else residual
                 guessed = adapter.attention_input(layer + 1, hidden)
             guess = adapter.query(layer + 1, policy.correct_prediction(layer + 1, guessed), at)[:, 0]
-        x = adapter.mlp(layer, residual)
+        x = adapter.mlp(layer, residual, torch.tensor([token]))
     return adapter.logits(x)[0]
 
 

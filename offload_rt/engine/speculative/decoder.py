@@ -240,7 +240,6 @@ class SpeculativeDecoder:
                 draft.tokens.append(token)
 
     def _draft_step(self, sequences: Seq[Sequence]) -> torch.Tensor:
-        """Run one draft step. Return float32 logits `[B, V]`."""
         if self._model is not None:
             return torch.stack(self._model.step(sequences))
         logits = self._runner.decode(sequences)

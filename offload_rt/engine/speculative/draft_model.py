@@ -120,7 +120,6 @@ class DraftModel:
         return drafter
 
     def _fit_to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut or pad logits `[V]` to the vocabulary size of the target model."""
         if len(logits) >= self._vocab:
             return logits[: self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - len(logits)), value=-torch.inf)

@@ -253,7 +253,6 @@ class FileArena:
         return data.view(layers, size)
 
     def _wait(self, block: int) -> None:
-        """Wait for pending writes of a block. Raise DiskError if one failed."""
         self._writer.wait([(block, storage_layer) for storage_layer in range(self.layout.layers)])
 
     def _as_vectors(self, data: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,9 @@ _ROUTERS = ("gate", "router")
 _ABSORBED = ("kv_b_proj",)
 """Name suffixes of layers whose weights latent attention multiplies by the queries. They stay unquantised."""
 
+_READ_IN_PARTS = ("per_layer_model_projection",)
+"""Name suffixes of layers of which each decoder layer reads a part, which needs plain weights (`LayerEmbeddings`)."""
+
 _MAX_INPUTS_PER_OUTPUT = 16
 """Layers with a higher ratio of inputs to outputs are not quantised. They are small, and each output affects a head."""
 
@@ -37,13 +40,13 @@ def quantize_layers(model: Any, bits: int, device: torch.device | None = None) -
     Codes are computed on `device` (default: the device of the weights), and moved to the device of the weights.
 
     The head always gets 8 bits. Not quantised are a head that is tied to the embedding, routers of experts, stacked
-    experts, absorbed layers of latent attention, layers with few outputs, and layers whose number of inputs is not a
-    multiple of 64. On the meta device, only the sizes of tensors are used.
+    experts, absorbed layers of latent attention, layers that decoder layers read in parts, layers with few outputs, and
+    layers whose number of inputs is not a multiple of 64. On the meta device, only the sizes of tensors are used.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for name, module in model.named_modules():
-        excluded = (*_ROUTERS, *_ABSORBED)
+        excluded = (*_ROUTERS, *_ABSORBED, *_READ_IN_PARTS)
         if type(module) is not nn.Linear or name.rpartition(".")[2].endswith(excluded) or (module is head and tied):
             continue
         if _MAX_INPUTS_PER_OUTPUT * module.out_features < module.in_features:

@@ -230,9 +230,10 @@ class InfiniGen:
     def memory_demand(options: InfiniGenOptions, geometry: ModelGeometry, dtype: torch.dtype) -> MemoryDemand:
         """Return the demand of scoring keys, bases, corrections and the skew artifact."""
         dense = tuple(sorted(dense_layers(options.dense_layers, geometry)))
-        selecting, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
+        guessing, wide = geometry.layers - len(dense), torch.promote_types(dtype, torch.float32)
         # While the policy is built, the complete artifact is in memory. Queries and keys have one basis per head,
         # values have one basis for all heads.
+        selecting = len(set(geometry.kv_layers) - set(dense))
         square = geometry.head_dim**2 * selecting * wide.itemsize
         bases = (
             2 * geometry.kv_heads * square
@@ -250,7 +251,7 @@ class InfiniGen:
             ),
             page_tokens=0 if options.approximate_kv == "off" else PAGE_TOKENS,
             basis_bytes=bases + artifact_bytes(geometry),
-            correction_bytes=2 * geometry.hidden * selecting * dtype.itemsize if options.corrected else 0,
+            correction_bytes=2 * geometry.hidden * guessing * dtype.itemsize if options.corrected else 0,
             always_dense_until=options.always_dense_until,
         )
 
@@ -292,7 +293,7 @@ class InfiniGen:
         geometry, compute = self.geometry, torch.promote_types(dtype, torch.float32)
         bases = {
             layer: ApproximateBasis.of(artifact, layer, geometry, compute)
-            for layer in range(geometry.layers)
+            for layer in geometry.kv_layers
             if layer not in self.dense_layers
         }
         layout = approximate_layout(self.options.approximate_kv, geometry)
@@ -311,7 +312,7 @@ class InfiniGen:
                 artifact.key[layer, :, :, columns].to(compute).contiguous(),
                 geometry.scales[layer],
             )
-            for layer in range(geometry.layers)
+            for layer in geometry.kv_layers
             if layer not in self.dense_layers
         }
         if options.keys == "partial":

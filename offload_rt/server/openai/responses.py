@@ -276,7 +276,6 @@ def _message(output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _conversation(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-    """Return the conversation for the chat template: the request's instructions, then `messages`."""
     if not messages:
         raise bad_request("input is empty: send a string or at least one item", "input")
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []

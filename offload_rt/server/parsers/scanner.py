@@ -337,7 +337,6 @@ def _json(text: str) -> Any:
 
 
 def _described_call(value: Any, tools: Tools) -> ToolCall | None:
-    """Convert a JSON value to a call. Return None if it is not a call of an offered tool."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in tools:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -154,9 +154,9 @@ def _views(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> list[torch.
 class StreamedAdapter(ForwardingAdapter):
     """`ModelAdapter` of a model with streamed layers. It copies the weights of a layer before calling its modules.
 
-    `qkv` and `key_value` are only called for the current layer, so they call `WeightStream.begin`. `query` and
-    `attention_input` are also called for the next layer, to predict its query, so they only call `WeightStream.use`.
-    Layer indices of the stream count all decoder layers, including layers without attention.
+    `qkv`, `key_value` and `lone_query` are only called for the current layer, so they call `WeightStream.begin`.
+    `query` and `attention_input` are also called for the next layer, to predict its query, so they only call
+    `WeightStream.use`. Layer indices of the stream count all decoder layers, including layers without attention.
     """
 
     def __init__(self, inner: ModelAdapter, stream: WeightStream) -> None:
@@ -190,6 +190,10 @@ class StreamedAdapter(ForwardingAdapter):
         self._use(layer)
         return super().query(layer, attention_input, positions)
 
+    def lone_query(self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._begin(layer)
+        return super().lone_query(layer, attention_input, positions)
+
     def key_value(
         self, layer: int, attention_input: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,9 +204,9 @@ class StreamedAdapter(ForwardingAdapter):
         self._use(layer)
         return super().after_attention(layer, hidden, attended)
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         self._use(layer)
-        return super().mlp(layer, residual)
+        return super().mlp(layer, residual, tokens)
 
     def _begin(self, layer: int) -> None:
         self._stream.begin(self.geometry.decoder_layer(layer))

@@ -61,7 +61,7 @@ class PlainInfiniGen:
 
     def _finish_layer(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         residual = self.adapter.after_attention(layer, x, out.transpose(0, 1).flatten(1))
-        return self.adapter.mlp(layer, residual)
+        return self.adapter.mlp(layer, residual, torch.empty(0))  # this model's MLPs ignore the tokens
 
     def decode(self, token: int) -> torch.Tensor:
         """Logits `[V]` after one more token."""

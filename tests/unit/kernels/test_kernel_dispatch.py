@@ -9,11 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from offload_rt.kernels import dispatch, kv_runs, lists, low_bit, low_bit_lists
+from offload_rt.kernels import dispatch, kv_runs, lists, low_bit, low_bit_lists, pool_rows
 
 OPERATIONS = {
+    pool_rows: {"triton_gather": ["gather_rows", "gather_tokens", "write_rows"]},
     lists: {
-        "triton_gather": ["gather_rows", "gather_tokens", "scatter_slots", "gather_slots", "write_rows"],
+        "triton_gather": ["scatter_slots", "gather_slots"],
         "triton_append": ["store_resident", "append_partial", "append_quantised"],
         "triton_entries": ["read_lists", "write_lists", "append_entries", "mask_scores"],
         "triton_scores": ["partial_scores", "quantised_scores"],

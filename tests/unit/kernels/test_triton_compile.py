@@ -35,7 +35,7 @@ REGISTERS = {
 """Register limits of a thread on every GPU. Programs of `triton_low_bit._attend` have two warps instead of four, so
 each thread holds more values."""
 
-AT_RISK = ["model", "gather, bf16", "int8 keys", "attend, bf16", "tail, int4", "packed, 4 bits"]
+AT_RISK = ["model", "gather, bf16", "gather, copies", "int8 keys", "attend, bf16", "tail, int4", "packed, 4 bits"]
 """Cases of `make test`. `make stress PART=kernels` covers all cases and architectures."""
 
 ALL = "OFFLOAD_RT_STRESS" in os.environ

@@ -3,13 +3,16 @@ negative id."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.interpreter import compiled
 
 from offload_rt.core import BLOCK_SIZE
-from offload_rt.kernels import lists
+from offload_rt.kernels import lists, pool_rows
 from offload_rt.kernels.pointer_table import PointerTable
+from offload_rt.kernels.pool_rows import DeviceRows
 
 ROWS = [  # dtype and row width: native rows, and quantised rows of even and odd byte counts
     (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 96), (torch.float32, 128), (torch.float16, 256),
@@ -38,7 +41,7 @@ def test_rows_arrive_as_they_are(kernel_device: torch.device, dtype: torch.dtype
     out = torch.full((4, listed, width), 7, dtype=dtype, device=kernel_device)
     want = out.clone()
     gather_rows(rows, ids, counts, out)
-    lists.gather_rows(rows, ids, counts, want)
+    pool_rows.gather_rows(rows, ids, counts, want)
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
     assert (want[0, 5:9] == 7).all()
     assert (want[1] == 7).all() and not torch.equal(want[0].view(torch.uint8), want[1].view(torch.uint8))
@@ -54,7 +57,7 @@ def test_rows_that_are_there_twice_are_copied_within(kernel_device: torch.device
     counts = torch.tensor([40], dtype=torch.int32, device=kernel_device)
     want = rows.clone()
     want[30:] = rows[:20:2]
-    for gather in (gather_rows, lists.gather_rows):
+    for gather in (gather_rows, pool_rows.gather_rows):
         out = rows.clone()
         gather(out, ids, counts, out.unsqueeze(0))
         assert torch.equal(out, want)
@@ -85,7 +88,7 @@ def test_keys_and_values_of_tokens_arrive(
     if counted:
         tokens[2, 1:] = 1 << 40  # after the count: in no block
     out = torch.full((kinds, 6, 150, width), 7, dtype=dtype, device=kernel_device)
-    gather_tokens(rows, tokens, counts if counted else None, bases, planes, out, programs)
+    gather_tokens(rows, tokens, counts if counted else None, bases, planes, out, programs=programs)
     for kv in range(kinds):
         for p in range(6):
             for i in range(150):
@@ -97,7 +100,7 @@ def test_keys_and_values_of_tokens_arrive(
                 row = int(bases[p // 2, block]) + int(planes[kv, p % 2]) + within
                 assert torch.equal(got.view(torch.uint8), rows[row].view(torch.uint8))
     want = torch.full_like(out, 7)
-    lists.gather_tokens(rows, tokens.clamp(max=2 * BLOCK_SIZE - 1), counts if counted else None, bases, planes, want)
+    pool_rows.gather_tokens(rows, tokens, counts if counted else None, bases, planes, want)
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -123,8 +126,91 @@ def test_the_newest_rows_are_written_back(
         torch.cuda.synchronize()
     assert torch.equal(rows.view(torch.uint8), want.view(torch.uint8))
     defined = torch.zeros_like(want)
-    lists.write_rows(defined, k, v, newest, planes)
+    pool_rows.write_rows(defined, k, v, newest, planes)
     assert torch.equal(defined.view(torch.uint8), want.view(torch.uint8))
+
+
+SLOTS = 2
+
+
+def device_rows(pool: torch.Tensor, bases: torch.Tensor, planes: torch.Tensor) -> DeviceRows:
+    """Copy one block of the first and one of the last sequence to an arena `[K or V, head, slot, token]`.
+
+    The rows of these blocks in the pool are overwritten, and `bases` is changed, so that only the copies can be read.
+    """
+    (kinds, heads), first = planes.shape, len(pool)
+    copies = pool.new_empty(kinds * heads * SLOTS * BLOCK_SIZE, pool.shape[1])
+    offsets = torch.arange(kinds * heads).view(kinds, heads) * SLOTS * BLOCK_SIZE
+    for slot, (b, block) in enumerate([(0, 1), (2, 0)]):
+        for kv, head in itertools.product(range(kinds), range(heads)):
+            source, target = int(bases[b, block] + planes[kv, head]), int(offsets[kv, head]) + slot * BLOCK_SIZE
+            copies[target : target + BLOCK_SIZE] = pool[source : source + BLOCK_SIZE]
+            pool[source : source + BLOCK_SIZE] = 0
+        bases[b, block] = first + slot * BLOCK_SIZE
+    return DeviceRows(copies.to(bases.device), first, offsets.to(bases.device) - first)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.uint8, 27)])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kinds", [2, 1])
+def test_tokens_are_read_from_copies_on_the_device(
+    kernel_device: torch.device, dtype: torch.dtype, width: int, counted: bool, kinds: int
+) -> None:
+    """The result is that without copies. `tally` counts the entries of each sequence from the pool and from copies."""
+    from offload_rt.kernels.triton_gather import gather_rows, gather_tokens
+
+    rows, (bases, planes) = random_rows(6 * 4 * BLOCK_SIZE, width, dtype), table(kernel_device)
+    tokens, planes = torch.randint(0, 2 * BLOCK_SIZE, (6, 50), device=kernel_device), planes[:kinds].contiguous()
+    counts = torch.tensor([50, 0, 1, 50, 33, 17], dtype=torch.int32, device=kernel_device)
+    limits = counts if counted else None
+    want = torch.full((kinds, 6, 50, width), 7, dtype=dtype, device=kernel_device)
+    pool_rows.gather_tokens(rows, tokens, limits, bases, planes, want)
+    device = device_rows(rows, bases, planes)
+    rows = rows.pin_memory() if kernel_device.type == "cuda" else rows
+    valid = torch.arange(50, device=kernel_device) < counts.unsqueeze(1) if counted else tokens >= 0
+    block = tokens // BLOCK_SIZE
+    copied = torch.cat((block[:2] == 1, block[2:4] > 1, block[4:] == 0)) & valid
+    per_sequence = torch.stack((valid & ~copied, copied), dim=-1).view(3, 100, 2).sum(1)
+    assert per_sequence[:, 0].min() > 0 and per_sequence[::2, 1].min() > 0
+    for gather in (gather_tokens, pool_rows.gather_tokens):
+        out, tally = torch.full_like(want, 7), torch.ones(3, 2, dtype=torch.int64, device=kernel_device)
+        gather(rows, tokens, limits, bases, planes, out, device, tally)
+        assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(tally, per_sequence + 1)  # added to what is there
+    starts = bases.gather(1, block.view(3, -1)).view(3, 2, -1)
+    offsets = torch.where(starts >= device.first, device.planes[0, :, None] + device.first, planes[0, :, None])
+    ids = (starts + offsets).view(6, -1) + tokens % BLOCK_SIZE
+    ids[3, 7] = -1
+    want[0, 3, 7] = 7
+    for gather in (gather_rows, pool_rows.gather_rows):
+        out = torch.full_like(want[0], 7)
+        gather(rows, ids, counts if counted else torch.full_like(counts, 50), out, device)
+        assert torch.equal(out.view(torch.uint8), want[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kinds", [2, 1])
+def test_the_newest_rows_are_written_to_copies_too(kernel_device: torch.device, kinds: int) -> None:
+    """The second sequence has no copy, and the third is padding."""
+    from offload_rt.kernels.triton_gather import write_rows
+
+    bases, planes = table(torch.device("cpu"))
+    planes, first = planes[:kinds].contiguous(), 6 * 4 * BLOCK_SIZE
+    offsets = torch.arange(2 * kinds).view(kinds, 2) * BLOCK_SIZE
+    newest = torch.tensor([int(bases[0, 1]) + 5, int(bases[1, 0]), -1, first + 5, -1, -1], device=kernel_device)
+    k, v = random_rows(12, 27, torch.uint8).to(kernel_device).split(6)
+    for write in (write_rows, pool_rows.write_rows):
+        rows, copies = (torch.zeros(count, 27, dtype=torch.uint8) for count in (first, 4 * BLOCK_SIZE))
+        rows, copies = rows.pin_memory() if kernel_device.type == "cuda" else rows, copies.to(kernel_device)
+        planes_there = planes.to(kernel_device)
+        write(rows, k, v, newest, planes_there, DeviceRows(copies, first, offsets.to(kernel_device) - first))
+        if kernel_device.type == "cuda":
+            torch.cuda.synchronize()
+        for kv, head in itertools.product(range(kinds), range(2)):
+            source = (k, v)[kv].cpu()
+            assert torch.equal(rows[int(bases[0, 1] + planes[kv, head]) + 5], source[head])
+            assert torch.equal(rows[int(bases[1, 0] + planes[kv, head])], source[2 + head])
+            assert torch.equal(copies.cpu()[int(offsets[kv, head]) + 5], source[head])
+        assert int((rows != 0).any(1).sum()) == 4 * kinds and int((copies != 0).any(1).sum()) == 2 * kinds
 
 
 @pytest.mark.parametrize("kinds", [2, 1])

@@ -119,10 +119,10 @@ def test_a_batch_is_verified_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
         sequences.append(len(batch))
         return real(runner, batch)
 
-    def count(layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def count(layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for one in passes[-1:]:
             one.append(len(residual))
-        return mlp(layer, residual)
+        return mlp(layer, residual, tokens)
 
     monkeypatch.setattr(decoder, "verify", verify_all)
     monkeypatch.setattr(llm.runner.adapter, "mlp", count)

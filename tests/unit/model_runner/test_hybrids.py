@@ -44,7 +44,7 @@ def texts(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "disk"), rotated(FAMILIES, (False, True)))
 def test_a_prompt_in_odd_chunks(name: str, disk: bool, tmp_path: Path) -> None:
     """State passes from chunk to chunk, layer by layer. With KV on a disk, segments pass all layers in turn."""

@@ -28,7 +28,7 @@ from offload_rt.kernels.decode_attention import apply_sinks, attend
 from offload_rt.models import loading, verification
 from offload_rt.models.adapter import ForwardingAdapter, ModelAdapter
 from offload_rt.models.decoder import DecoderAdapter
-from offload_rt.models.full_attention import residual_after_attention
+from offload_rt.models.full_attention import query_and_kv, residual_after_attention
 from offload_rt.models.loading import load_model
 from offload_rt.models.multimodal import text_config
 from offload_rt.models.recurrent import RecurrentState
@@ -74,11 +74,11 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
     Recurrent layers compute it in three pieces of odd lengths.
     """
     adapter, pieces = adapter.for_new_sequence(), [slice(0, 7), slice(7, 20), slice(20, None)]
-    x = adapter.embed(tokens, positions)
+    x, shared = adapter.embed(tokens, positions), dict[int, KVPart]()
     adapter.run_stages(-1, x, pieces)
     for layer in range(adapter.geometry.layers):
-        q, k, v = adapter.qkv(layer, adapter.attention_input(layer, x), positions)
-        x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, KVPart(k, v), len(tokens)))
+        q, kv = query_and_kv(adapter, layer, adapter.attention_input(layer, x), positions, shared)
+        x = adapter.mlp(layer, residual_after_attention(adapter, layer, x, q, kv, len(tokens)), tokens)
         adapter.run_stages(layer, x, pieces)
     return adapter.logits(x)
 
@@ -129,7 +129,7 @@ def test_rotated_keys_are_those_of_later_positions(name: str) -> None:
     """Cover every layer, with its own rotation or none. float32 angles of up to 1,050 radians have errors of 6e-5."""
     adapter = adapter_for(architecture(name))
     a, positions = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(40, 49)
-    for layer in range(adapter.geometry.layers):
+    for layer in adapter.geometry.kv_layers:
         keys, _ = adapter.key_value(layer, a, positions)
         for offset in (-7, 0, 1000):
             later, _ = adapter.key_value(layer, a, positions + offset)
@@ -409,8 +409,8 @@ class TestVerification:
                 return hidden + self.mlp(self.norm(hidden))
 
         class Hybrid(ForwardingAdapter):
-            def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-                out = super().mlp(layer, residual)
+            def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+                out = super().mlp(layer, residual, tokens)
                 return mixer(out) if layer == 0 and not skipped else out
 
         model = architecture("llama3")

@@ -68,7 +68,7 @@ def forward(adapter: ModelAdapter, tokens: torch.Tensor, positions: torch.Tensor
         hidden = (distance < 0) | (distance >= (geometry.windows[layer] or len(tokens)))
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         attended = (weights @ v.repeat_interleave(geometry.group, 0)).transpose(0, 1).flatten(1)
-        x = adapter.mlp(layer, adapter.after_attention(layer, x, attended))
+        x = adapter.mlp(layer, adapter.after_attention(layer, x, attended), tokens)
     return adapter.logits(x)
 
 
@@ -149,7 +149,7 @@ class TestPieces:
             q, k, v = adapter.qkv(1, a, positions)
             attended = q.transpose(0, 1).flatten(1)
             residual = adapter.after_attention(1, x, attended)
-            out = adapter.mlp(1, residual)
+            out = adapter.mlp(1, residual, tokens)
             assert torch.equal(x, kept)
             return [*(rows.transpose(0, 1) for rows in (q, k, v)), residual, out, adapter.logits(out)]
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.policies.growing import LayerTensors, max_slots
+from offload_rt.policies.growing import LayerTensors, max_capacity
 
 WRITES = st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 200))
 """Owner, layer and number of tokens. Owner 3 forks owner 0 first."""
@@ -33,7 +33,7 @@ def test_forks_never_see_each_others_tokens(per_slot: int, writes: list[tuple[in
         for layer, tokens in known.items():
             assert rows.length(layer) == len(tokens)
             assert rows.data(layer).flatten(1)[:, : len(tokens)].tolist() == [tokens, tokens]
-            assert rows.data(layer).shape[1] * per_slot <= max_slots(len(tokens), per_slot)
+            assert rows.data(layer).shape[1] * per_slot <= max_capacity(len(tokens), per_slot)
         assert rows.nbytes == sum(rows.data(layer).nbytes for layer in known)
 
 

@@ -34,9 +34,9 @@ def test_fit_is_least_squares_over_what_transformers_computes(name: str, monkeyp
     adapter, ids = adapter_for(model), tiny_prompt(160)
     residuals: dict[int, list[torch.Tensor]] = {}
 
-    def mlp(layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         residuals.setdefault(layer, []).append(residual)
-        return type(adapter).mlp(adapter, layer, residual)
+        return type(adapter).mlp(adapter, layer, residual, tokens)
 
     monkeypatch.setattr(adapter, "mlp", mlp)
     _, correction = measure(adapter, ids, positions=80)

@@ -113,5 +113,5 @@ def test_the_policy_of_the_documentation_runs(
 def test_memory_is_planned_for_what_is_stored() -> None:
     shape = geometry(layers=3, head_dim=64)
     demand = memory_demand("low-norm", OPTIONS, shape, torch.bfloat16)
-    assert demand.scoring_bytes(3, 1000) == 2 * shape.kv_bytes(1000, torch.bfloat16) // 3 // 2
+    assert demand.scoring_bytes(2, 1000) == 2 * shape.kv_bytes(1000, torch.bfloat16) // 3 // 2
     assert (demand.fetched_fraction, demand.resident, demand.dense) == (0.4, 10, (0,))

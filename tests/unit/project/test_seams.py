@@ -176,7 +176,7 @@ def test_a_configuration_parses_what_people_write() -> None:
     assert EngineConfig(eviction={"protect": "none"}).eviction == EvictionOptions(protect="none")  # type: ignore[arg-type]
     for wrong in (
         {"host_memory": 0}, {"device_memory": "much"}, {"max_model_len": 0}, {"prefill_chunk_size": 0},
-        {"max_num_batched_tokens": 0}, {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0}, {"max_num_seqs": 0}, {"device_kv_memory": 0},
         {"missed_mass_every": -1}, {"working_set": -1}, {"kv_cache_dtype": "int3"}, {"eviction": "lfu"},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -260,7 +260,7 @@ def test_the_demand_of_a_policy_is_what_its_options_say() -> None:
     shape = load_shape(tiny_model("llama"))  # 3 layers, 2 KV heads of 16
     for policy in ("auto", "full", "h2o", "infinigen", "oracle", "quest", "streaming"):
         demand = memory_demand(policy, {}, shape.geometry, torch.float32)
-        assert demand.scoring_bytes(3, 100) == int((3 - len(demand.dense)) * demand.key_bytes * 100)
+        assert demand.scoring_bytes(2, 100) == int(2 * demand.key_bytes * 100)
         assert (demand.key_bytes > 0) == (policy in ("infinigen", "auto", "h2o", "quest"))
 
 
@@ -285,11 +285,11 @@ class ScaledForCausalLM(LlamaForCausalLM):
 class ScaledAdapter(DecoderAdapter):
     """Divides the logits, and computes each MLP in a stage after its layer."""
 
-    def mlp(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, layer: int, residual: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return residual
 
     def stages(self, layer: int) -> Sequence[Stage]:
-        return [] if layer < 0 else [Stage(layer, partial(super().mlp, layer))]
+        return [] if layer < 0 else [Stage(layer, partial(super().mlp, layer, tokens=torch.empty(0)))]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden) / 4

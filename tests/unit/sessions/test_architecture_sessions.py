@@ -67,8 +67,8 @@ def test_a_session_comes_back_and_is_truncated(name: str, tmp_path: Path) -> Non
     plain_step(runner.adapter, tokens[:computed], 0, rows)
     assert session.truncate(drop=CUT) == len(CUT)
     left, floor = [i for i in range(computed) if i not in CUT], session.history.floor
-    for layer, window in zip(rows, geometry.windows, strict=True):
-        layer[:] = [layer[i] for i in (left if window is None else left[floor:])]
+    for layer in geometry.kv_layers:
+        rows[layer] = [rows[layer][i] for i in (left if geometry.windows[layer] is None else left[floor:])]
     expected = plain_step(runner.adapter, [tokens[computed]], computed, rows)
     session.close()
     session = make(model).session("s", tmp_path)

@@ -31,7 +31,7 @@ LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 KILLS = int(os.environ.get("OFFLOAD_RT_STRESS", "16")) // 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "restarts"), rotated(FAMILIES, (False, True)))
 def test_turns_continue_at_the_last_full_block(name: str, restarts: bool, tmp_path: Path) -> None:
     model, llm = make(name)

@@ -200,6 +200,7 @@ KINDS: dict[str, Callable[[LLM], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_sessions_give_way_to_whatever_else_runs_and_come_back(kind: str, tmp_path: Path) -> None:
     llm, roomy = make_llm(13), make_llm()
@@ -300,8 +301,9 @@ def test_idle_sessions_give_up_blocks_for_a_turn_in_sliding_layers(tmp_path: Pat
 # ---------------------------------------------------------------------------------------------------------------- undo
 
 
-@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("reopened", [False, True])
 def test_a_session_continues_after_undo_as_if_the_turn_had_never_been(
     tmp_path: Path, policy: str, reopened: bool
 ) -> None:

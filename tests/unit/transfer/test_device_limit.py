@@ -59,6 +59,7 @@ TABLE = [
     Row("rows, working set", "infinigen", 2, ROWS, {"working_set": 24}),
     Row("h2o", "h2o", 2, WINDOW),
     Row("quest", "quest", options=WINDOW, daily=True),
+    Row("quest, copies", "quest", 2, WINDOW, {"device_kv_memory": 1 << 19}),
     Row("quest, batch, working set", "quest", 3, WINDOW, {"working_set": 24}),
 ]
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -138,7 +139,10 @@ def least(row: Row, folder: Path) -> int:
     demand = memory_demand(row.policy, row.options, shape.geometry, shape.dtype)
     rounded, working = "kv_cache_dtype" in row.settings, row.settings.get("working_set", 0)
     graphs = "cuda_graphs" in row.settings
-    costs = DeviceCosts(shape, demand, 512, kv_quantised=rounded, working_set=working, graphs=graphs)
+    costs = DeviceCosts(
+        shape, demand, 512, kv_quantised=rounded, working_set=working, graphs=graphs,
+        device_kv=row.settings.get("device_kv_memory", 0),
+    )  # fmt: skip
     layers = BUFFERS if row.streamed else LAYERS
     return shape.sizes.fixed + layers * shape.sizes.layers[0] + costs.total([CONTEXT] * row.batch)
 

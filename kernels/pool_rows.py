@@ -1,0 +1,125 @@
+"""Gather and write rows of the KV pool, in torch: the reference implementation of `triton_gather`.
+
+Each row has an id. Ids below the number of rows of the pool are rows of the pool. If blocks of the pool have copies on
+the device (`DeviceRows`), larger ids are rows of these copies. A gather then reads each row from the memory that its id
+names, and needs no look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core import BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """Copies of pool rows in device memory, of one layer.
+
+    Attributes:
+        rows: The copies `[D, w]` of all layers, in the storage format of the pool.
+        first: Id of their first row: the number of rows of the pool.
+        planes: Distance from the id of the first row of a block to the index in `rows` of K and V of each KV head,
+            int64 `[2, Hkv]` or `[1, Hkv]`, like `planes` of `gather_tokens`.
+    """
+
+    rows: torch.Tensor
+    first: int
+    planes: torch.Tensor
+
+
+def gather_rows(
+    rows: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, device: DeviceRows | None = None
+) -> None:
+    """Copy rows of `rows` `[R, w]` with the indices `ids` to out `[P, n, w]`.
+
+    `ids` are int64 `[P, n]`. Only the first `counts[p]` rows of each list are copied. All other entries of `out`, and
+    entries with a negative id, stay unchanged. `rows` may be `out` itself if no row is both read and written. With
+    `device`, an id from `device.first` on is the row `id - device.first` of `device.rows`.
+    """
+    for p, count in enumerate(counts.tolist()):
+        own = ids[p, :count]
+        if device is not None:
+            copied = (own >= device.first).nonzero().squeeze(1)
+            out[p, copied] = device.rows.index_select(0, own[copied] - device.first)
+            own = own.masked_fill(own >= device.first, -1)
+        wanted = (own >= 0).nonzero().squeeze(1)
+        out[p, wanted] = rows.index_select(0, own[wanted].to(rows.device)).to(out.device)
+
+
+def gather_tokens(
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor | None,
+    bases: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    device: DeviceRows | None = None,
+    tally: torch.Tensor | None = None,
+) -> None:
+    """Copy K and V of tokens from `rows` `[R, w]` to out `[2, P, n, w]`.
+
+    The row of token t of sequence b and KV head h is `bases[b, t // BLOCK_SIZE] + t % BLOCK_SIZE + planes[i, h]`, with
+    i = 0 for K and 1 for V. If `planes` and `out` have length 1, only K is copied.
+
+    Args:
+        rows: The KV pool.
+        tokens: Token indices, int64 `[P, n]`.
+        counts: Number of tokens of each list to copy, or None for all. Other entries of `out` stay unchanged.
+        bases: Id of the row at which each of C blocks begins, int64 `[B, C]`.
+        planes: Offset of K and V of each KV head, int64 `[2, Hkv]` or `[1, Hkv]`.
+        out: Result.
+        device: Copies of blocks. Blocks with a base from `device.first` on are read from `device.rows`, with the
+            offsets `device.planes`.
+        tally: Given with `device`. The numbers of entries that were read from `rows` and from `device.rows` are added,
+            int64 `[B, 2]`.
+    """
+    batch, heads, listed = len(bases), planes.shape[1], tokens.shape[1]
+    valid = None if counts is None else torch.arange(listed, device=tokens.device) < counts.unsqueeze(1)
+    tokens = tokens if valid is None else tokens.masked_fill(~valid, 0)
+    at = tokens.reshape(batch, heads * listed)
+    ids = (bases.gather(1, at // BLOCK_SIZE) + at % BLOCK_SIZE).view(batch, heads, listed)
+    counts = torch.full((len(tokens),), listed) if counts is None else counts
+    offsets = planes.unsqueeze(1).unsqueeze(-1)
+    if device is None:
+        found = ids + offsets
+    else:
+        assert tally is not None
+        copied = ids >= device.first
+        found = ids + torch.where(copied, device.planes.unsqueeze(1).unsqueeze(-1) + device.first, offsets)
+        hits = (copied if valid is None else copied & valid.view_as(copied)).sum((1, 2))
+        tally += torch.stack((counts.to(tally).view(batch, heads).sum(1) - hits, hits), dim=1)
+    for into, of in zip(out, found.flatten(1, 2), strict=True):
+        gather_rows(rows, of, counts, into, device)
+
+
+def write_rows(
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    newest: torch.Tensor,
+    planes: torch.Tensor,
+    device: DeviceRows | None = None,
+) -> None:
+    """Write the newest K and V `[P, w]` of each sequence to the pool `rows` `[R, w]`. P = B * Hkv.
+
+    The row for sequence b and KV head h is `newest[b] + planes[i, h]`, with i = 0 for K and 1 for V. `newest` is int64
+    `[B]`, `planes` is int64 `[2, Hkv]`, or `[1, Hkv]` to write only K. Sequences with a negative `newest[b]` are
+    skipped.
+
+    With `device`, `newest` is int64 `[2 * B]`, and K and V are also written to the rows `newest[B + b] +
+    device.planes[i, h]` of `device.rows`. Sequences without a copy have a negative `newest[B + b]`.
+    """
+    batch = len(k) // planes.shape[1]
+    _write(rows, k, v, newest[:batch], planes)
+    if device is not None:
+        _write(device.rows, k, v, newest[batch:], device.planes)
+
+
+def _write(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, newest: torch.Tensor, planes: torch.Tensor) -> None:
+    valid = newest >= 0
+    ids = (newest[valid].unsqueeze(1) + planes.unsqueeze(1)).flatten(1).to(rows.device)
+    for of, source in zip(ids, (k, v)[: len(planes)], strict=True):
+        rows[of] = source.unflatten(0, (len(newest), -1))[valid].flatten(0, 1).to(rows.device)

@@ -1,0 +1,143 @@
+"""Assignment of slots on the device to blocks of open sequences. Ids only: `DeviceCopies` has the KV."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from heapq import heappop, heappush
+
+from ..core import BLOCK_SIZE
+
+
+class DeviceBlocks:
+    """Slots for copies of pool blocks on the device, counted by the open sequences that use a block.
+
+    A block gets a slot when the first open sequence has it in its block table, and loses it when the last one drops it,
+    or when the pool frees the block. If no slot is free, the block stays in host memory only, also when slots become
+    free later. Long-running sequences therefore keep their slots, and new ones read their KV from host memory: there is
+    no eviction.
+
+    A new block has a complete copy from the start, because every write to the pool also goes to the copy. A block that
+    already contains KV is incomplete until `loaded` has been called for each layer.
+
+    Sequences are identified by integers. Not thread-safe: callers hold the lock of the pool.
+    """
+
+    def __init__(self, slots: int, layers: Collection[int]) -> None:
+        """Create free slots for blocks with KV of `layers`."""
+        self.slots, self._layers = slots, frozenset(layers)
+        self._free = list(range(slots))
+        self._slot: dict[int, int] = {}
+        self._missing: dict[int, set[int]] = {}  # layers that an incomplete copy lacks, by block
+        self._users: dict[int, set[int]] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._versions: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._outdated: set[int] = set()  # sequences that used a block that the pool has freed
+
+    def update(self, sequence: int, ids: Sequence[int], length: int) -> bool:
+        """Set the block table of a sequence. The KV of its first `length` tokens is in the pool.
+
+        Returns:
+            Whether a block got a slot, which another block may have used before.
+        """
+        known = self._tables.get(sequence)
+        if known == ids and sequence not in self._outdated:
+            return False
+        for block in set(known or ()).difference(ids):
+            self._release(block, sequence)
+        assigned = False
+        for index, block in enumerate(ids):
+            users = self._users.setdefault(block, set())
+            if sequence not in users:
+                new = not users and index * BLOCK_SIZE >= length
+                users.add(sequence)
+                assigned |= self._assign(block, new)
+        self._tables[sequence] = list(ids)
+        self._outdated.discard(sequence)
+        self._versions[sequence] = next(self._numbers)
+        return assigned
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence. A second call has no effect."""
+        for block in self._tables.pop(sequence, ()):
+            self._release(block, sequence)
+        self._versions.pop(sequence, None)
+        self._outdated.discard(sequence)
+
+    def freed(self, blocks: Sequence[int]) -> None:
+        """Forget blocks that the pool has freed. The pool may assign them to other sequences, with other KV."""
+        for block in blocks:
+            self._outdated.update(self._users.get(block, ()))
+            self._forget(block)
+
+    def slot(self, block: int) -> int:
+        """Return the slot to which KV of a block is written, or -1."""
+        return self._slot.get(block, -1)
+
+    def readable_slot(self, block: int, layer: int) -> int:
+        """Return the slot of a copy that a layer can read, or -1."""
+        return -1 if layer in self._missing.get(block, ()) else self.slot(block)
+
+    def complete_slots(self, sequence: int) -> list[int]:
+        """Return for each block of a sequence the slot of its complete copy, or -1."""
+        return [-1 if block in self._missing else self.slot(block) for block in self._tables[sequence]]
+
+    def version(self, sequence: int) -> int:
+        """Return a number that stands for `complete_slots` of this sequence, and for no others before or after."""
+        return self._versions[sequence]
+
+    def missing_slot(self, block: int, layer: int) -> int:
+        """Return the slot of a copy that lacks a layer, or -1."""
+        return self.slot(block) if layer in self._missing.get(block, ()) else -1
+
+    def incomplete(self, sequence: int) -> bool:
+        """Return whether a copy of the sequence's blocks is incomplete."""
+        return bool(self._missing) and any(block in self._missing for block in self._tables[sequence])
+
+    def loaded(self, block: int, layer: int) -> None:
+        """Record that the copy of a block has the KV of a layer."""
+        missing = self._missing[block]
+        missing.remove(layer)
+        if not missing:
+            del self._missing[block]
+            self._changed(block)
+
+    def check_integrity(self) -> None:
+        assert sorted([*self._free, *self._slot.values()]) == list(range(self.slots))
+        assert self._missing.keys() <= self._slot.keys() <= self._users.keys()
+        assert all(self._missing.values()) and all(self._users.values())
+        assert self._tables.keys() == self._versions.keys() >= self._outdated
+        for sequence, ids in self._tables.items():
+            unknown = [block for block in ids if sequence not in self._users.get(block, ())]
+            assert not unknown or sequence in self._outdated
+        for block, users in self._users.items():
+            assert all(block in self._tables[sequence] for sequence in users)
+
+    def _assign(self, block: int, new: bool) -> bool:
+        """Give a block a slot if one is free. If it is not `new`, its copy is incomplete."""
+        if block in self._slot or not self._free:
+            return False
+        self._slot[block] = heappop(self._free)  # the lowest, so that adjacent blocks are copied at once
+        if new:
+            self._changed(block)
+        else:
+            self._missing[block] = set(self._layers)
+        return True
+
+    def _release(self, block: int, sequence: int) -> None:
+        users = self._users.get(block, set())
+        users.discard(sequence)
+        if not users:
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        self._changed(block)
+        self._users.pop(block, None)
+        self._missing.pop(block, None)
+        if (slot := self._slot.pop(block, None)) is not None:
+            heappush(self._free, slot)
+
+    def _changed(self, block: int) -> None:
+        for sequence in self._users.get(block, ()):
+            self._versions[sequence] = next(self._numbers)

@@ -1,0 +1,182 @@
+"""Copies of pool blocks on the device, so that their KV need not be transferred. `DeviceBlocks` assigns the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..core import BLOCK_SIZE, BlockTable
+from ..kernels.h2d_copy import to_device
+from ..kernels.pool_rows import DeviceRows
+from ..kv_cache.pool import HostPool
+from .device_blocks import DeviceBlocks
+from .streams import Event, Stream
+
+
+class DeviceCopies:
+    """Copies of blocks with KV of full-attention layers, in one tensor on the device that is never moved.
+
+    The pool stays complete: all KV is written to the pool and to the copy, in the write-back stream. A copy can
+    therefore be dropped at any time, and is bit-identical to the block. Missing layers are copied from the pool in the
+    prefetch stream, which also reads the copies.
+
+    Rows of copies have ids after those of the pool (`kernels.pool_rows`). The id of the first row of a block thus tells
+    kernels where to read the block.
+    """
+
+    def __init__(self, pool: HostPool, device: torch.device, slots: int, prefetch: Stream, write_back: Stream) -> None:
+        layout, groups = pool.layout, pool.groups
+        self._pool, self._prefetch, self._write_back = pool, prefetch, write_back
+        self.layers = groups.layers_of(0)
+        own = replace(layout, layers=groups.used_storage_layers(0), slab_blocks=slots, slabs=1, window_rows=None)
+        count = own.layers * own.layer_rows
+        self._rows = torch.empty(count, layout.head_dim, dtype=pool.format.storage, device=device)
+        self._planes = self._rows.view(own.layers, own.kv_heads, own.planes, own.plane_rows, layout.head_dim)
+        self._first = first = len(pool.rows)
+        offsets = [own.vectors(groups.storage_layer[layer], window=False) for layer in self.layers]
+        planes = to_device(torch.tensor(offsets) - first, device)
+        self._rows_of = {
+            layer: DeviceRows(self._rows, first, each) for layer, each in zip(self.layers, planes, strict=True)
+        }
+        self._blocks = DeviceBlocks(slots, self.layers)
+        self._loaded: dict[int, int] = {}  # `loaded_bytes` by sequence
+        pool.on_free.append(self._blocks.freed)
+
+    @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes
+
+    def rows(self, layer: int) -> DeviceRows:
+        return self._rows_of[layer]
+
+    def update(self, blocks: BlockTable) -> None:
+        """Give slots to new blocks of an open sequence, and take those of blocks that it has dropped."""
+        if self._blocks.update(id(blocks), blocks.ids, blocks.length):
+            # Another block may have had the slots. Its transfers end before the next ones begin.
+            self._prefetch.wait_for(self._write_back.record_event())
+            self._write_back.wait_for(self._prefetch.record_event())
+
+    def close(self, blocks: BlockTable) -> None:
+        self._blocks.close(id(blocks))
+        self._loaded.pop(id(blocks), None)
+
+    def version(self, blocks: BlockTable) -> int:
+        """Return a number that stands for `row_base` of this sequence, and for no others before or after."""
+        return self._blocks.version(id(blocks))
+
+    def row_base(self, blocks: BlockTable) -> torch.Tensor:
+        """Return the id of the first row of each block, int64 `[blocks]`, in its copy if that is complete."""
+        slots = torch.tensor(self._blocks.complete_slots(id(blocks)), dtype=torch.int64)
+        return torch.where(slots < 0, self._pool.row_base(blocks), self._first + slots * BLOCK_SIZE)
+
+    def row(self, blocks: BlockTable, token: int) -> int:
+        """Return the id of the row to which KV of a token is written, for head 0 of storage layer 0, or -1."""
+        slot = self._blocks.slot(blocks.ids[token // BLOCK_SIZE])
+        return -1 if slot < 0 else self._first + slot * BLOCK_SIZE + token % BLOCK_SIZE
+
+    def write(self, blocks: BlockTable, layer: int, tokens: range, encoded: Sequence[torch.Tensor]) -> None:
+        """Write K and V `[Hkv, n, width]` of tokens to the copies, in the write-back stream.
+
+        `encoded` are the tensors that were written to the pool.
+        """
+        self.update(blocks)
+        for part, offset in _runs(blocks.ids, tokens, self._blocks.slot):
+            if offset >= 0:
+                at = slice(part.start - tokens.start, part.stop - tokens.start)
+                for into, rows in zip(self._part(layer, offset, len(part)), encoded, strict=True):
+                    into.copy_(rows[:, at])
+
+    def readable(self, blocks: BlockTable, layer: int, tokens: range) -> list[tuple[range, tuple[torch.Tensor, ...]]]:
+        """Return the parts of `tokens` in token order, each with its K and V `[Hkv, n, width]` on the device.
+
+        Parts without a readable copy have no K and V.
+        """
+        parts = _runs(blocks.ids, tokens, lambda block: self._blocks.readable_slot(block, layer))
+        return [(part, () if offset < 0 else self._part(layer, offset, len(part))) for part, offset in parts]
+
+    def load(self, blocks: BlockTable, layers: Collection[int], written: Event | None) -> int:
+        """Start copying missing layers of the sequence's blocks from the pool, after the event `written`.
+
+        The KV of these layers must be in the pool. Return the size in bytes of the copied KV.
+        """
+        if not self._blocks.incomplete(id(blocks)):
+            return 0
+        with self._prefetch.behind_compute():
+            if written is not None:
+                self._prefetch.wait_for(written)
+            loaded = sum(self._load_layer(blocks, layer) for layer in layers)
+            event = self._prefetch.record_event()
+        self._write_back.wait_for(event)
+        return loaded
+
+    def load_all(self, blocks: BlockTable, written: Event | None) -> None:
+        """Start copying all missing layers, before a step. The copied bytes are added to `loaded_bytes`."""
+        if loaded := self.load(blocks, self.layers, written):
+            self._loaded[id(blocks)] = self.loaded_bytes(blocks) + loaded
+
+    def loaded_bytes(self, blocks: BlockTable) -> int:
+        """Return the size in bytes of the KV that `load_all` has copied for an open sequence."""
+        return self._loaded.get(id(blocks), 0)
+
+    def refresh(self, blocks: BlockTable, layer: int, token: int) -> None:
+        """Copy the KV of a token, which has changed in the pool, to the copy of its block."""
+        with self._write_back.behind_compute():
+            self._copy_from_pool(blocks, layer, range(token, token + 1), self._blocks.slot)
+
+    def check_integrity(self, block_tables: Sequence[BlockTable]) -> None:
+        """Assert that complete copies of committed tokens equal the KV in the pool. All transfers must have ended."""
+        self._blocks.check_integrity()
+        for blocks in block_tables:
+            self.update(blocks)
+            for layer in self.layers:
+                for part, rows in self.readable(blocks, layer, range(blocks.length)):
+                    stored = self._pool.planes(blocks, layer, part) if rows else []
+                    wanted = [torch.cat(plane, dim=1) for plane in zip(*stored, strict=True)]
+                    for own, want in zip(rows, wanted, strict=True):
+                        same = own.cpu().view(torch.uint8) == want.view(torch.uint8)
+                        assert bool(same.all()), f"layer {layer}: copies of the tokens {part} differ from the pool"
+
+    def _load_layer(self, blocks: BlockTable, layer: int) -> int:
+        def missing_slot(block: int) -> int:
+            return self._blocks.missing_slot(block, layer)
+
+        self._copy_from_pool(blocks, layer, range(blocks.capacity), missing_slot)
+        missing = [block for block in blocks.ids if missing_slot(block) >= 0]
+        for block in missing:
+            self._blocks.loaded(block, layer)
+        return len(missing) * BLOCK_SIZE * self._pool.token_bytes(layer)
+
+    def _copy_from_pool(self, blocks: BlockTable, layer: int, tokens: range, slot_of: Callable[[int], int]) -> None:
+        for part, offset in _runs(blocks.ids, tokens, slot_of):
+            for run in self._pool.planes(blocks, layer, part) if offset >= 0 else ():
+                size = run[0].shape[1]
+                for into, rows in zip(self._part(layer, offset, size), run, strict=True):
+                    for target, source in zip(into, rows, strict=True):  # contiguous, so that the host does not wait
+                        target.copy_(source, non_blocking=True)
+                offset += size
+
+    def _part(self, layer: int, offset: int, size: int) -> tuple[torch.Tensor, ...]:
+        """Return K and V, or only K, as views `[Hkv, size, width]`. `offset` is the first token slot."""
+        return self._planes[self._pool.groups.storage_layer[layer]].narrow(2, offset, size).unbind(1)
+
+
+def copy_bytes(pool: HostPool) -> int:
+    """Return the size in bytes of the copy of a block. 0 if no layer attends to all tokens."""
+    groups, layout = pool.groups, pool.layout
+    layers = groups.used_storage_layers(0) if groups.full else 0
+    return layers * layout.kv_heads * BLOCK_SIZE * layout.entry_bytes
+
+
+def _runs(ids: Sequence[int], tokens: range, slot_of: Callable[[int], int]) -> Iterator[tuple[range, int]]:
+    """Yield parts of `tokens` whose blocks have consecutive slots, or none, with the first token slot or -1."""
+    start = tokens.start
+    while start < tokens.stop:
+        index = start // BLOCK_SIZE
+        slot, stop = slot_of(ids[index]), index + 1
+        while stop * BLOCK_SIZE < tokens.stop and slot_of(ids[stop]) == (-1 if slot < 0 else slot + stop - index):
+            stop += 1
+        end = min(tokens.stop, stop * BLOCK_SIZE)
+        yield range(start, end), -1 if slot < 0 else slot * BLOCK_SIZE + start % BLOCK_SIZE
+        start = end
