@@ -233,12 +233,14 @@ def verdict(found: Comparison) -> str:
         kept = _share(_on_device(policy) / max(1, policy.kv_bytes_host))
         savings = f"copies {copied} of the KV cache per token, keeps {kept} of its size on the device"
     if found.kl < CLOSE:
-        quality = "its predictions are practically those of full attention"
+        lead, quality = "It worked", "its predictions are practically those of full attention, which reads all tokens"
     elif found.kl < VISIBLE:
+        lead = "It worked in part"
         quality = "its predictions are close to those of full attention; a larger budget comes closer"
     else:
+        lead = "It changed the text"
         quality = "its predictions differ from those of full attention: raise the budget, or use --exact"
-    return f"Result: policy {policy.policy} {savings}, and {quality}."
+    return f"{lead}: policy {policy.policy} {savings}, and {quality}."
 
 
 def _on_device(stats: Stats) -> int:

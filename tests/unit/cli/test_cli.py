@@ -77,7 +77,11 @@ def test_the_verdict_of_a_comparison(device: str, copied: float, of: float, said
         scoring_bytes_device=1, kv_bytes_host=10,
     )  # fmt: skip
     found: Any = SimpleNamespace(policy=policy, full=SimpleNamespace(h2d_bytes_per_token=of), kl=0.5)
-    assert f"policy infinigen {said}, and its predictions differ" in verdict(found)
+    assert f"It changed the text: policy infinigen {said}, and its predictions differ" in verdict(found)
+    found.kl = 0.05
+    assert verdict(found).startswith("It worked in part: policy infinigen")
+    found.kl = 0.0
+    assert verdict(found).startswith("It worked: policy infinigen")
 
 
 @pytest.mark.slow
