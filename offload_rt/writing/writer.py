@@ -187,7 +187,8 @@ class _Writer:
         """Return the progress of the stored session, and append the text that the file lacks."""
         written = self._draft.written
         written.tokens = self._all_tokens(written.tokens)
-        written.chapters = [place for place in written.chapters if place < len(written.tokens)]
+        # The heading of an interrupted turn is written again.
+        written.chapters = [place for place in written.chapters if _has_heading(written.tokens, place, self._ends)]
         written.complete = ""
         self._text = TextStream(self._llm.tokenizer, self._params.stop, prompt=written.tokens[: written.given])
         text = "".join(self._decode(token) for token in written.tokens[written.given :])
@@ -220,8 +221,8 @@ class _Writer:
     def _new_tokens(self) -> int:
         written = self._written
         lengths = [len(self._heading(number)) for number in range(1, len(written.chapters) + 1)]
-        inside = zip(written.chapters, lengths, strict=True)  # leave out the heading that the next turn will add
-        headings = sum(length for place, length in inside if place + length <= len(written.tokens))
+        each = zip(written.chapters, lengths, strict=True)
+        headings = sum(length for place, length in each if _has_heading(written.tokens, place, self._ends))
         return max(0, len(written.tokens) - written.given - headings) + len(self._unfinished)
 
     @property
@@ -366,6 +367,14 @@ class _Writer:
         text = f"{settings.prompt}\n\nOutline:{outline}" if outline else settings.prompt
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         return llm.chat_prompt([*system, {"role": "user", "content": text}])[1]
+
+
+def _has_heading(tokens: Sequence[int], place: int, ends: frozenset[int]) -> bool:
+    """Return whether the tokens contain the heading of the chapter that begins at `place`.
+
+    If not, the next turn adds the heading. It replaces an end token at the end of the tokens.
+    """
+    return place < len(tokens) - (bool(tokens) and tokens[-1] in ends)
 
 
 def _to_boundary(length: int) -> int:
