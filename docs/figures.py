@@ -19,7 +19,7 @@ MODELS = ("smollm2", "qwen")
 GPU = {
     "StaticCache": "transformers, KV on the device",
     "full": "offload-rt, all KV copied",
-    "infinigen, int4 tail": "offload-rt, default",
+    "infinigen, int4 tail": "offload-rt, approximate KV, 5% fetched",
 }
 
 

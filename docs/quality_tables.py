@@ -23,19 +23,27 @@ def perplexity() -> str:
     return table(("setting", "exact", NAMES["qwen"], NAMES["smollm2"]), rows)
 
 
-DIVERGENCE = ("smollm2/divergence", "smollm2/divergence_bfloat16")
-"""Files of the divergence table: with the model in float32 and in bfloat16."""
+CODE = "standard library (Python)"
+
+DIVERGENCE = (
+    ("SmolLM2", NOVEL, "smollm2/divergence"),
+    ("SmolLM2 in bfloat16", NOVEL, "smollm2/divergence_bfloat16"),
+    ("Gemma 3, novel", NOVEL, "gemma/divergence"),
+    ("Gemma 3, code", CODE, "gemma/divergence"),
+)
+"""Columns of the divergence table: heading, text and file."""
 
 
 def divergence() -> str:
-    """Distance of SmolLM2's next-token distribution from full attention, on the novel."""
-    float32, bfloat16 = ({setting(row): row for row in load(name)} for name in DIVERGENCE)
-    rows = [
-        [name, f"{row['sparse_fetched'] or row['fetched']:.1%}", f"{row['kl']:.1e}", f"{row['top_1']:.1%}",
-         f"{bfloat16[name]['kl']:.1e}"]
-        for name, row in float32.items() if name != "`full`"
-    ]  # fmt: skip
-    return table(("setting", "fetched", "float32: KL", "float32: same top token", "bfloat16: KL"), rows)
+    """KL divergence of the next-token distribution from that of full attention, by model and text."""
+    columns = [{setting(row): row for row in load(file) if row["text"] == text} for _, text, file in DIVERGENCE]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column if name != "`full`"):
+        found = [column.get(name) for column in columns]
+        row = next(each for each in found if each is not None)
+        divergences = ("" if each is None else f"{each['kl']:.1e}" for each in found)
+        rows.append([name, f"{row['sparse_fetched'] or row['fetched']:.1%}", *divergences])
+    return table(("setting", "fetched", *(heading for heading, _, _ in DIVERGENCE)), rows)
 
 
 def ruler() -> str:

@@ -69,7 +69,8 @@ def _gather_tokens(
     """Copy K and V of tokens, in program i of n: the blocks i, i + n, i + 2n, ... of BLOCK tokens each.
 
     If COUNTED, only the first `counts[p]` tokens of each list are valid. If PLANES is 1, only K is copied. If COPIED,
-    blocks whose base is at least `first` are read from `copies`, and the numbers of entries are added to `tally`.
+    blocks whose first row (`bases`) is at least `first` are read from `copies`. The numbers of KV entries that are read
+    from `rows` and from `copies` are added to `tally`.
     """
     columns, tiles = tl.arange(0, COLS), tl.cdiv(listed, BLOCK)
     for item in range(tl.program_id(0), lists * tiles, tl.num_programs(0)):

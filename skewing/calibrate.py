@@ -82,7 +82,7 @@ def calibrate(
 def fit(
     moments: Moments, correction: Correction, *, method: SkewMethod, fingerprint: str, calibration: str
 ) -> SkewArtifact:
-    """Return the artifact that follows from `moments`, with leading axes `[L, Hkv]`, and `correction`.
+    """Compute the skew artifact from `moments` (leading axes `[L, Hkv]`) and `correction`.
 
     For the other arguments, see `calibrate`.
     """

@@ -15,8 +15,8 @@ from .report import write_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#222222")
-MARKERS = "osD^vPX*"
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#222222", "#ff9da6")
+MARKERS = "osD^vPX*p"
 
 
 @contextmanager

@@ -70,8 +70,8 @@ class Window:
 def cut_windows(tested: ModelUnderTest, text: str, config: PerplexityConfig) -> list[Window]:
     """Cut up to `config.windows` evenly spaced windows from the text. Each begins with the special tokens (BOS).
 
-    The first and last `config.margin` of the text are skipped if a window fits between them. Raises InputError if the
-    text is shorter than a window.
+    The fraction `config.margin` at each end of the text is skipped if a window fits into the rest. Raises InputError if
+    the text is shorter than a window.
     """
     ids, ends, lead = tested.encode(text)
     body = config.context - len(lead)

@@ -23,7 +23,7 @@ FLOAT32 = "full, float32"
 """The competitor whose tokens are the reference."""
 
 Turn = Iterator[int]
-"""Yields greedy tokens, from the first token after the prompt on."""
+"""Function that takes a prompt and yields its greedy continuation, token by token."""
 
 Ask = Callable[[Sequence[int]], Turn]
 

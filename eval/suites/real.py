@@ -201,7 +201,7 @@ class Real:
         return tuple(task for task in tasks if task in self.size.tasks) or tuple(tasks)
 
     def _tasks(self, name: str, config: TasksConfig, more: Sequence[Variant] = ()) -> None:
-        """Run harness tasks one after another until the deadline, under all variants and `more`."""
+        """Run lm-eval tasks until the deadline, each with the suite's variants and with those in `more`."""
         variants = self.chosen or [*looked_up(), *more]
         done = run_tasks(
             self.tested, variants, config, self.out / name, say=self.say, deadline_passed=self.deadline_passed

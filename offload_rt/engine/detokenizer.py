@@ -70,7 +70,7 @@ def _first_character(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) 
 
 
 def _has_text(tokenizer: PreTrainedTokenizerBase | None, token: int) -> bool:
-    """Return whether a token has text in any context. A single space may have text only after another token."""
+    """Return whether a token decodes to text in at least one context. A space may need another token before it."""
     return decode(tokenizer, [token, token]) != ""
 
 

@@ -60,8 +60,8 @@ class Swap:
 
     If writing or reading fails (no space, a damaged file), the sequence is computed again. A sequence is swapped only
     if its KV and policy state can be restored exactly: the KV is not quantised, and the policy state depends on the
-    keys alone. Blocks of an exact prefill are named by their tokens, so the KV of a common prompt is stored once. The
-    file has no name and is deleted when the process ends, because KV reveals users' text.
+    keys alone. Blocks of an exact prefill are identified by their tokens, so the KV of a common prompt is stored once.
+    The file has no name and is deleted when the process ends, because KV reveals users' text.
 
     Raises:
         StoreError: The folder cannot be used.

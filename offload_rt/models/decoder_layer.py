@@ -129,7 +129,7 @@ class DecoderLayer:
     def mlp(self, residual: torch.Tensor, layer_input: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output `[T, D]`, computed from the residual stream after its attention.
 
-        `layer_input` returns the tokens' inputs `[T, P]` in this layer, if any (`LayerEmbeddings`).
+        `layer_input` returns the layer's embeddings of the tokens `[T, P]`, or is None (`LayerEmbeddings`).
         """
         if self._parallel or self._mlp is None:
             return residual

@@ -22,7 +22,7 @@ from ..kernels.packed_format import PackedFormat
 from .checkpoint import as_model_error, build_skeleton, declared_dtype, read_config, resolve_device, resolve_dtype
 from .checkpoint_cache import CheckpointCache
 from .importing import Conversion, conversion_of, converted_source
-from .linear import backend_of, packing, packing_of, use_backends
+from .linear import backend_of, has_external_formats, packing, packing_of, use_backends
 from .linear.dense import computes_bfloat16
 from .linear.packed import PACKED
 from .loading import check_loaded, quantize_checkpoint
@@ -108,7 +108,7 @@ def load_shape(
     target = resolve_device(device)
     source = find_source(model, hub)
     compute = partial(_read_shape, source, target, dtype, max_model_len, quantize)
-    if has_external_adapters():
+    if has_external_adapters() or has_external_formats():
         return compute()
     arguments = [str(target), str(dtype), max_model_len, quantize, computes_bfloat16(), *_code_versions()]
     if quantize in ("auto", "none") and (shape := _plain_shape(source, target, dtype)) is not None:

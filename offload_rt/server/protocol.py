@@ -60,7 +60,7 @@ class Connections:
         self.open[connection] = None
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Add a connection, and close another one if the limit is reached. Return False if it is refused."""
+        """Add a connection. If the limit is reached, close another one first. Return False if none can be closed."""
         if len(self.open) >= self.limit:
             waiting = [other for other in self.open if other.awaits_client]
             # Prefer clients that have never completed a request.

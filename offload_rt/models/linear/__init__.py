@@ -15,12 +15,17 @@ from .dense import DENSE
 from .packed import PACKED
 
 BACKENDS: list[LinearBackend] = [BitsAndBytes(), TorchAO(), MXFP4(), PACKED, DENSE]
-"""All weight formats. The first format that supports a layer computes it."""
+"""All weight formats, in order of preference. A layer uses the first format that supports it."""
 
 GGUF_NOTE = (
     "the weights of this GGUF file are dequantised; they stay packed if you pass the path of the file as the model, "
     "with quantize='auto' (documentation: Architectures)"
 )
+
+
+def has_external_formats() -> bool:
+    """Return whether `BACKENDS` contains formats from outside of this package."""
+    return not all(type(backend).__module__.startswith("offload_rt.") for backend in BACKENDS)
 
 
 def use_backends(model: nn.Module, device: torch.device) -> None:

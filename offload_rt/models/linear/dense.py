@@ -22,7 +22,7 @@ MAX_ROWS = 12
 """The C code is used for up to this number of input rows. It is then faster than torch's product."""
 
 PART_BYTES = 1 << 18
-"""Number of bytes of a weight that a thread multiplies at a time, which takes about 20 microseconds."""
+"""Bytes of a weight matrix per work item of a thread. An item takes about 20 microseconds."""
 
 MIN_THREADED_WORK = 1 << 20
 """Products with weights of fewer bytes use one thread."""
@@ -114,7 +114,7 @@ def product_by_tiles(
 
 @cache
 def torch_multiplies_bfloat16() -> bool:
-    """Return whether torch has bfloat16 product instructions (AVX512-BF16 or AMX) on this processor."""
+    """Return whether torch multiplies bfloat16 with native instructions (AVX512-BF16 or AMX) on this processor."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return processor_level() == "avx512_bf16" and any(getattr(torch.cpu, name, bool)() for name in names)
 

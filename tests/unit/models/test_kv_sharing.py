@@ -99,7 +99,7 @@ def test_only_layers_with_keys_of_their_own_are_stored(pattern: str) -> None:
     assert geometry.kv_layers == tuple(range(len(own))) and geometry.layers == len(own + users)
     assert geometry.kv_bytes(1, torch.float32) == per_token + own.count("s") * window.bytes(torch.float32)
     assert requirements(costs, 0, 1000).kv_per_token == per_token == pool.block_bytes // BLOCK_SIZE
-    assert costs.demand.learning_layers(geometry) == own.count("f")
+    assert costs.demand.scored_layers(geometry) == own.count("f")
     before = replace(costs, shape=load_shape(model), working_set=0)
     resident = own.count("f") * 8 * full.bytes(torch.float32) + own.count("s") * WINDOW * window.bytes(torch.float32)
     assert before.resident == resident

@@ -259,6 +259,9 @@ def test_a_failed_conversion_names_from_pretrained(tmp_path: Path, monkeypatch: 
 def test_the_error_of_a_missing_library_names_what_to_install(method: str, tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path, "llama"))
     edit_config(folder, quantization_config={"quant_method": method, "bits": 4, "group_size": 64})
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.qweight"] = torch.zeros(8, 8, dtype=torch.int32)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"(?i)install|requires"):
         load_model(folder, quantize="none")
 
