@@ -26,17 +26,21 @@ def perplexity() -> str:
 CODE = "standard library (Python)"
 
 DIVERGENCE = (
-    ("SmolLM2", NOVEL, "smollm2/divergence"),
-    ("SmolLM2 in bfloat16", NOVEL, "smollm2/divergence_bfloat16"),
-    ("Gemma 3, novel", NOVEL, "gemma/divergence"),
-    ("Gemma 3, code", CODE, "gemma/divergence"),
+    ("SmolLM2", NOVEL, ("smollm2/divergence", "smollm2/divergence_presets")),
+    ("SmolLM2 in bfloat16", NOVEL, ("smollm2/divergence_bfloat16",)),
+    ("Gemma 3, novel", NOVEL, ("gemma/divergence",)),
+    ("Gemma 3, code", CODE, ("gemma/divergence",)),
 )
-"""Columns of the divergence table: heading, text and file."""
+"""Columns of the divergence table: heading, text and files."""
 
 
 def divergence() -> str:
     """KL divergence of the next-token distribution from that of full attention, by model and text."""
-    columns = [{setting(row): row for row in load(file) if row["text"] == text} for _, text, file in DIVERGENCE]
+    columns: list[dict[str, Row]] = []
+    for _, text, files in DIVERGENCE:
+        columns.append({})
+        for row in (row for file in files for row in load(file) if row["text"] == text):
+            columns[-1].setdefault(setting(row), row)
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column if name != "`full`"):
         found = [column.get(name) for column in columns]
