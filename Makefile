@@ -41,6 +41,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 
 demo: $(READY)
 	mkdir -p $(OUT)
+	@echo "A test model of 6 million parameters (do not expect sensible prose) continues the novel The Black Arrow."
 	$(BIN)/offload-rt generate reference --prompt-file offload_rt/data/black_arrow.txt --truncate tail --max-new-tokens 64 \
 		--temperature 0.8 --top-p 0.95 --seed 1 --compare-full --plot $(OUT)/demo_plot.png --stats-json $(OUT)/demo.json
 

@@ -228,7 +228,7 @@ def _compare(
 
     found = compare(llm, prompt, written, params, None if plot is None else Path(plot))
     if found.full_tokens == written:
-        console.print(f"\nFull attention writes the same {len(written):,} tokens with the same seed.")
+        console.print(f"\nWith the same seed, full attention has generated the same {len(written):,} tokens.")
     elif llm.tokenizer is not None:
         console.print(texts_table(llm.config.policy, llm.tokenizer, written, found.full_tokens))
     console.print(comparison_table(found))

@@ -209,15 +209,16 @@ def comparison_table(found: Comparison) -> Table:
     same = f"at {found.top_1:.1%} of {found.scored:,} positions"
     speed = f"{policy.tokens_per_second:.0f} tokens/s, full attention {full.tokens_per_second:.0f}"
     if policy.device == "cpu":
-        speed += " (no copies on a CPU: selection saves time on a GPU)"
+        speed += " (nothing is copied on a CPU: expect a speed-up on a GPU)"
     copied = f"{format_size(policy.h2d_bytes_per_token)} per token, full attention "
+    where = ", as counted for a GPU" if policy.device == "cpu" else ""
     return _table(
         "Compared with full attention",
         [
             ("same most probable token", same),
             ("KL divergence", f"{kl} nats per token"),
             ("speed", speed),
-            ("host to device, KV", f"{copied}{format_size(full.h2d_bytes_per_token)}"),
+            ("host to device, KV", f"{copied}{format_size(full.h2d_bytes_per_token)}{where}"),
             ("KV on the device", f"{format_size(_on_device(policy))}, all KV {format_size(policy.kv_bytes_host)}"),
         ],
     )
@@ -233,13 +234,14 @@ def verdict(found: Comparison) -> str:
         kept = _share(_on_device(policy) / max(1, policy.kv_bytes_host))
         savings = f"copies {copied} of the KV cache per token, keeps {kept} of its size on the device"
     if found.kl < CLOSE:
-        lead, quality = "It worked", "its predictions are practically those of full attention, which reads all tokens"
+        lead = "It worked"
+        quality = f"predicts the same token as full attention at {found.top_1:.1%} of the positions"
     elif found.kl < VISIBLE:
         lead = "It worked in part"
-        quality = "its predictions are close to those of full attention; a larger budget comes closer"
+        quality = "predicts almost like full attention; a larger budget comes closer"
     else:
         lead = "It changed the text"
-        quality = "its predictions differ from those of full attention: raise the budget, or use --exact"
+        quality = "predicts other tokens than full attention: raise the budget, or use --exact"
     return f"{lead}: policy {policy.policy} {savings}, and {quality}."
 
 
