@@ -84,6 +84,8 @@ def _heads(rng: random.Random, name: str, text: dict[str, Any]) -> dict[str, Any
 
 def _layers(rng: random.Random, text: dict[str, Any]) -> dict[str, Any]:
     """Choose the number of layers, the sliding-window layers, and the window."""
+    if "num_kv_shared_layers" in text:  # its patterns are limited: each kind of layer must store KV before it is shared
+        return {}
     count = rng.randint(1, 4)
     changes: dict[str, Any] = {"num_hidden_layers": count}
     if "sliding_window" in text and text["sliding_window"] is not None:
