@@ -60,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Suppress warnings of libraries. Print each warning of this package as one line on stderr."""
+    """Suppress warnings of libraries. Print each warning of this package once, as one line on stderr."""
     quiet_transformers()
     package = str(Path(__file__).parents[1])
+    shown = set[str]()  # one request may create several sequences, which warn of the same
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: object, **line: object) -> None:
-        if Path(filename).is_relative_to(package):
+        if Path(filename).is_relative_to(package) and str(message) not in shown:
+            shown.add(str(message))
             print(f"offload-rt: note: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():

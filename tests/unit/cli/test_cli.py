@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from support.tiny_models import tiny_checkpoint
 
 import offload_rt
 from offload_rt import LLM, ModelError, SamplingParams
+from offload_rt.cli import _quiet_libraries
 from offload_rt.cli.tables import verdict
 
 PACKAGE = Path(offload_rt.__file__).parent
@@ -61,6 +63,13 @@ def test_the_summary_is_short_and_all_statistics_can_be_shown(generate: Cli) -> 
     described = help_text[help_text.index("options:") :]
     sampled = described.index("--max-new-tokens N maximum number of new tokens (default: 256)")
     assert sampled < described.index("--policy ")
+
+
+def test_a_warning_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with _quiet_libraries():
+        for message in ("too long", "too long", "too short"):
+            warnings.warn_explicit(message, UserWarning, offload_rt.cli.__file__, 1)
+    assert capsys.readouterr().err == "offload-rt: note: too long\noffload-rt: note: too short\n"
 
 
 @pytest.mark.parametrize(
