@@ -79,6 +79,11 @@ def _kv_bytes(runner: Runner, sequence: Sequence) -> int:
     return kv_bytes
 
 
+def _estimates(runner: Runner, sequence: Sequence) -> bool:
+    """Return whether decode steps of a sequence have attended to approximate KV."""
+    return bool(sequence.state.approximate_bytes and sequence.trace.attended) and runner.config.exact is None
+
+
 def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     """Return the statistics of a sequence up to now, before it is freed."""
     trace, adapter, config, dense = sequence.trace, runner.adapter, runner.config, runner.policy.dense_layers
@@ -88,7 +93,6 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
     kv_bytes, file, steps = _kv_bytes(runner, sequence), runner.pool.file, trace.step_weights
     used = DiskUse() if file is None or trace.disk_before is None else file.use.since(trace.disk_before)
     transferred = trace.bytes_to_device + runner.transfer.loaded_bytes(sequence.blocks)
-    estimates = sequence.state.approximate_bytes and trace.attended and config.exact is None
     return Stats(
         model=runner.model.name,
         policy=runner.policy.name,
@@ -120,7 +124,7 @@ def sequence_stats(runner: Runner, sequence: Sequence) -> Stats:
         exact_fraction=shares.attended,
         sparse_fetched_fraction=shares.sparse_fetched,
         sparse_exact_fraction=shares.sparse_attended,
-        approximate_fraction=1 - shares.sparse_attended if estimates else 0.0,
+        approximate_fraction=1 - shares.sparse_attended if _estimates(runner, sequence) else 0.0,
         dense_layers=tuple(sorted(dense)),
         layers=adapter.geometry.layers,
         missed_mass=missed,

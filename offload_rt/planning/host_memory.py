@@ -48,8 +48,8 @@ def divide_host_memory(config: EngineConfig, geometry: ModelGeometry, dtype: tor
     limit = host // SNAPSHOT_DIVISOR if config.snapshot_memory is None else config.snapshot_memory
     if limit >= host:
         raise MemoryLimitError(
-            f"snapshot_memory={format_size(limit)} must be less than host_memory={format_size(host)}, of which it is a "
-            "part: lower snapshot_memory"
+            f"snapshot_memory={format_size(limit)} must be less than host_memory={format_size(host)}, which includes "
+            "it: lower snapshot_memory"
         )
     size = slot_bytes(geometry, dtype)
     slots = min(limit // size, MAX_SNAPSHOTS)

@@ -264,7 +264,7 @@ class Saver:
     def _call(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # `flush` raises this error; the worker thread goes on
+        except BaseException as error:  # `flush` raises this error; the worker thread continues
             self._failure = error
 
     def _try_to_write(self, saving: SaveHandle, layer: int) -> None:

@@ -59,8 +59,8 @@ class Tables(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = DeviceBlocks(5, LAYERS)
-        self.tables: dict[int, list[int]] = {}  # as the pool has them
-        self.known: dict[int, list[int]] = {}  # as `DeviceBlocks` was told, without blocks that were freed since
+        self.tables: dict[int, list[int]] = {}  # in the pool
+        self.known: dict[int, list[int]] = {}  # in the last `update`, without blocks freed after it
         self.copies: dict[int, set[int]] = {}  # missing layers of each copy
         self.versions: dict[int, tuple[int, list[int]]] = {}  # sequence and slots by version
         self.told: set[int] = set()  # sequences whose table is known
